@@ -90,11 +90,11 @@ def main() -> None:
     from cpu_times import OPTIONS, read_steps
 
     from buffer_rl import __version__
-    from buffer_rl.config import compose
+    from buffer_rl.args import CORE_SECTIONS
     from buffer_rl.driver.launch import launch_training
     from buffer_rl.observe.metrics import read_metrics
-    from buffer_rl.options import CORE_SECTIONS
-    from buffer_rl.plugins import PluginRegistry
+    from buffer_rl.options.section import compose
+    from buffer_rl.plugin.registry import PluginRegistry
 
     common = {
         "run_dir": str(spec.folder / "run"),

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from buffer_rl.engine.embedded.model import FastDecoder
-from buffer_rl.engine.embedded.sampling import SamplingParams
-from buffer_rl.engine.embedded.scheduler import Request, Scheduler
+from buffer_rl.embedded.model import FastDecoder
+from buffer_rl.embedded.sampling import SamplingParams
+from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.testing.tiny import make_tiny_model
 
 PROMPTS, SAMPLES = 32, 16

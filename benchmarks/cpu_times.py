@@ -28,7 +28,7 @@ OPTIONS: Mapping[str, Any] = {"logger": [f"{HERE}:CpuLogger"], "train_backend": 
 """Options of a run whose CPU times are read."""
 ENGINE, TRAINER, REWARDS, RAY = "engine", "trainer", "reward processes", "Ray"
 ROLES = {
-    "buffer_rl.engine.embedded.server": ENGINE,
+    "buffer_rl.embedded.server": ENGINE,
     "router": "router",
     "ray::BufferActor": "Buffer",
     "ray::RolloutWorker": "rollout worker",

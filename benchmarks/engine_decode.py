@@ -35,12 +35,12 @@ import torch
 from servers import options_for, served
 from transformers import AutoModelForCausalLM
 
-from buffer_rl.engine.client import EngineClient
-from buffer_rl.engine.embedded.launcher import launch
-from buffer_rl.engine.embedded.model import FastDecoder
-from buffer_rl.engine.embedded.sampling import SamplingParams
-from buffer_rl.engine.embedded.scheduler import Request, Scheduler
-from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.embedded.launcher import launch
+from buffer_rl.embedded.model import FastDecoder
+from buffer_rl.embedded.sampling import SamplingParams
+from buffer_rl.embedded.scheduler import Request, Scheduler
+from buffer_rl.engines.client import EngineClient
+from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.testing.tiny import make_tiny_model
 
 SAMPLES_PER_PROMPT = 8

@@ -23,13 +23,13 @@ import numpy as np
 import ray
 
 import buffer_rl
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_file import new_ledger
 from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.config import compose, dump_args
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import Column, RowId, SampleGroup
+from buffer_rl.options.section import compose, dump_args
+from buffer_rl.records.groups import Column, RowId, SampleGroup
 
 PACKAGE = str(Path(buffer_rl.__file__).parent)
 AIM = 8

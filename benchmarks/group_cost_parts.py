@@ -23,7 +23,7 @@ import numpy as np
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.types import Column, GroupUid, RowId, Sample, SampleGroup
+from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup
 
 STEP = 64
 """Groups of a step, and of one call where a pool has more."""

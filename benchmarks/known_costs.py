@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 from safetensors.torch import load_file
 
-from buffer_rl.contracts import Topology
-from buffer_rl.token_loss import Sums
-from buffer_rl.types import TrainBatch
+from buffer_rl.kinds.contracts import Topology
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.records.groups import TrainBatch
 
 SAMPLES = 4
 
@@ -66,7 +66,8 @@ SETTINGS = {
 
 
 class SleepingTrainer:
-    """A trainer that sleeps, and publishes the weights that it began with. See ``buffer_rl.contracts.Trainer``."""
+    """A trainer that sleeps, and publishes the weights that it began with. See
+    ``buffer_rl.kinds.contracts.Trainer``."""
 
     setting: ClassVar[Setting]
 

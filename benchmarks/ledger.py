@@ -22,7 +22,7 @@ from pathlib import Path
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 STEP = 64

@@ -16,7 +16,7 @@ import numpy as np
 from buffer_rl.buffer.columns import Cell, RowSizes
 from buffer_rl.buffer.pool import ReadRequest, check_group
 from buffer_rl.buffer.pools import PoolCalls, Pools
-from buffer_rl.types import GroupUid, RowId, Ticket
+from buffer_rl.records.groups import GroupUid, RowId, Ticket
 
 ROW_COUNTS = (10**3, 10**4, 10**5, 10**6)
 GROUP_ROWS = 8

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import ray
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import RowSizes
@@ -25,8 +26,7 @@ from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.wire import Columns
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import compose, dump_args
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose, dump_args
 
 ROWS = 8
 """Rows of a group."""

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 from servers import options_for, served
 
-from buffer_rl.engine.control import EngineControlClient
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import weight_buckets

@@ -39,15 +39,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import compose
 from buffer_rl.driver.checks import check_role_options
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
 WORDS = ("cat", "dog", "tree", "house", "water", "green", "stone", "light", "paper", "night", "river", "cloud")

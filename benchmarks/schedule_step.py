@@ -28,20 +28,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import compose
-from buffer_rl.contracts import Objective
 from buffer_rl.driver.launch import launch_training
-from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
+from buffer_rl.embedded.launcher import EmbeddedEngine, launch
+from buffer_rl.kinds.contracts import Objective
 from buffer_rl.observe.timeline import read_trace
 from buffer_rl.observe.timeline_stats import Overlap, StepStats, step_stats, step_windows
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.generate import generate
 from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import Sample
 
 GROUPS, SAMPLES = 16, 4
 MEAN_LENGTH, MAX_LENGTH, SIGMA = 60, 480, 1.0

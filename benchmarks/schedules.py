@@ -51,13 +51,13 @@ from schedule_bounds import (
     response_length,
 )
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import compose
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.observe.timeline import read_trace
 from buffer_rl.observe.timeline_stats import step_windows
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.tiny import make_tiny_model
 

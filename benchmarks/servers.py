@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.config import compose
-from buffer_rl.contracts import EngineProcess
-from buffer_rl.engine.embedded.launcher import launch
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.embedded.launcher import launch
+from buffer_rl.kinds.contracts import EngineProcess
+from buffer_rl.options.section import compose
 from buffer_rl_sglang.launcher import launch as launch_sglang
 from buffer_rl_sglang.options import SglangOptions
 

@@ -25,11 +25,11 @@ from typing import Any
 
 from cpu_times import OPTIONS, budget, budget_table, read_steps
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 
 PHASES = ("rollout", "train", "publish", "step", "buffer", "ledger")

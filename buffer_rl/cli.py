@@ -13,12 +13,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from buffer_rl.config import did_you_mean
-from buffer_rl.configuration.help import FlagParser, flags_of, normalise_flags, take_items
-from buffer_rl.configuration.unknown_flags import take_unknown
+from buffer_rl.cluster.signals import signals_as_exceptions
 from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal
-from buffer_rl.signals import signals_as_exceptions
-from buffer_rl.terminal import say
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.help import FlagParser, flags_of, normalise_flags, take_items
+from buffer_rl.options.section import did_you_mean
+from buffer_rl.options.unknown_flags import take_unknown
 from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from buffer_rl.config import declared, flag_of, load_section
-from buffer_rl.configuration.help import default_text, short_flag
-from buffer_rl.configuration.values import option_type
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.help import default_text, short_flag
+from buffer_rl.options.section import declared, flag_of, load_section
+from buffer_rl.options.values import option_type
 
 PAGE = Path(__file__).with_name("options.md")
 MARKER = "<!-- The tables are written by: python docs/generate_options.py -->\n"

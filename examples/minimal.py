@@ -27,22 +27,22 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import Options, compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.engine.embedded.model import FastDecoder
-from buffer_rl.engine.embedded.sampling import SamplingParams
-from buffer_rl.engine.embedded.scheduler import Request, Scheduler
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.embedded.model import FastDecoder
+from buffer_rl.embedded.sampling import SamplingParams
+from buffer_rl.embedded.scheduler import Request, Scheduler
+from buffer_rl.options.section import Options, compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Sample, SampleGroup, Status, Ticket, VersionSpan
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import prepare_torch
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import Sample, SampleGroup, Status, Ticket, VersionSpan
 
 MAX_NEW_TOKENS = 12  # the longest word has 10 letters, then the end token, and one to spare
 MODEL: dict[str, Any] = {

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from buffer_rl.types import QueueHeader
+from buffer_rl.records.groups import QueueHeader
 
 
 def first_in(args: Any, rollout_id: int, buffer: Sequence[QueueHeader], num_samples: int) -> list[QueueHeader]:

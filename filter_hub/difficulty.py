@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.types import FilterDecision, SampleGroup, equal_rewards
+from buffer_rl.records.groups import FilterDecision, SampleGroup, equal_rewards
 
 LOW, HIGH = 0.2, 0.8
 """The window of ``window``; for rewards from 0 to 1."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.types import FilterDecision, SampleGroup
+from buffer_rl.records.groups import FilterDecision, SampleGroup
 
 
 def distinct(args: Any, group: SampleGroup) -> FilterDecision:

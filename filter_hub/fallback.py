@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.types import FilterDecision, SampleGroup
+from buffer_rl.records.groups import FilterDecision, SampleGroup
 from filter_hub.reward_deviation import nonzero
 
 KEEP_ONE_IN = 32

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.types import FilterDecision, SampleGroup, Status
+from buffer_rl.records.groups import FilterDecision, SampleGroup, Status
 
 
 def some_finished(args: Any, group: SampleGroup) -> FilterDecision:

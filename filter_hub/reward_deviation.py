@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.types import FilterDecision, SampleGroup, equal_rewards
+from buffer_rl.records.groups import FilterDecision, SampleGroup, equal_rewards
 
 
 def nonzero(args: Any, group: SampleGroup) -> FilterDecision:
-    """Keep the group if its rewards differ by more than rounding (``buffer_rl.types.equal_rewards``); else the reason
-    is ``zero_std``.
+    """Keep the group if its rewards differ by more than rounding (``buffer_rl.records.groups.equal_rewards``); else the
+    reason is ``zero_std``.
 
     Samples without a reward (failed, aborted) do not count, and one of several parts has the mean of theirs; a group
     without any is dropped as ``no_rewards``.

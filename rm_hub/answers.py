@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import Sample
+from buffer_rl.records.groups import Sample
 from rm_hub.doubt import DOUBT, TEXT, joined, taken_back
 
 REASONING, END_OF_REASONING = "<think>", "</think>"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample
 from rm_hub import f1, gpqa
 from rm_hub.answers import boxed_answers, has_answer
 

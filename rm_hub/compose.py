@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from buffer_rl.errors import ConfigError, PluginError, RewardError
-from buffer_rl.types import Sample
+from buffer_rl.records.groups import Sample
 from rm_hub.answers import where
 
 Reward = Callable[[Any, Sample], Any]

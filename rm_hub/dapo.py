@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample, Status
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import UNIT, answer_of, full_fractions, labels_of
 from rm_hub.doubt import TEXT, taken_back
 

@@ -12,8 +12,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample, Status
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import (
     END_OF_REASONING,
     UNIT,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample, Status
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import response_of
 
 

@@ -13,8 +13,8 @@ import string
 from collections import Counter
 from typing import Any
 
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample, Status
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import answer_of, labels_of
 
 WHOLE = (["yes"], ["no"], ["noanswer"])

@@ -11,8 +11,8 @@ import string
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample, Status
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import answer_of, boxed_answers, last_line, where
 from rm_hub.doubt import joined, taken_back
 

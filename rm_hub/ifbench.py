@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import answer_of, where
 
 

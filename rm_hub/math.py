@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample, Status
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import answer_of, boxed_answers, labels_of, last_boxed, last_line, where
 from rm_hub.bounds import MAX_CHARACTERS, is_bounded
 from rm_hub.doubt import DOUBT, TEXT, differ_in_words, joined, taken_back

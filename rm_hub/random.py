@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample
 
 
 @rows_may_choose

@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import has_answer, response_of
 from rm_hub.expressions import ExpressionError, evaluate
 from rm_hub.numeric import whole_number

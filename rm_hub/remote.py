@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 
 from buffer_rl.errors import ConfigError, RewardError
-from buffer_rl.types import Sample, SampleGroup
+from buffer_rl.records.groups import Sample, SampleGroup
 from rm_hub.answers import where
 
 ATTEMPTS = 3

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 WITH_RAY = ("tests/integration", "tests/conformance", "tests/gpu")
 FAST = "not slow and not sglang and not megatron"
 ALL = "not campaign and not sglang and not megatron"
-EMBEDDED = "tests/unit/engine/embedded"
+EMBEDDED = "tests/unit/engines/embedded"
 OF_SERVERS = (
     *("engine_thread", "generate_route", "openai_routes", "released_memory", "server", "sglang_service"),
     *("sglang_update", "streams", "weight_groups", "weight_update"),

@@ -23,12 +23,12 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 
 from buffer_rl.data.eval_sets import eval_datasets
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, QueueHeader, Sample, SampleGroup
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, QueueHeader, Sample, SampleGroup
-from buffer_rl.user_args import user_args
 from harness import stand_in_packages
 from harness.slime_checkout import TEMPLATE, Checkout, expect, groups_of, trial
 
@@ -245,7 +245,8 @@ async def rewards_of_groups(checkout: Checkout) -> None:
 
 def own_tests(checkout: Checkout, files: list[str]) -> Callable[[Checkout], Awaitable[None]]:
     """slime's own tests, in a process in which ``slime`` is this library's, and what it lacks is the checkout's."""
-    start = "import sys, pytest; from buffer_rl.plugins import PluginRegistry; PluginRegistry.from_flags(['slime']); "
+    start = "import sys, pytest; from buffer_rl.plugin.registry import PluginRegistry; "
+    start += "PluginRegistry.from_flags(['slime']); "
     start += "import slime; slime.__path__.append(sys.argv[1] + '/slime'); sys.exit(pytest.main(sys.argv[2:]))"
 
     async def run(checkout: Checkout) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
 from harness.grader_vectors import Reward, Vector, our_grader, our_name, vectors
 
 PACKAGE = "rm_hub_of_the_checkout"

@@ -64,7 +64,9 @@ def entry_points() -> set[str]:
 def hooks() -> set[str]:
     """Methods that pluggy calls by their names."""
     return {
-        line.split("def ")[1].split("(")[0] for line in _lines("buffer_rl/hookspecs.py") if "def buffer_rl_" in line
+        line.split("def ")[1].split("(")[0]
+        for line in _lines("buffer_rl/plugin/hookspecs.py")
+        if "def buffer_rl_" in line
     }
 
 

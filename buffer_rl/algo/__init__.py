@@ -1,6 +1,5 @@
 """Formulas: pure functions of arrays and tensors.
 
-algorithms   the table of algorithms: estimator, loss, normalisation of rewards
 options      what advantage estimators read
 advantages   the estimator grpo (numpy, as all estimators)
 rewards      rewards of a prompt's samples: shaped, then normalised as the algorithm wants (rloo, pass_at_k, ...)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import DataError
-from buffer_rl.scope import scoped
-from buffer_rl.types import TrainBatch
+from buffer_rl.kinds.marks import scoped
+from buffer_rl.records.groups import TrainBatch
 
 
 @scoped("row")
@@ -23,7 +23,7 @@ def grpo(args: Any, batch: TrainBatch) -> None:
     prompt's samples. Returns equal advantages: there is no value function.
 
     So ``dr_grpo``, ``rloo`` and ``pass_at_k`` are this function too: their rewards are normalised in another way
-    (``buffer_rl.algo.algorithms``).
+    (``buffer_rl.plan.algorithms``).
 
     Raises DataError if the batch has no ``reward`` column or a reward is not finite.
     """

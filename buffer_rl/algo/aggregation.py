@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Total
+from buffer_rl.kinds.token_loss import NEW_FORM, Metric, Reduction, Total
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ import torch
 
 from buffer_rl.algo.aggregation import per_row
 from buffer_rl.algo.losses import ratio_of
-from buffer_rl.scope import Unit
-from buffer_rl.token_loss import LossInputs, Metric
+from buffer_rl.kinds.marks import Unit
+from buffer_rl.kinds.token_loss import LossInputs, Metric
 
 TOKEN_MODES = ("truncate", "token")
 """Values of ``--tis-mode`` that look at a token by itself; the others look at all tokens of a row."""

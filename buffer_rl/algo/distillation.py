@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.returns import masks_of, spread, unmasked
-from buffer_rl.train.roles import policy_field
-from buffer_rl.types import TrainBatch
+from buffer_rl.plan.algorithm import policy_field
+from buffer_rl.records.groups import TrainBatch
 
 REVERSE_KL = "opd_reverse_kl"
 """The column of log-ratios: a row that has it has its teacher's part in its advantages."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.returns import discounted_sums, masks_of, spread, token_rewards, unmasked
-from buffer_rl.scope import scoped
-from buffer_rl.types import TrainBatch
+from buffer_rl.kinds.marks import scoped
+from buffer_rl.records.groups import TrainBatch
 
 
 @scoped("row", needs=("values",))

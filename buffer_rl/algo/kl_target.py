@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.train.roles import is_supervised, uses_critic
+from buffer_rl.plan.algorithm import is_supervised, uses_critic
 
 MEASURED_KL = "ref_kl"
 """The metric that ``--kl-target`` is compared with: the mean over unmasked tokens of the penalty's own estimate."""

@@ -8,8 +8,8 @@ import numpy as np
 
 from buffer_rl.algo.advantages import grpo, rewards_of
 from buffer_rl.algo.returns import discounted_sums, masks_of, spread, token_rewards, whitened, whitened_tokens
-from buffer_rl.scope import scoped
-from buffer_rl.types import TrainBatch, equal_rewards
+from buffer_rl.kinds.marks import scoped
+from buffer_rl.records.groups import TrainBatch, equal_rewards
 
 
 @scoped("rollout")

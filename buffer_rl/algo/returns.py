@@ -13,8 +13,8 @@ import numpy as np
 
 from buffer_rl.algo.advantages import rewards_of
 from buffer_rl.errors import DataError
-from buffer_rl.train.roles import policy_field
-from buffer_rl.types import Column, TrainBatch
+from buffer_rl.plan.algorithm import policy_field
+from buffer_rl.records.groups import Column, TrainBatch
 
 EPS = 1e-8
 """Added to the variance, as in slime's and verl's ``masked_whiten``."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.algo.algorithms import Rewards, algorithm_of
 from buffer_rl.errors import ConfigError, RewardError
-from buffer_rl.train.roles import estimator_of
-from buffer_rl.types import equal_rewards
+from buffer_rl.plan.algorithm import estimator_of
+from buffer_rl.plan.algorithms import Rewards, algorithm_of
+from buffer_rl.records.groups import equal_rewards
 
 
 def shaped(args: Any, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarray:
@@ -99,8 +99,8 @@ def group_normalize(rewards: Sequence[float] | np.ndarray, std: bool) -> np.ndar
     With ``std``: DeepSeekMath (arXiv 2402.03300) section 4.1.2, ``(r - mean(r)) / std(r)``. Without: Dr. GRPO
     (arXiv 2503.20783) section 3.2, which drops the division because it weighs a prompt by its difficulty. The
     paper leaves the kind of deviation open; this is the sample standard deviation (divisor ``num_samples - 1``),
-    which slime and TRL take from ``torch.std``. Rewards that are equal (``buffer_rl.types.equal_rewards``), and a
-    single one, give exactly 0.
+    which slime and TRL take from ``torch.std``. Rewards that are equal (``buffer_rl.records.groups.equal_rewards``),
+    and a single one, give exactly 0.
 
     Raises RewardError if the rewards are empty, not one-dimensional or not finite.
     """

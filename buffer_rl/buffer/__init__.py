@@ -17,7 +17,6 @@ ledger_entry    a group's states, and the rules by which they change
 ledger_file     the ledger's file: schema, checks, copies, its place in a run
 ledger_audit    reads a ledger that may be in use; checks its accounting
 record          what the Buffer knows of the run beside its groups
-row_file        rows of one rollout in a file
 calls           which operations change the state, and how a repeated call is recognised
 actor           the Buffer's process, and its watcher
 client          the Buffer for its callers

@@ -31,10 +31,10 @@ from buffer_rl.buffer.ledger_file import FILE_NAME, LedgerPlace, new_ledger
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
-from buffer_rl.config import load_args
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError
-from buffer_rl.types import Column
+from buffer_rl.options.section import load_args
+from buffer_rl.records.groups import Column
 
 MAX_WAITERS = 64
 """Readers that can wait for rows at one time; more would wait for each other."""

@@ -27,7 +27,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
 from buffer_rl.buffer.wire import Columns, RowIds
 from buffer_rl.errors import DeadlineError, PayloadLostError
-from buffer_rl.types import Column, RowId, Ticket, TrainBatch
+from buffer_rl.records.groups import Column, RowId, Ticket, TrainBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import RolloutError
-from buffer_rl.sample import OF_SLIME, RenderedPrompt
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Status, VersionSpan
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status, VersionSpan
+from buffer_rl.records.sample import OF_SLIME, RenderedPrompt
 
 _BYTES = "buffer_rl:base64"  # the only key of a mapping that stands for bytes
 _ARRAY = "buffer_rl:array"  # likewise for an array: its dtype, shape and bytes as base64 text

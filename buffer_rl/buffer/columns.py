@@ -17,7 +17,7 @@ import numpy as np
 
 from buffer_rl.buffer.wire import Columns, RowIds, are_alike, stacked
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch, take_rows
+from buffer_rl.records.groups import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch, take_rows
 
 
 class Cell(NamedTuple):

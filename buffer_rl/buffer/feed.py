@@ -23,8 +23,8 @@ from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest, hash_state
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
-from buffer_rl.resolution.calls import place
-from buffer_rl.types import GroupUid, SampleGroup
+from buffer_rl.plugin.calls import place
+from buffer_rl.records.groups import GroupUid, SampleGroup
 
 
 class Feed(Protocol):

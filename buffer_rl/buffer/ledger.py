@@ -47,7 +47,7 @@ from buffer_rl.buffer.ledger_file import (
 )
 from buffer_rl.buffer.ledger_tables import LedgerTables
 from buffer_rl.errors import BufferStateError, CheckpointError
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 Ts = TypeVarTuple("Ts")
 

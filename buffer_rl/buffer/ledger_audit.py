@@ -11,7 +11,7 @@ from pathlib import Path
 
 from buffer_rl.buffer.ledger_entry import COLUMNS, GroupState, LedgerEntry, entry_of
 from buffer_rl.buffer.ledger_file import NOTE, open_for_reading, read_failed
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 PID = "pid"
 """The ledger's note of the process that writes it, as ``process_note`` has it."""

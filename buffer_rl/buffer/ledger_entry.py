@@ -20,8 +20,8 @@ from enum import StrEnum
 from typing import Any
 
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import GroupUid
-from buffer_rl.utf8 import encodable
+from buffer_rl.records.groups import GroupUid
+from buffer_rl.records.utf8 import encodable
 
 COLUMNS = "state, attempt, rollout_id, reason, step, selected"
 """The columns of an entry in the ledger's file."""

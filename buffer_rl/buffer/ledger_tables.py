@@ -10,7 +10,7 @@ from pathlib import Path
 
 from buffer_rl.buffer.ledger_entry import COLUMNS, GroupState, LedgerEntry, entry_of
 from buffer_rl.buffer.ledger_file import write_failed
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 _LIVE = "state IN ('pending', 'leased', 'finished')"  # as in the schema, or the index `live` is not used
 

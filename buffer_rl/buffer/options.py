@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from buffer_rl.config import Section, option
+from buffer_rl.options.section import Section, option
 
 
 class BufferOptions(Section):

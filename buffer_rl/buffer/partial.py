@@ -15,7 +15,7 @@ import orjson
 
 from buffer_rl.buffer.codec import group_to_json
 from buffer_rl.errors import RolloutError
-from buffer_rl.types import Sample, SampleGroup, Status, Ticket, VersionSpan, sample_means, tile
+from buffer_rl.records.groups import Sample, SampleGroup, Status, Ticket, VersionSpan, sample_means, tile
 
 DONE = (Status.COMPLETED, Status.TRUNCATED)
 

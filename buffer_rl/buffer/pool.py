@@ -18,8 +18,8 @@ from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.buffer.selection import Selection
 from buffer_rl.buffer.wire import RowIds
 from buffer_rl.errors import BufferStateError
-from buffer_rl.roles import DERIVED_FIELDS
-from buffer_rl.types import Column, GroupUid, RowId, take_rows
+from buffer_rl.plan.roles import DERIVED_FIELDS
+from buffer_rl.records.groups import Column, GroupUid, RowId, take_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

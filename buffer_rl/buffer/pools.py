@@ -13,7 +13,7 @@ from buffer_rl.buffer.columns import BatchPlan, ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferRestartedError, BufferStateError
-from buffer_rl.types import Column, GroupUid, RowId, Ticket, TrainBatch
+from buffer_rl.records.groups import Column, GroupUid, RowId, Ticket, TrainBatch
 
 REMEMBERED = 64
 """Cleared pools that are named to late readers; a reader is never later than that."""

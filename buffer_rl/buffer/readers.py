@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 
 class Splitting(StrEnum):

@@ -12,8 +12,8 @@ import orjson
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import GroupUid
-from buffer_rl.utf8 import encodable
+from buffer_rl.records.groups import GroupUid
+from buffer_rl.records.utf8 import encodable
 
 VERSION, METADATA, FAILURES = "version", "metadata", "failures"
 RUN = "run"

@@ -15,7 +15,7 @@ from buffer_rl.buffer.partial import check_versions
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.wire import Columns, RowIds
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
-from buffer_rl.types import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
+from buffer_rl.records.groups import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
 
 
 class GroupEncoder(Protocol):
@@ -44,7 +44,7 @@ class BatchSource(Protocol):
 
 
 class RolloutClient:
-    """The ``buffer`` of one rollout (see ``buffer_rl.contracts.RolloutBuffer``).
+    """The ``buffer`` of one rollout (see ``buffer_rl.kinds.contracts.RolloutBuffer``).
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself.
     """

@@ -20,7 +20,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule, oldest_version
 from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
-from buffer_rl.types import GroupUid, QueueHeader, SampleGroup, Ticket
+from buffer_rl.records.groups import GroupUid, QueueHeader, SampleGroup, Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 
 class Selection:

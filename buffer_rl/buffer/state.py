@@ -23,7 +23,7 @@ from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Rollouts
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
-from buffer_rl.types import (
+from buffer_rl.records.groups import (
     Column,
     GroupUid,
     QueueHeader,

@@ -21,7 +21,7 @@ import ray
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.columns import Cell, column_bytes
 from buffer_rl.buffer.wire import Columns
-from buffer_rl.types import Column
+from buffer_rl.records.groups import Column
 
 MAX_REPORTS = 8
 """Reports that one owner works on at a time; others wait for it."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.types import Column, GroupUid, RowId
+from buffer_rl.records.groups import Column, GroupUid, RowId
 
 IN_MESSAGE_BYTES = 1 << 18
 """Smaller fields are copied into the message: about as long as shipping one array by itself takes."""

@@ -23,7 +23,7 @@ import ray
 
 from buffer_rl.cluster.dispatch import Collect, To, dispatch_of, first_answer, plan_calls
 from buffer_rl.errors import BufferRLError, DeadlineError, TrainError, WorkerDiedError, WorkerError
-from buffer_rl.types import Topology
+from buffer_rl.records.groups import Topology
 
 PATIENCE_S = 1.0
 """How long a process that may be dead is asked; Ray knows of a death by the time a call has failed with it."""

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from buffer_rl.cluster.counts import ENGINE, replicas_of, roles_in_resource
 from buffer_rl.cluster.devices import Demand, Node, NoRoomError, Seat, Unit, all_devices, allocate
-from buffer_rl.config import flag_of
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import ACTOR, CRITIC, DEDICATED, PLACED, worker_counts
-from buffer_rl.train.roles import uses_critic
+from buffer_rl.options.section import flag_of
+from buffer_rl.plan.algorithm import uses_critic
+from buffer_rl.plan.counts import ENGINE, replicas_of, roles_in_resource
+from buffer_rl.plan.roles import ACTOR, CRITIC, DEDICATED, PLACED, worker_counts
 
 WITH_ACTOR = ("ref", "actor_fwd")
 """Roles that ``--colocate-actor-ref`` puts on the devices of the trainer."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from buffer_rl.errors import WorkerError
-from buffer_rl.types import Topology, TrainBatch
+from buffer_rl.records.groups import Topology, TrainBatch
 
 F = TypeVar("F", bound=Callable[..., Any])
 Collect = Callable[[str, list[Any]], Any]

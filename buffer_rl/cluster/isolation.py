@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from buffer_rl.environment import variables
+from buffer_rl.cluster.environment import variables
 from buffer_rl.errors import ClusterError
 
 MODE = "RAY_AUTH_MODE"

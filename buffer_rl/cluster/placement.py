@@ -19,12 +19,12 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from buffer_rl.cluster.counts import ENGINE
 from buffer_rl.cluster.demands import Seating, seating
 from buffer_rl.cluster.devices import Device, Node, Seat, Unit
 from buffer_rl.errors import DeadlineError
-from buffer_rl.roles import ACTOR
-from buffer_rl.train.layout import grouping
+from buffer_rl.plan.counts import ENGINE
+from buffer_rl.plan.layout import grouping
+from buffer_rl.plan.roles import ACTOR
 
 NODE_LABEL = "ray.io/node-id"
 NODE_POLL_S = 1.0

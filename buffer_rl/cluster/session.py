@@ -17,10 +17,10 @@ from typing import Any
 
 import ray
 
+from buffer_rl.cluster.environment import variables
 from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
-from buffer_rl.environment import variables
 from buffer_rl.errors import ClusterError, ConfigError
-from buffer_rl.resolution.shipping import CodeBundle, use_shipped_code
+from buffer_rl.plugin.shipping import CodeBundle, use_shipped_code
 
 WORKING_DIRECTORY = "BUFFER_RL_WORKING_DIRECTORY"
 SETUP_HOOK = "buffer_rl.cluster.session.enter_working_directory"

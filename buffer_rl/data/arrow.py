@@ -15,7 +15,7 @@ from buffer_rl.data import files
 from buffer_rl.data.dataset import RowError, RowKeys, Unit
 from buffer_rl.data.json_text import json_value
 from buffer_rl.errors import DataError
-from buffer_rl.file_kind import HEAD_BYTES, not_text
+from buffer_rl.options.file_kind import HEAD_BYTES, not_text
 
 STATE_FILE = "state.json"
 SPLITS_FILE = "dataset_dict.json"

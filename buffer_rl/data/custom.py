@@ -33,11 +33,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from buffer_rl.errors import BufferRLError, BufferStateError, DataError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, construct, contained_task, place
-from buffer_rl.types import GroupUid, Prompt, Sample, SampleGroup
-from buffer_rl.user_args import user_args
-from buffer_rl.utf8 import lone_surrogate
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.calls import call, construct, contained_task, place
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Prompt, Sample, SampleGroup
+from buffer_rl.records.utf8 import lone_surrogate
 
 JSON_INTEGERS = range(-(2**63), 2**64)
 MAX_STATE_BYTES = 64 * 2**20
@@ -123,7 +123,7 @@ class GroupReader:
             self._refuse(f"entry {place} is {_kind(entry)}", expected="a SampleGroup, or a list of samples")
         for sample in entry:
             if not isinstance(sample, Sample):
-                self._refuse(f"group {place} holds {_kind(sample)}", expected="buffer_rl.types.Sample")
+                self._refuse(f"group {place} holds {_kind(sample)}", expected="buffer_rl.records.groups.Sample")
         if len(entry) != self._num_samples:
             self._refuse(
                 f"group {place} has {len(entry)} samples",
@@ -142,7 +142,9 @@ class GroupReader:
         if uid is None:
             return GroupUid(source_name(self._reference), running, 0)
         if not isinstance(uid, GroupUid):
-            self._refuse(f"the uid of group {place} is {_kind(uid)}", expected="buffer_rl.types.GroupUid, or None")
+            self._refuse(
+                f"the uid of group {place} is {_kind(uid)}", expected="buffer_rl.records.groups.GroupUid, or None"
+            )
         return GroupUid(self._plain(str(uid.source), f"the uid of group {place}"), int(uid.row), int(uid.epoch))
 
     def _prompt(self, sample: Sample, uid: GroupUid, number: int, running: int) -> Sample:

@@ -14,9 +14,9 @@ from typing import Any, Literal, Self, overload
 
 from buffer_rl.data.json_text import json_value, messages_in, with_arguments
 from buffer_rl.data.options import DataOptions
-from buffer_rl.redaction import mask_url
-from buffer_rl.types import Prompt
-from buffer_rl.utf8 import lone_surrogate
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.records.groups import Prompt
+from buffer_rl.records.utf8 import lone_surrogate
 
 Unit = Literal["line", "row"]
 """How a file's records are counted in errors: lines from 1, or rows from 0 (as slices count them)."""

@@ -25,8 +25,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from buffer_rl.errors import DataError
-from buffer_rl.redaction import mask_url
-from buffer_rl.remote import file_system, is_remote, unreadable
+from buffer_rl.files.remote import file_system, is_remote, unreadable
+from buffer_rl.options.redaction import mask_url
 
 _SLICE = re.compile(r"\[\s*([+-]?\d+)?\s*:\s*([+-]?\d+)?\s*\]")
 

@@ -34,8 +34,8 @@ from buffer_rl.data.dataset import (
 from buffer_rl.data.files import Content, DataPath, LocalFile, digest_of
 from buffer_rl.data.jsonl import JsonlTable, RowsOnAccess
 from buffer_rl.errors import DataError
-from buffer_rl.file_kind import HEAD_BYTES, not_jsonl
-from buffer_rl.redaction import mask_url
+from buffer_rl.options.file_kind import HEAD_BYTES, not_jsonl
+from buffer_rl.options.redaction import mask_url
 
 # What counts as data in a folder, besides a suffix of a compression. Other files in it are left alone.
 DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson")

@@ -12,9 +12,9 @@ from buffer_rl.data.options import DataOptions
 from buffer_rl.data.order import Cursor, JoinedOrder, RowOrder, WeightedOrder, seed_of_source
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
-from buffer_rl.lazy_list import prompt_copies
-from buffer_rl.redaction import mask_url
-from buffer_rl.types import GroupUid, Sample, SampleGroup
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
+from buffer_rl.records.lazy_list import prompt_copies
 
 STATE_FORMAT = 2
 

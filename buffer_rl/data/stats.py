@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from buffer_rl.data.dataset import PromptDataset
-from buffer_rl.types import Prompt
+from buffer_rl.records.groups import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,5 @@
 """The one loop, and what it needs of its process.
 
-schedule     what a run does, as data: schedule, roles, early stop
 driver       the loop
 tasks        calls on roles: the runtime's contract; calls on roles that add fields
 runtime      calls on Ray actors and on objects of this process

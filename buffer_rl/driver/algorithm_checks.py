@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES
 from buffer_rl.algo.kl_target import check_kl_target
 from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.rewards import reward_bounds
-from buffer_rl.config import flag_of
-from buffer_rl.driver.schedule import rollout_only, train_only
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import flag_of
+from buffer_rl.plan.algorithm import estimator_of, is_supervised, loss_of, uses_critic
+from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES
+from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.train.options import CriticOptions
-from buffer_rl.train.roles import estimator_of, is_supervised, loss_of, uses_critic
 
 
 def check_algorithm(args: Any) -> None:

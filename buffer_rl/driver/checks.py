@@ -5,22 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES, Rewards
 from buffer_rl.algo.rewards import rewards_kind
-from buffer_rl.config import did_you_mean, flag_of
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
 from buffer_rl.driver.algorithm_checks import check_algorithm
 from buffer_rl.driver.offload import check_offload
-from buffer_rl.driver.schedule import Schedule, parse_early_stop, rollout_only, train_only
-from buffer_rl.engine.external import urls_of
-from buffer_rl.engine.router import router_arguments
+from buffer_rl.engines.external import urls_of
+from buffer_rl.engines.router import router_arguments
 from buffer_rl.errors import ConfigError
-from buffer_rl.roles import worker_counts
-from buffer_rl.rollout.options import is_built_in_rollout
-from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.train.batch_sizes import optimizer_steps
-from buffer_rl.train.roles import (
+from buffer_rl.options.section import did_you_mean, flag_of
+from buffer_rl.plan.algorithm import (
     estimator_of,
     frozen_models,
     frozen_models_of_trainer,
@@ -28,6 +22,12 @@ from buffer_rl.train.roles import (
     loss_of,
     uses_critic,
 )
+from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, Rewards
+from buffer_rl.plan.batch_sizes import optimizer_steps
+from buffer_rl.plan.roles import worker_counts
+from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, train_only
+from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.rollout.prompts import check_template_kwargs
 from buffer_rl.weights.tensor import require_local_engines
 
 

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.offload import MemoryTurns
-from buffer_rl.driver.schedule import RunPlan, RunResult
 from buffer_rl.driver.tasks import RoleCalls, Runtime, StepTimes, Task, is_worker_death, role_of
 from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.observe.timeline import clock_origin
-from buffer_rl.roles import FIELD_OF_MODEL
+from buffer_rl.plan.roles import FIELD_OF_MODEL
+from buffer_rl.plan.schedule import RunPlan, RunResult
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
-    from buffer_rl.types import Ticket
+    from buffer_rl.records.groups import Ticket
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

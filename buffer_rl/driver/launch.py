@@ -17,18 +17,34 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
-from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.cluster.counts import with_counts
+from buffer_rl.cluster.environment import direct_variables, variables
 from buffer_rl.cluster.placement import placed
-from buffer_rl.config import dump_args
+from buffer_rl.cluster.process import starts_engines, with_engine_key
+from buffer_rl.cluster.signals import signals_as_exceptions
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.process import check_lineage, folder_lock, save_lock
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
-from buffer_rl.driver.schedule import (
+from buffer_rl.driver.session import RunSession
+from buffer_rl.engines.fleet import EngineFleet
+from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
+from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.options.section import dump_args
+from buffer_rl.plan.algorithm import (
+    REFERENCE_FOLDER,
+    checkpoint_folder,
+    estimator_of,
+    is_supervised,
+    own_roles,
+    uses_reference,
+)
+from buffer_rl.plan.batch_sizes import with_steps
+from buffer_rl.plan.counts import with_counts
+from buffer_rl.plan.roles import ACTOR
+from buffer_rl.plan.schedule import (
     RolePlan,
     RunPlan,
     RunResult,
@@ -39,30 +55,14 @@ from buffer_rl.driver.schedule import (
     rollout_only,
     train_only,
 )
-from buffer_rl.driver.session import RunSession
-from buffer_rl.engine.fleet import EngineFleet
-from buffer_rl.engine.host import at_this_node, placed_launcher, places_engines
-from buffer_rl.engine.process import starts_engines, with_engine_key
-from buffer_rl.environment import direct_variables, variables
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import construct
-from buffer_rl.roles import ACTOR
+from buffer_rl.plugin.calls import construct
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
-from buffer_rl.signals import signals_as_exceptions
-from buffer_rl.train.batch_sizes import with_steps
 from buffer_rl.train.group import start_train_group
 from buffer_rl.train.learning_rate import with_decay_iters
 from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
-from buffer_rl.train.roles import (
-    REFERENCE_FOLDER,
-    checkpoint_folder,
-    estimator_of,
-    is_supervised,
-    own_roles,
-    uses_reference,
-)
 from buffer_rl.train.worker import start_roles
 from buffer_rl.weights.confirm import LogProbCheck
 from buffer_rl.weights.options import engines_may_differ
@@ -72,9 +72,9 @@ from buffer_rl.weights.sender import Senders
 from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
-    from buffer_rl.contracts import EngineLauncher, WeightTransport
-    from buffer_rl.engine.control import EngineControlClient
-    from buffer_rl.options import Args
+    from buffer_rl.args import Args
+    from buffer_rl.engines.control import EngineControlClient
+    from buffer_rl.kinds.contracts import EngineLauncher, WeightTransport
 
 CLOSE_TIMEOUT_S = 10.0
 """For rollout workers to close what they opened, and for a checkpoint that is being written to fail and be removed."""

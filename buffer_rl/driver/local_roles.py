@@ -12,20 +12,20 @@ import numpy as np
 
 from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.row_file import read_rollout, write_rollout
-from buffer_rl.checkpoint import new_checkpoint
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError, WorkerDiedError
-from buffer_rl.redaction import mask_secrets
-from buffer_rl.roles import ACTOR
-from buffer_rl.train.roles import REFERENCE_FOLDER, checkpoint_folder
+from buffer_rl.files.checkpoint import new_checkpoint
+from buffer_rl.files.row_file import read_rollout, write_rollout
+from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
+from buffer_rl.plan.roles import ACTOR
+from buffer_rl.records.groups import Ticket, sample_means
 from buffer_rl.train.stream import longest_wait
-from buffer_rl.types import Ticket, sample_means
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.cluster.actor_group import Call
-    from buffer_rl.engine.fleet import EngineFleet
-    from buffer_rl.options import Args
+    from buffer_rl.engines.fleet import EngineFleet
     from buffer_rl.weights.roles import FolderUpdates
 
 SAVE_POLL_S = 0.5
@@ -33,7 +33,7 @@ SAVE_POLL_S = 0.5
 
 
 class RunCheckpoints:
-    """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.checkpoint``); for a URL by way of ``args.run_dir``.
+    """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.files.checkpoint``); for a URL by way of ``args.run_dir``.
 
     ``trainer/`` holds each rank's weights, optimizer and random state (another trained role has a folder of its name),
     ``hf/`` the actor's weights for everybody else, ``ref/`` those of a reference model that was updated,

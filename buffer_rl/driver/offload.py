@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any
 
-from buffer_rl.config import flag_of
-from buffer_rl.driver.schedule import RunPlan, Schedule
-from buffer_rl.engine.replica import CACHE, WEIGHTS
+from buffer_rl.engines.replica import CACHE, WEIGHTS
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import flag_of
+from buffer_rl.plan.schedule import RunPlan, Schedule
 
 
 def check_offload(args: Any) -> None:

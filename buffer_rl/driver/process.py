@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from buffer_rl.checkpoint import make_folder, newest_step, remove_unfinished
-from buffer_rl.config import Section
-from buffer_rl.driver.schedule import rollout_only
 from buffer_rl.errors import ConfigError
-from buffer_rl.redaction import mask_url
-from buffer_rl.remote import is_remote, local_path
+from buffer_rl.files.checkpoint import make_folder, newest_step, remove_unfinished
+from buffer_rl.files.remote import is_remote, local_path
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.options.section import Section
+from buffer_rl.plan.schedule import rollout_only
 
 LOCK_NAME = ".lock"
 

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from buffer_rl import __version__
-from buffer_rl.config import flag_of, plugin_kind_of
-from buffer_rl.plugins import Origin, PluginInfo, PluginRegistry
-from buffer_rl.redaction import mask_secrets
-from buffer_rl.resolution.entry_points import OWN_DISTRIBUTION
-from buffer_rl.resolution.locate import resolve_file
-from buffer_rl.resolution.reference import Form, find_module, form_of, split_file
-from buffer_rl.resolution.shipping import CodeBundle, collect_code, search_folders
+from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.options.section import flag_of, plugin_kind_of
+from buffer_rl.plugin.entry_points import OWN_DISTRIBUTION
+from buffer_rl.plugin.locate import resolve_file
+from buffer_rl.plugin.reference import Form, find_module, form_of, split_file
+from buffer_rl.plugin.registry import Origin, PluginInfo, PluginRegistry
+from buffer_rl.plugin.shipping import CodeBundle, collect_code, search_folders
 
 # What the numbers of a run depend on.
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pluggy", "sglang-router")

@@ -4,7 +4,7 @@ It is a resume without leaving the driver's process: weights, optimizer, ledger 
 together, so that a deterministic run ends with the parameters of an undisturbed one. What stays is the driver's: the
 locks of the folders, the observer with its loggers, the connection to Ray, the engines behind ``--router-url``.
 
-It follows the death of a process that is not replaced in place (see ``buffer_rl.roles.Restart``), or not any more.
+It follows the death of a process that is not replaced in place (see ``buffer_rl.plan.roles.Restart``), or not any more.
 Errors that code raised, deadlines and signals end the run.
 """
 
@@ -16,19 +16,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.driver.process import later_checkpoint
 from buffer_rl.driver.runtime import LocalTarget
 from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
+from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from buffer_rl.driver.schedule import RunResult
+    from buffer_rl.args import Args
     from buffer_rl.observe.observer import RunObserver
-    from buffer_rl.options import Args
+    from buffer_rl.plan.schedule import RunResult
 
 END_TIMEOUT_S = 10.0
 """How long the processes of a run may take to end."""

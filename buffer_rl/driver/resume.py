@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.config import flag_of
-from buffer_rl.driver.schedule import RolePlan, critic_only_steps, rollout_only
-from buffer_rl.redaction import mask_secrets
-from buffer_rl.roles import ACTOR, CRITIC
-from buffer_rl.train.batch_sizes import optimizer_steps
+from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.options.section import flag_of
+from buffer_rl.plan.algorithm import role_args, uses_critic
+from buffer_rl.plan.batch_sizes import optimizer_steps
+from buffer_rl.plan.roles import ACTOR, CRITIC
+from buffer_rl.plan.schedule import RolePlan, critic_only_steps, rollout_only
 from buffer_rl.train.learning_rate import learning_rate, with_decay_iters
-from buffer_rl.train.roles import role_args, uses_critic
 
 ABSENT = "absent"
 """The value of an option that the checkpoint's run did not have, or that this one has not: of another plugin."""

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.cluster.counts import replicas_of, roles_in_resource
-from buffer_rl.config import flag_of
 from buffer_rl.driver.checks import STREAM
-from buffer_rl.driver.schedule import Schedule, rollout_only
 from buffer_rl.errors import ConfigError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, PLACED, ROLES, worker_counts
-from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of, unit_of
-from buffer_rl.train.roles import (
+from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of, unit_of
+from buffer_rl.options.section import flag_of
+from buffer_rl.plan.algorithm import (
     estimator_needs,
     estimator_of,
     frozen_models,
@@ -31,6 +27,10 @@ from buffer_rl.train.roles import (
     uses_critic,
     uses_reference,
 )
+from buffer_rl.plan.counts import replicas_of, roles_in_resource
+from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, PLACED, ROLES, worker_counts
+from buffer_rl.plan.schedule import Schedule, rollout_only
+from buffer_rl.plugin.registry import PluginRegistry
 
 
 def check_roles(args: Any, registry: PluginRegistry) -> None:
@@ -104,7 +104,8 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
                 f"the advantage {reference!r} has scope 'rollout': it may need all groups of a rollout together",
                 where=f"{other} and {flag}",
                 expected="scope 'group' or 'row'",
-                hint="if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.scope.scoped('group')",
+                hint="if it reads nothing beyond the rows of one prompt, declare it: "
+                "@buffer_rl.kinds.marks.scoped('group')",
             )
     declared = needs_of(estimator)
     for name in sorted(estimator_needs(args, estimator)):
@@ -147,7 +148,7 @@ def _check_trainer(args: Any, registry: PluginRegistry) -> None:
             raise ConfigError(
                 f"the trainer {args.train_backend!r} {what}: it has no method {method}",
                 where=f"{flag} and --train-backend",
-                hint=f"add {other}, or the method (see buffer_rl.contracts.Trainer)",
+                hint=f"add {other}, or the method (see buffer_rl.kinds.contracts.Trainer)",
             )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from buffer_rl.checkpoint import Checkpoint
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, ships_code
 from buffer_rl.driver.resume import resume_notices
+from buffer_rl.files.checkpoint import Checkpoint
 from buffer_rl.observe.observer import RunObserver
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
 
 if TYPE_CHECKING:
-    from buffer_rl.options import Args
+    from buffer_rl.args import Args
 
 
 class RunSession:

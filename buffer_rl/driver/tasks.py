@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from buffer_rl.driver.schedule import RolePlan
 from buffer_rl.errors import BufferRLError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.plan.schedule import RolePlan
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver

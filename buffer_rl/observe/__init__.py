@@ -1,6 +1,7 @@
 """Progress, metrics, sample dumps and reports of a run. No file here imports torch.
 
 observer          what the driver reports, passed on to display, metrics, samples, trace and hooks; incidents of the run
+terminal          what a terminal may show of text of models and data
 progress          the progress display: its state, the live panel, the lines of text
 metrics           metrics.jsonl, and the hub of metric loggers
 tensorboard       the logger of that name

@@ -9,15 +9,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from buffer_rl.config import Options
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.run_folder import SampleDump, write_facts
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, step_metrics
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import construct
-from buffer_rl.roles import ACTOR, CRITIC
+from buffer_rl.options.section import Options
+from buffer_rl.plan.roles import ACTOR, CRITIC
+from buffer_rl.plugin.calls import construct
+from buffer_rl.plugin.registry import PluginRegistry
 
 
 class RunObserver:

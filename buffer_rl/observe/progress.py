@@ -23,7 +23,7 @@ from rich.text import Text
 
 from buffer_rl.observe.curve import sparkline
 from buffer_rl.observe.metrics import drops_of, eval_scores
-from buffer_rl.terminal import printable
+from buffer_rl.observe.terminal import printable
 
 Mode = Literal["auto", "rich", "plain", "none"]
 _REFRESH_HZ = 4

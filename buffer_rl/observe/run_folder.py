@@ -19,10 +19,10 @@ from typing import Any, TextIO
 import jsonlines
 
 from buffer_rl import __version__
-from buffer_rl.config import Options, flag_of
 from buffer_rl.errors import DataError
-from buffer_rl.redaction import mask_secrets
-from buffer_rl.types import Sample
+from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.options.section import Options, flag_of
+from buffer_rl.records.groups import Sample
 
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"

@@ -15,8 +15,8 @@ from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curv
 from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.run_folder import SAMPLES_FILE
+from buffer_rl.observe.terminal import printable
 from buffer_rl.observe.timeline import TRACE_FILE
-from buffer_rl.terminal import printable
 
 REPORT_FILE = "report.html"
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from buffer_rl.errors import DataError
 from buffer_rl.observe.run_folder import set_aside
-from buffer_rl.roles import ROLES
+from buffer_rl.plan.roles import ROLES
 
 TRACE_FILE = "trace.json"
 _ORDER = tuple(ROLES)

@@ -8,7 +8,7 @@ from html import escape
 from buffer_rl.observe.svg_chart import MAX_POINTS, ticks
 from buffer_rl.observe.timeline import WorkSpan, in_order
 from buffer_rl.observe.timeline_stats import PHASES_OF_OTHERS, Interval, Spans, StepStats
-from buffer_rl.roles import DEDICATED, ROLES
+from buffer_rl.plan.roles import DEDICATED, ROLES
 
 WIDTH = 1000
 _LEFT, _RIGHT, _TOP, _BOTTOM = 108, 84, 4, 22

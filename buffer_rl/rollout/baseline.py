@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from buffer_rl.algo.rewards import shaped
-from buffer_rl.contract_check import check_group_rewards
 from buffer_rl.errors import RewardError, RolloutError
-from buffer_rl.scope import needs_of
-from buffer_rl.train.roles import estimator_needs, estimator_of, is_supervised, loss_flag, loss_of
-from buffer_rl.types import Sample, SampleGroup, Status
+from buffer_rl.kinds.marks import needs_of
+from buffer_rl.kinds.results import check_group_rewards
+from buffer_rl.plan.algorithm import estimator_needs, estimator_of, is_supervised, loss_flag, loss_of
+from buffer_rl.records.groups import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
-    from buffer_rl.plugins import PluginRegistry
+    from buffer_rl.plugin.registry import PluginRegistry
 
 BASELINE = "baseline_reward"
 GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0})

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.data.eval_sets import eval_datasets
 from buffer_rl.errors import RolloutError
+from buffer_rl.options.user_args import user_args
 from buffer_rl.rollout.baseline import needs_baseline
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.reward_model import RewardModelClient
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import resolve_function
-from buffer_rl.user_args import user_args
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.client import EngineClient
-    from buffer_rl.plugins import PluginRegistry
+    from buffer_rl.engines.client import EngineClient
+    from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.rollout.requests import RequestNumbers, Requests
 
 

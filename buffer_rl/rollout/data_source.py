@@ -22,11 +22,11 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import PATIENCE_S, redirect_output
 from buffer_rl.cluster.placement import near
-from buffer_rl.config import dump_args, load_args
 from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
 from buffer_rl.errors import BufferRLError, WorkerDiedError, WorkerError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import place
+from buffer_rl.options.section import dump_args, load_args
+from buffer_rl.plugin.calls import place
+from buffer_rl.plugin.registry import PluginRegistry
 
 
 class DataSourceActor:

@@ -27,8 +27,9 @@ from enum import Enum, auto
 from typing import Any
 
 from buffer_rl.buffer.partial import check_spans, check_versions, is_complete
-from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
 from buffer_rl.rollout.baseline import baseline_of, greedy_group, set_baseline
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
@@ -40,7 +41,6 @@ from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import apply_filter, apply_sample_filter, process_all_samples
-from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
 REPORT_S = 0.02  # between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
 from buffer_rl.rollout.failures import GROUP_ERRORS, AttemptFailure, Domain, failure_of
@@ -18,7 +19,6 @@ from buffer_rl.rollout.production import generate_group, run_all, score_group, w
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import UNNAMED
-from buffer_rl.types import RolloutOutput, SampleGroup, Status
 
 WITHOUT_ANSWER = (Status.ABORTED, Status.FAILED)
 

@@ -22,17 +22,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.kinds.contracts import RolloutBuffer
 from buffer_rl.observe.run_folder import SURROGATES
-from buffer_rl.redaction import mask_secrets
+from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.records.groups import GroupUid, RowId, SampleGroup, Ticket
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failures import CONVERSION_FAILED, STALE_WEIGHTS, AttemptFailure, Domain
 from buffer_rl.rollout.stats import RolloutStats
-from buffer_rl.types import GroupUid, RowId, SampleGroup, Ticket
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.client import EngineClient
+    from buffer_rl.engines.client import EngineClient
 
 DATA_ATTEMPTS = 2
 INFRA_ATTEMPTS = 4  # of one group in one rollout, while the engines answer others

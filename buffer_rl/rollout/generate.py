@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.engine.text import stop_window, text_before_stop
+from buffer_rl.engines.text import stop_window, text_before_stop
 from buffer_rl.errors import RolloutError
+from buffer_rl.records.groups import Sample, SampleGroup, Status, VersionSpan
+from buffer_rl.records.sample import STATUS_OF_REASON
 from buffer_rl.rollout.context import current_context
 from buffer_rl.rollout.prompts import data_errors
 from buffer_rl.rollout.requests import answer_for, is_stopped, shared_answers
-from buffer_rl.sample import STATUS_OF_REASON
-from buffer_rl.types import Sample, SampleGroup, Status, VersionSpan
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.client import GenerateResult
+    from buffer_rl.engines.client import GenerateResult
 
 
 def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from itertools import groupby
 from typing import Any
 
 from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.prompts import PromptEncoder, data_errors
-from buffer_rl.types import Sample
 
 SWITCHES = ("loss", "step_loss_mask")
 ANY_QUESTION = {"role": "user", "content": "?"}  # what a message rendered by itself follows

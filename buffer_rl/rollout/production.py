@@ -8,20 +8,20 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from buffer_rl.buffer.partial import DONE
-from buffer_rl.contract_check import as_sample, check_statuses
-from buffer_rl.engine.rows import ROWS
+from buffer_rl.engines.rows import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
-from buffer_rl.ids import version_number
-from buffer_rl.resolution.calls import place, returned
-from buffer_rl.resolution.signature import takes_evaluation
+from buffer_rl.kinds.results import as_sample, check_statuses
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.calls import place, returned
+from buffer_rl.plugin.signature import takes_evaluation
+from buffer_rl.records.groups import Sample, SampleGroup, Status, Ticket, VersionSpan
+from buffer_rl.records.ids import version_number
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate, generate_shared, reset_to_prompt
 from buffer_rl.rollout.requests import RequestNumbers, Requests, num_sharing
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
-from buffer_rl.types import Sample, SampleGroup, Status, Ticket, VersionSpan
-from buffer_rl.user_args import user_args
 
 T = TypeVar("T")
 OF_SLIME: dict[str, Any] = {"stop": None, "stop_token_ids": None, "spaces_between_special_tokens": False}

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RolloutError
-from buffer_rl.sample import RenderedPrompt
-from buffer_rl.types import Prompt, Sample
+from buffer_rl.records.groups import Prompt, Sample
+from buffer_rl.records.sample import RenderedPrompt
 
 _DECODED = "a template that takes arguments of tool calls as text, not as objects, wants --no-decode-json"
 TOO_LONG = "prompt_too_long"  # why a training group is rejected; see --rollout-max-prompt-len

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.buffer.calling import Answers
-from buffer_rl.model_config import length_problem, max_positions, vocab_size
+from buffer_rl.files.hf_config import length_problem, max_positions, vocab_size
+from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.reward_pool import Outcome
-from buffer_rl.types import Sample
 
 ROLE = "reward"
 FLAG = "--rm-model"

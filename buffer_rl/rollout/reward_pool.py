@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple, cast
 
 from buffer_rl.errors import PluginError, RolloutError
+from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.failures import COSTLY, FailureKind
 from buffer_rl.rollout.reward_process import DONE, HEADER, RewardTarget
-from buffer_rl.types import Sample, SampleGroup
 
 START_TIMEOUT_S = 120.0  # interpreter, args, plugin registry; and, separately, the import of the user's module
 EXIT_TIMEOUT_S = 5.0

@@ -24,15 +24,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from buffer_rl.config import load_args
-from buffer_rl.contract_check import check_group_rewards, check_reward
+from buffer_rl.cluster.parent import die_with_parent
 from buffer_rl.errors import BufferRLError
-from buffer_rl.parent import die_with_parent
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import contained, contained_task, error_text
+from buffer_rl.kinds.results import check_group_rewards, check_reward
+from buffer_rl.options.section import load_args
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.calls import contained, contained_task, error_text
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.failures import FailureKind, kind_of
-from buffer_rl.types import Sample, SampleGroup
-from buffer_rl.user_args import user_args
 
 HEADER = struct.Struct(">I")
 DONE = HEADER.pack(0)

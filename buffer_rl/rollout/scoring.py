@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.config import dump_args
-from buffer_rl.contract_check import check_reward, check_statuses
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
-from buffer_rl.resolution.calls import error_text
+from buffer_rl.kinds.marks import is_for_rows
+from buffer_rl.kinds.results import check_reward, check_statuses
+from buffer_rl.options.section import dump_args
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.calls import error_text
+from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.user_functions import call_user, is_async
-from buffer_rl.scope import is_for_rows
-from buffer_rl.types import Sample, SampleGroup, Status
-from buffer_rl.user_args import user_args
 
 if TYPE_CHECKING:
-    from buffer_rl.plugins import PluginRegistry
+    from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.rollout.reward_model import RewardModelClient
 
 
@@ -57,7 +57,7 @@ def unmarked_reward(name: str) -> ConfigError:
         f"the reward {name!r} is not marked as safe for data to choose",
         where="--row-rm-types",
         expected="rewards that run nothing of what a row or a response holds, and send it nowhere",
-        hint="its author says so with @rows_may_choose from buffer_rl.scope above the function; where every row "
+        hint="its author says so with @rows_may_choose from buffer_rl.kinds.marks above the function; where every row "
         f"wants this reward, choose it yourself: --rm-type {name}",
     )
 

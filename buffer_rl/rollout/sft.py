@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.records.groups import RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.failure_policy import FailurePolicy
@@ -15,7 +16,6 @@ from buffer_rl.rollout.loss_masks import encode_conversation, is_conversation
 from buffer_rl.rollout.production import run_all, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG, PromptEncoder, data_errors
 from buffer_rl.rollout.stats import RolloutStats
-from buffer_rl.types import RolloutOutput, Sample, SampleGroup, Status
 
 
 class SFTRollout:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.observe.metrics import drop_metrics
-from buffer_rl.types import Sample, SampleGroup, Status, equal_rewards, sample_means
+from buffer_rl.records.groups import Sample, SampleGroup, Status, equal_rewards, sample_means
 
 OF_KEPT = frozenset(
     {"raw_reward", "raw_reward_std", "response_len/mean", "response_len/max", "truncated_ratio", "zero_std"}

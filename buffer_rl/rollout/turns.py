@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from buffer_rl.errors import RolloutError
+from buffer_rl.records.groups import Sample, Status
+from buffer_rl.records.sample import STATUS_OF_REASON
 from buffer_rl.rollout.context import current_context
 from buffer_rl.rollout.generate import room_for
 from buffer_rl.rollout.requests import answer_for, is_stopped
-from buffer_rl.sample import STATUS_OF_REASON
-from buffer_rl.types import Sample, Status
 
 
 async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> str:

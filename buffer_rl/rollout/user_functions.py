@@ -9,17 +9,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.contract_check import check_filter_decision, check_metrics
-from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, RolloutError
-from buffer_rl.resolution.calls import awaited, call, contained, place, raised, returned, short_repr
-from buffer_rl.resolution.signature import takes
+from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.results import check_filter_decision, check_metrics
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.calls import awaited, call, contained, place, raised, returned, short_repr
+from buffer_rl.plugin.signature import takes
+from buffer_rl.records.groups import FilterDecision, GroupUid, QueueHeader, SampleGroup, Status, Ticket
 from buffer_rl.rollout.failures import status_of
-from buffer_rl.types import FilterDecision, GroupUid, QueueHeader, SampleGroup, Status, Ticket
-from buffer_rl.user_args import user_args
 
 if TYPE_CHECKING:
-    from buffer_rl.plugins import PluginRegistry
+    from buffer_rl.plugin.registry import PluginRegistry
 
 
 DEFAULT_REASON = "filtered"
@@ -132,7 +132,7 @@ def choose_queued(
     Raises RolloutError, naming the filter, if it raises, or returns anything but headers from the list.
     """
     kind, at = "buffer_filter", f"rollout {rollout_id}"
-    expected = "a list of some of the headers (buffer_rl.types.QueueHeader) in the list that it received"
+    expected = "a list of some of the headers (buffer_rl.records.groups.QueueHeader) in the list that it received"
     try:
         answer = call(
             kind,

@@ -14,20 +14,20 @@ from functools import partial
 from typing import Any
 
 from buffer_rl.buffer.calling import blocking
-from buffer_rl.contract_check import as_leased_group, as_sample, check_reward, check_rollout_output, check_statuses
-from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferRLError, DataError, RewardError, RolloutError
-from buffer_rl.resolution.calls import error_text, short_repr
-from buffer_rl.resolution.signature import call_rollout
+from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.results import as_leased_group, as_sample, check_reward, check_rollout_output, check_statuses
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plan.algorithm import is_supervised
+from buffer_rl.plugin.calls import error_text, short_repr
+from buffer_rl.plugin.signature import call_rollout
+from buffer_rl.records.groups import NO_UID, GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
+from buffer_rl.records.utf8 import lone_surrogate
 from buffer_rl.rollout.context import context_or_none
 from buffer_rl.rollout.evaluate import eval_metrics
 from buffer_rl.rollout.prompts import PromptEncoder
 from buffer_rl.rollout.stats import OF_KEPT, RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import call_user
-from buffer_rl.train.roles import is_supervised
-from buffer_rl.types import NO_UID, GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
-from buffer_rl.user_args import user_args
-from buffer_rl.utf8 import lone_surrogate
 
 EXPECTED_EVALUATION = (
     "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"

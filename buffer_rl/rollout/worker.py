@@ -21,25 +21,25 @@ from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.storage import StorageUnit
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import To, dispatch
+from buffer_rl.cluster.environment import direct_variables
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.config import load_args
-from buffer_rl.engine.client import EngineClient
-from buffer_rl.engine.process import settle_garbage_collector
-from buffer_rl.environment import direct_variables
+from buffer_rl.cluster.process import settle_garbage_collector
+from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import WorkerError
 from buffer_rl.observe.run_folder import sample_record
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, contained_task, error_text, place
+from buffer_rl.options.section import load_args
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.calls import call, contained_task, error_text, place
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Ticket
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.data_source import SourceClient
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import run_user_rollout
-from buffer_rl.types import Ticket
-from buffer_rl.user_args import user_args
 
 if TYPE_CHECKING:
-    from buffer_rl.options import Args
+    from buffer_rl.args import Args
 
 NAMESPACES = ("rollout", "eval", "perf")
 T = TypeVar("T")

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.engine.server_info import ServerInfo
+from buffer_rl.engines.server_info import ServerInfo
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
-from buffer_rl.types import SampleGroup, Ticket, Topology
+from buffer_rl.records.groups import SampleGroup, Ticket, Topology
 from buffer_rl.weights.sender import Senders
 
 URL = "http://engine-0"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.buffer.columns import RowSizes, concat_columns, sample_sizes
-from buffer_rl.types import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch
+from buffer_rl.records.groups import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch
 
 
 class Result(StrEnum):

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.contracts import AdvantageEstimator
 from buffer_rl.errors import PluginError
-from buffer_rl.resolution.calls import call
-from buffer_rl.resolution.signature import describe
-from buffer_rl.scope import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.kinds.contracts import AdvantageEstimator
+from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.plugin.calls import call
+from buffer_rl.plugin.signature import describe
+from buffer_rl.records.groups import Column, TrainBatch
 from buffer_rl.testing.lint import (
     Finding,
     Result,
@@ -26,7 +27,6 @@ from buffer_rl.testing.lint import (
     lint_rows,
     mixed,
 )
-from buffer_rl.types import Column, TrainBatch
 
 SET = ("advantages", "returns")
 OTHERS = ("ref_log_probs", "old_log_probs", "values")

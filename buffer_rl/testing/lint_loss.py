@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from buffer_rl.contracts import LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.errors import BufferRLError, PluginError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.signature import describe
-from buffer_rl.scope import Unit, needs_of, unit_of
+from buffer_rl.kinds.contracts import LossInputs, PolicyLoss, TokenLoss
+from buffer_rl.kinds.marks import Unit, needs_of, unit_of
+from buffer_rl.kinds.token_loss import Metric
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.plugin.signature import describe
+from buffer_rl.records.groups import RowId, TrainBatch
 from buffer_rl.testing.lint import (
     Finding,
     Result,
@@ -34,9 +36,7 @@ from buffer_rl.testing.lint import (
     with_sizes,
 )
 from buffer_rl.testing.loss_step import Outcome, outcome, padded
-from buffer_rl.token_loss import Metric
 from buffer_rl.train.objective import Objective
-from buffer_rl.types import RowId, TrainBatch
 
 OUTPUTS = ("log_probs", "entropy", "critic_values")
 """Of the models; columns of the linter's rows that the loss gets with a gradient."""

@@ -10,7 +10,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.rollout_client import GroupEncoder, RolloutClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.types import Ticket
+from buffer_rl.records.groups import Ticket
 
 
 class DirectCalls:

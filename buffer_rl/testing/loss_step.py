@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from buffer_rl.token_loss import Sums
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.objective import Objective
-from buffer_rl.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,11 @@
 """The trainer: from rows to weights.
 
-roles          tables of roles, models and the fields that they add; what the options say of estimator and loss
 collate        rows in micro-batches, as padded tensors
 packing        rows as one sequence without padding
 forward        log-probabilities and entropies under a model
 objective      loss and advantage estimator of a run; gradients before the step's totals are known
 optimizer      AdamW, reduction and sums of gradients
 learning_rate  the learning rate of each optimizer step
-batch_sizes    how many optimizer steps a rollout has, and of how many samples
 steps          optimizer steps on a rollout; steps that are not finite
 stream         rows of a rollout that still runs: the torch dataset, the stages of roles
 model          loading, exporting and writing models
@@ -17,7 +15,6 @@ state          files of a rank in a checkpoint
 torch_trainer  the default trainer backend
 kl_control     the KL coefficient of a run with --kl-target, in a rank
 logprob_gate   comparison of the engine's log-probabilities with the trainer's
-layout         places of ranks in pipeline, data and tensor parallelism
 group          ranks as Ray actors, and where they meet
 reward_model   processes of the reward model
 worker         processes of the roles ref, teacher, actor_fwd and advantages

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from buffer_rl.errors import DataError
-from buffer_rl.scope import Unit
+from buffer_rl.kinds.marks import Unit
+from buffer_rl.records.groups import SAMPLE_SIZES, GroupUid, TrainBatch
 from buffer_rl.train.packing import Packing, pack, prompt_keys
-from buffer_rl.types import SAMPLE_SIZES, GroupUid, TrainBatch
 
 PLACES_PER_TOKEN = 3
 """Most places of the padded rows of a micro-batch for each token that ``--max-tokens-per-gpu`` lets it have packed."""

@@ -22,12 +22,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from buffer_rl.contracts import Objective
 from buffer_rl.errors import TrainError
-from buffer_rl.model_config import length_problem
+from buffer_rl.files.hf_config import length_problem
+from buffer_rl.kinds.contracts import Objective
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
 from buffer_rl.train.packing import is_packed
-from buffer_rl.types import TrainBatch
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are worked on at a time: 64 MiB of float32, and a few times as much while it lasts."""

@@ -22,21 +22,22 @@ from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.config import load_args
-from buffer_rl.contracts import Topology, Trainer
-from buffer_rl.engine.process import settle_garbage_collector
+from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
+from buffer_rl.kinds.contracts import Topology, Trainer
+from buffer_rl.kinds.marks import Unit
+from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.observe.timeline import WorkReport
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import construct, returned
-from buffer_rl.roles import ACTOR, CRITIC, FIELD_OF_MODEL
-from buffer_rl.scope import Unit
-from buffer_rl.token_loss import Sums
+from buffer_rl.options.section import load_args
+from buffer_rl.plan.algorithm import loss_of, role_args
+from buffer_rl.plan.roles import ACTOR, CRITIC, FIELD_OF_MODEL
+from buffer_rl.plugin.calls import construct, returned
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.kl_control import KLControl
 from buffer_rl.train.logprob_gate import LogProbGap, batch_of, compare_log_probs
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.ranks import Peers, Rendezvous
-from buffer_rl.train.roles import loss_of, role_args
 from buffer_rl.train.steps import (
     NON_FINITE_FOLDER,
     NonFiniteGuard,
@@ -47,11 +48,10 @@ from buffer_rl.train.steps import (
 )
 from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
 from buffer_rl.train.worker import joined_reports
-from buffer_rl.types import TrainBatch
 from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
-    from buffer_rl.options import Args
+    from buffer_rl.args import Args
     from buffer_rl.train.objective import Objective
 
 
@@ -335,7 +335,7 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
     backend = registry.resolve("trainer", name)
     built = construct("trainer", name, backend, args, rank, world_size, objective, error_class=TrainError)
     if not isinstance(place_of_rank := getattr(built, "topology", None), Topology):
-        expected = "topology: a buffer_rl.contracts.Topology"
+        expected = "topology: a buffer_rl.kinds.contracts.Topology"
         raise returned("trainer", name, place_of_rank, expected, at="topology", error_class=TrainError)
     if objective.critic and not callable(getattr(built, "values", None)):
         raise ConfigError(
@@ -357,7 +357,7 @@ def check_groups(args: Any, unit: Unit, dp_size: int) -> None:
             where="--num-train-ranks and --rollout-batch-size",
             expected="at least one group for each replica and step",
             hint="fewer ranks or more groups; if it compares no rows of a prompt, declare it: "
-            "@buffer_rl.scope.loss_unit('row')",
+            "@buffer_rl.kinds.marks.loss_unit('row')",
         )
 
 

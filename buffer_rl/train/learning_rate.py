@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.train.batch_sizes import optimizer_steps
+from buffer_rl.plan.batch_sizes import optimizer_steps
 
 
 def learning_rate(args: Any, step: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import DataError, TrainError
-from buffer_rl.types import GroupUid, RowId, TrainBatch
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 
 MAX_ROWS = 8
 MAX_SHOWN = 3

@@ -17,15 +17,11 @@ from buffer_rl.algo.kl import kl_estimate
 from buffer_rl.algo.kl_target import MEASURED_KL
 from buffer_rl.algo.returns import masks_of, whitened_tokens
 from buffer_rl.algo.value import value_loss
-from buffer_rl.contracts import AdvantageEstimator, Correction, LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.errors import DataError, PluginError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, place, returned, short_repr
-from buffer_rl.roles import ACTOR, CRITIC, DERIVED_FIELDS, MODEL_FIELDS
-from buffer_rl.scope import Scope, Unit, needs_of, unit_of
-from buffer_rl.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
-from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
-from buffer_rl.train.roles import (
+from buffer_rl.kinds.contracts import AdvantageEstimator, Correction, LossInputs, PolicyLoss, TokenLoss
+from buffer_rl.kinds.marks import Scope, Unit, needs_of, unit_of
+from buffer_rl.kinds.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
+from buffer_rl.plan.algorithm import (
     adapted_option,
     estimator_needs,
     estimator_of,
@@ -35,7 +31,11 @@ from buffer_rl.train.roles import (
     policy_field,
     uses_critic,
 )
-from buffer_rl.types import Column, TrainBatch
+from buffer_rl.plan.roles import ACTOR, CRITIC, DERIVED_FIELDS, MODEL_FIELDS
+from buffer_rl.plugin.calls import call, place, returned, short_repr
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Column, TrainBatch
+from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
 
 LOG_PROB_GAP = "train_rollout_logprob_abs_diff"
 
@@ -51,7 +51,7 @@ class Objective:
     supervised: the loss is the built-in supervised one, which has no advantages, no KL penalty and no entropy bonus.
     temperature: the divisor of logits: the sampling temperature, so that ratios compare equal distributions. Greedy
     sampling (0) has no such distribution, and supervised tokens were not sampled: both use 1. unit: of the loss;
-    scope, needs: of the estimator (see ``buffer_rl.scope``).
+    scope, needs: of the estimator (see ``buffer_rl.kinds.marks``).
     """
 
     def __init__(self, args: Any, registry: PluginRegistry, role: str = ACTOR) -> None:
@@ -93,8 +93,8 @@ class Objective:
         values: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Sums]:
         """The loss of a micro-batch, summed over ``rows`` and not divided, and its sums (see
-        ``buffer_rl.contracts.Objective``). Raises PluginError if the loss raises or returns something else, TrainError
-        for a column that is needed and not there."""
+        ``buffer_rl.kinds.contracts.Objective``). Raises PluginError if the loss raises or returns something else,
+        TrainError for a column that is needed and not there."""
         mask_bt = response_mask(rows, cast(torch.Tensor, values if self.critic else log_probs))
         inputs = self._inputs(log_probs, entropy, rows, values, mask_bt)
         loss = self._checked_loss(inputs)
@@ -161,7 +161,7 @@ class Objective:
         except PluginError as error:
             undeclared = frozenset(MODEL_FIELDS) - self.needs
             if isinstance(error.__cause__, KeyError) and (absent := undeclared.intersection(error.__cause__.args)):
-                error.hint = f"declare it: buffer_rl.scope.scoped(..., needs=({min(absent)!r},))"
+                error.hint = f"declare it: buffer_rl.kinds.marks.scoped(..., needs=({min(absent)!r},))"
             raise
         batch.columns = dict(batch.columns) | hidden
         expected = "None, with batch.columns['advantages'] and ['returns'] set: per row [response_length] float32"
@@ -280,9 +280,9 @@ class Objective:
         wrong = partial(returned, kind, name, answer)
         outputs_bt = inputs.values if self.critic else inputs.log_probs
         shape = tuple(outputs_bt.shape)
-        expected = f"buffer_rl.contracts.TokenLoss with values {list(shape)} or {list(shape[:1])}"
+        expected = f"buffer_rl.kinds.contracts.TokenLoss with values {list(shape)} or {list(shape[:1])}"
         if not isinstance(answer, TokenLoss):
-            raise wrong("buffer_rl.contracts.TokenLoss", hint=NEW_FORM)
+            raise wrong("buffer_rl.kinds.contracts.TokenLoss", hint=NEW_FORM)
         values, weights = answer.values, answer.weights
         if not isinstance(values, torch.Tensor) or tuple(values.shape) not in (shape, shape[:1]):
             hint = NEW_FORM if getattr(values, "ndim", 1) == 0 else f"the values are {_shown(values)}"

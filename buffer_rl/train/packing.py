@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
-from buffer_rl.engine.embedded.decode_check import ROPE_LIMIT, WINDOW, small_copy
+from buffer_rl.embedded.decode_check import ROPE_LIMIT, WINDOW, small_copy
 
 PACKED = "sdpa_of_packed_rows"
 """The name of ``attention`` in transformers."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
-from buffer_rl.contracts import Topology
 from buffer_rl.errors import BufferRLError, TrainError
+from buffer_rl.kinds.contracts import Topology
 
 
 class Peers:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from buffer_rl.errors import EngineError, TrainError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Topology
 from buffer_rl.train.model import ModelFactory, initial_folder, pick_device
-from buffer_rl.types import Topology
 from buffer_rl.weights.disk import DiskSender
 from buffer_rl.weights.distributed import JOIN_TIMEOUT_S
 from buffer_rl.weights.process_group import WeightGroup, join

@@ -12,14 +12,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.algo.kl_target import MEASURED_KL
-from buffer_rl.buffer.row_file import write_rollout
-from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
-from buffer_rl.terminal import say
-from buffer_rl.token_loss import Sums
+from buffer_rl.files.row_file import write_rollout
+from buffer_rl.kinds.contracts import Trainer
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.observe.terminal import say
+from buffer_rl.plan.algorithm import is_supervised
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.ranks import summed_over_ranks
-from buffer_rl.train.roles import is_supervised
-from buffer_rl.types import TrainBatch
 
 if TYPE_CHECKING:
     from buffer_rl.train.objective import Objective
@@ -82,7 +82,7 @@ def take_step(
     sums: of this rank's rows; those of a rank that is not the head of its replica do not count. rows, part: see
     ``NonFiniteGuard.step``."""
     if not isinstance(sums, Sums) and trainer.topology.is_head:
-        raise TrainError(f"accumulate of the trainer returned {sums!r}", expected="buffer_rl.token_loss.Sums")
+        raise TrainError(f"accumulate of the trainer returned {sums!r}", expected="buffer_rl.kinds.token_loss.Sums")
     own = sums if trainer.topology.is_head else Sums()
 
     def step() -> dict[str, float]:

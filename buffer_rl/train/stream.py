@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
-from buffer_rl.contracts import Trainer
 from buffer_rl.errors import BufferRLError
+from buffer_rl.kinds.contracts import Trainer
+from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
-from buffer_rl.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_FIELDS, SAMPLED_FIELDS
-from buffer_rl.token_loss import Sums
-from buffer_rl.types import Column, TrainBatch
+from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_FIELDS, SAMPLED_FIELDS
+from buffer_rl.records.groups import Column, TrainBatch
 
 if TYPE_CHECKING:
     from buffer_rl.buffer.calling import StartedCall

@@ -14,14 +14,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from buffer_rl.contracts import Objective
 from buffer_rl.errors import TrainError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import CRITIC, MODEL_OF_ROLE
-from buffer_rl.token_loss import Sums
+from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.plan.algorithm import frozen_models_of_trainer
+from buffer_rl.plan.layout import topology_of
+from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_outputs, response_log_probs, response_values
-from buffer_rl.train.layout import topology_of
 from buffer_rl.train.model import (
     ModelFactory,
     initial_folder,
@@ -33,13 +35,11 @@ from buffer_rl.train.model import (
 )
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.packing import is_packed
-from buffer_rl.train.roles import frozen_models_of_trainer
 from buffer_rl.train.state import load_state, save_state
-from buffer_rl.types import TrainBatch
 
 
 class TorchTrainer:
-    """Implements ``buffer_rl.contracts.Trainer``, for the policy and for a critic.
+    """Implements ``buffer_rl.kinds.contracts.Trainer``, for the policy and for a critic.
 
     Raises ConfigError if the model, the tokenizer or the device is not there, PluginError if a plugin of
     the trainer does not resolve, or model provider or converter do something wrong.

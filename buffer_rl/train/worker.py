@@ -20,19 +20,19 @@ from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
 from buffer_rl.cluster.fused import Deferred, FusedProcesses
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.config import load_args
-from buffer_rl.engine.process import settle_garbage_collector
+from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import construct, returned
-from buffer_rl.roles import MODEL_OF_ROLE, SAMPLED_FIELDS, Role
-from buffer_rl.train.roles import fused_roles, own_roles, process_counts
+from buffer_rl.options.section import load_args
+from buffer_rl.plan.algorithm import fused_roles, own_roles, process_counts
+from buffer_rl.plan.roles import MODEL_OF_ROLE, SAMPLED_FIELDS, Role
+from buffer_rl.plugin.calls import construct, returned
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Column, TrainBatch
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
-from buffer_rl.types import Column, TrainBatch
 
 if TYPE_CHECKING:
-    from buffer_rl.options import Args
+    from buffer_rl.args import Args
 
 
 def joined_reports(role: str, answers: list[WorkReport]) -> WorkReport:
@@ -66,7 +66,7 @@ def _has_rows_of(batch: TrainBatch, column: Any) -> bool:
 
 
 class RoleWorker:
-    """One process of a role of ``buffer_rl.roles.DEDICATED``, or of ``--role-path``."""
+    """One process of a role of ``buffer_rl.plan.roles.DEDICATED``, or of ``--role-path``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         settle_garbage_collector()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from buffer_rl.terminal import say
+from buffer_rl.observe.terminal import say
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -28,9 +28,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run_verify(namespace: argparse.Namespace) -> int:
     """Check every checkpoint, also after a damaged one. Raises CheckpointError if there is none."""
-    from buffer_rl.checkpoint import checkpoints_at, damaged_files, opened_checkpoint
-    from buffer_rl.redaction import mask_url
-    from buffer_rl.remote import is_remote, local_path
+    from buffer_rl.files.checkpoint import checkpoints_at, damaged_files, opened_checkpoint
+    from buffer_rl.files.remote import is_remote, local_path
+    from buffer_rl.options.redaction import mask_url
 
     if is_remote(local_path(namespace.path)):
         with opened_checkpoint(namespace.path) as checkpoint:

@@ -10,7 +10,7 @@ from typing import Any
 
 import shtab
 
-from buffer_rl.configuration.help import FlagParser
+from buffer_rl.options.help import FlagParser
 from buffer_rl.verbs.table import all_verbs, parser_of, summary_of
 
 _BASH_FILES = "complete -o bashdefault -o default -F _shtab_buffer_rl buffer-rl"  # files where nothing else fits

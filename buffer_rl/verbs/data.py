@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from buffer_rl.configuration.values import convert, option_type
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.options import DataOptions
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.stats import dataset_stats, stats_text
 from buffer_rl.errors import DataError
-from buffer_rl.terminal import say
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.values import convert, option_type
 
 _FILE_HELP = "a .jsonl or .parquet file, or a folder of Hugging Face datasets; file@[start:end] is a slice"
 _KEYS = ("input_key", "label_key", "metadata_key", "tool_key", "id_key")

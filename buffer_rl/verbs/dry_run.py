@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from buffer_rl.checkpoint import Manifest
-from buffer_rl.config import load_section
-from buffer_rl.configuration.sources import Resolved
+from buffer_rl.cluster.process import with_engine_key
 from buffer_rl.driver.resume import option_changes, resume_notices
-from buffer_rl.engine.process import with_engine_key
-from buffer_rl.redaction import mask_secrets, mask_url
-from buffer_rl.terminal import say
+from buffer_rl.files.checkpoint import Manifest
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.redaction import mask_secrets, mask_url
+from buffer_rl.options.section import load_section
+from buffer_rl.options.sources import Resolved
 from buffer_rl.verbs.resources import Needs, bytes_text
 from buffer_rl.verbs.rows import RowSource, Trial, TriedRow, is_evaluation
 

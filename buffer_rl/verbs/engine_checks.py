@@ -9,21 +9,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.config import flag_of
+from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.eval_sets import eval_sets_of
-from buffer_rl.driver.schedule import train_only
-from buffer_rl.engine.control import EngineControlClient
-from buffer_rl.engine.external import urls_of
-from buffer_rl.engine.process import starts_engines
-from buffer_rl.engine.server_info import ServerInfo
+from buffer_rl.engines.control import EngineControlClient
+from buffer_rl.engines.external import urls_of
+from buffer_rl.engines.server_info import ServerInfo
 from buffer_rl.errors import ConfigError, DataError
-from buffer_rl.model_config import max_positions, read_config
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call
+from buffer_rl.files.hf_config import max_positions, read_config
+from buffer_rl.options.section import flag_of
+from buffer_rl.plan.algorithm import is_supervised
+from buffer_rl.plan.schedule import train_only
+from buffer_rl.plugin.calls import call
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Prompt
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
-from buffer_rl.train.roles import is_supervised
-from buffer_rl.types import Prompt
 from buffer_rl.verbs.rows import RowSource, encode_row, is_evaluation
 
 ASK_TIMEOUT_S = 20.0

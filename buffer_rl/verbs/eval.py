@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.config import compose
-from buffer_rl.configuration.help import given_flags, set_flag
-from buffer_rl.configuration.sources import resolve
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.help import given_flags, set_flag
+from buffer_rl.options.section import compose
+from buffer_rl.options.sources import resolve
 from buffer_rl.verbs import train
 
 _DESCRIPTION = """\

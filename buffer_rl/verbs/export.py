@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import CheckpointError, ConfigError
-from buffer_rl.redaction import mask_url
-from buffer_rl.remote import is_remote
-from buffer_rl.terminal import say
+from buffer_rl.files.remote import is_remote
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.redaction import mask_url
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Export and say what was written. Raises CheckpointError or ConfigError."""
-    from buffer_rl.checkpoint import opened_checkpoint
+    from buffer_rl.files.checkpoint import opened_checkpoint
 
     target = Path(namespace.output)
     if target.exists():

@@ -12,29 +12,29 @@ from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from buffer_rl.checkpoint import opened_checkpoint
-from buffer_rl.cluster.counts import with_counts
-from buffer_rl.config import compose
-from buffer_rl.configuration.help import add_config_flag, add_options, given_flags
-from buffer_rl.configuration.sources import resolve
+from buffer_rl.cluster.environment import direct_variables, variables
+from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.engine.process import starts_engines
-from buffer_rl.environment import direct_variables, variables
 from buffer_rl.errors import ConfigError, DataError
-from buffer_rl.lazy_list import prompt_copies
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.files.checkpoint import opened_checkpoint
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.help import add_config_flag, add_options, given_flags
+from buffer_rl.options.section import compose
+from buffer_rl.options.sources import resolve
+from buffer_rl.plan.counts import with_counts
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample
+from buffer_rl.records.lazy_list import prompt_copies
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
-from buffer_rl.terminal import say
-from buffer_rl.types import GroupUid, Sample
 from buffer_rl.verbs.engine_checks import check_engines
 from buffer_rl.verbs.preflight import check_folders
 from buffer_rl.verbs.rows import RowSource, encode_row
 from buffer_rl.verbs.train import plugins_named, sections_of
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.client import EngineClient
-    from buffer_rl.engine.fleet import EngineFleet
+    from buffer_rl.engines.client import EngineClient
+    from buffer_rl.engines.fleet import EngineFleet
 
 T = TypeVar("T")
 
@@ -117,8 +117,8 @@ def _answers(args: Any, namespace: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
-    from buffer_rl.engine.fleet import EngineFleet
-    from buffer_rl.engine.process import with_engine_key
+    from buffer_rl.cluster.process import with_engine_key
+    from buffer_rl.engines.fleet import EngineFleet
 
     samples, encoder = _prompt_samples(args, texts, count)
     registry = PluginRegistry.from_flags(args.plugin)
@@ -167,7 +167,7 @@ async def _answers_of_engine(args: Any, samples: Sequence[Sample], encoder: Prom
 
     args: with ``router_url`` and ``engine_urls``. Raises EngineError and DeadlineError.
     """
-    from buffer_rl.engine.client import EngineClient
+    from buffer_rl.engines.client import EngineClient
     from buffer_rl.rollout.generate import sampling_params_for
 
     gate = asyncio.Semaphore(args.rollout_concurrency)

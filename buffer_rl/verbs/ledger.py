@@ -15,8 +15,8 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import ConfigError
-from buffer_rl.terminal import say
-from buffer_rl.types import GroupUid
+from buffer_rl.observe.terminal import say
+from buffer_rl.records.groups import GroupUid
 from buffer_rl.verbs.table import print_table
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from buffer_rl.config import compose
-from buffer_rl.contracts import LossInputs
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.kinds.contracts import LossInputs
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, QueueHeader, RowId, Sample, SampleGroup, TrainBatch
 from buffer_rl.testing.lint import failures
 from buffer_rl.testing.lint_estimator import lint_estimator
 from buffer_rl.testing.lint_loss import lint_loss
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import GroupUid, QueueHeader, RowId, Sample, SampleGroup, TrainBatch
 from buffer_rl.verbs.plugin_templates import (
     MyConverter,
     MyDataSource,

@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.contracts import EngineProcess, LossInputs, Objective, RolloutBuffer, TokenLoss
-from buffer_rl.roles import Role
-from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.generate import generate
-from buffer_rl.scope import loss_unit, scoped
-from buffer_rl.token_loss import Metric
-from buffer_rl.train.converter import NameMap
-from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import (
+from buffer_rl.kinds.contracts import EngineProcess, LossInputs, Objective, RolloutBuffer, TokenLoss
+from buffer_rl.kinds.marks import loss_unit, scoped
+from buffer_rl.kinds.token_loss import Metric
+from buffer_rl.plan.roles import Role
+from buffer_rl.records.groups import (
     Column,
     FilterDecision,
     GroupUid,
@@ -30,6 +26,10 @@ from buffer_rl.types import (
     SampleGroup,
     TrainBatch,
 )
+from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.rollout.generate import generate
+from buffer_rl.train.converter import NameMap
+from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl.weights.disk import DiskTransport
 
 
@@ -110,7 +110,7 @@ def my_reward_post_process(args: Any, samples: list[Sample]) -> tuple[list[float
 
 
 def my_samples_to_train_data(args: Any, samples: list[Sample]) -> dict[str, Column]:
-    """The training columns of one group, one row a sample; see buffer_rl.types.TrainBatch."""
+    """The training columns of one group, one row a sample; see buffer_rl.records.groups.TrainBatch."""
     rewards = np.asarray([sample.get_reward_value(args) for sample in samples], dtype=np.float32)
     return {
         "tokens": [np.asarray(sample.tokens, dtype=np.int32) for sample in samples],
@@ -203,7 +203,7 @@ def my_model_provider(args: Any) -> Any:
 
 
 class MyTrainer(TorchTrainer):
-    """The built-in trainer with one metric more; see buffer_rl.contracts.Trainer for all that can be replaced."""
+    """The built-in trainer with one metric more; see buffer_rl.kinds.contracts.Trainer for all that can be replaced."""
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
         super().__init__(args, rank, world_size, objective)
@@ -230,7 +230,7 @@ class MyRole:
 
 def my_engine(args: Any, index: int, log_path: str) -> EngineProcess:
     """The embedded engine, started by this function. Anything with url, wait_ready and stop may be returned."""
-    from buffer_rl.engine.embedded.launcher import launch
+    from buffer_rl.embedded.launcher import launch
 
     return launch(args, index, log_path)
 

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.config import dump_args
 from buffer_rl.data.dataset import PromptRow, RowKeys
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import BufferRLError, ConfigError, PluginError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import dump_args
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Sample, SampleGroup, Ticket
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.generate import sampling_params_for
@@ -26,7 +27,6 @@ from buffer_rl.rollout.reward_pool import RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import apply_filter
-from buffer_rl.types import Sample, SampleGroup, Ticket
 from buffer_rl.verbs.dry_run import score_lines
 from buffer_rl.verbs.reward_trial import NUM_SCORED, answers_to, judged, label_text, score_answers
 from buffer_rl.verbs.rows import RowSource, TriedRow
@@ -112,7 +112,7 @@ async def _try_filter(registry: PluginRegistry, kind: str, reference: str, sourc
 
 
 async def _try_generate(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Any) -> list[str]:
-    from buffer_rl.engine.client import EngineClient
+    from buffer_rl.engines.client import EngineClient
     from buffer_rl.testing.fake_engine import FakeEngine
     from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer
 

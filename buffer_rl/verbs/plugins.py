@@ -15,15 +15,15 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from buffer_rl.config import compose
-from buffer_rl.configuration.sources import resolve
 from buffer_rl.errors import ConfigError
-from buffer_rl.kinds import KINDS, PluginKind, kind_named
-from buffer_rl.plugins import PluginInfo, PluginRegistry
-from buffer_rl.resolution.calls import plugin_error
-from buffer_rl.resolution.reference import Form, form_of
-from buffer_rl.resolution.signature import fitting_kinds, signature_of
-from buffer_rl.terminal import say
+from buffer_rl.kinds.table import KINDS, PluginKind, kind_named
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.section import compose
+from buffer_rl.options.sources import resolve
+from buffer_rl.plugin.calls import plugin_error
+from buffer_rl.plugin.reference import Form, form_of
+from buffer_rl.plugin.registry import PluginInfo, PluginRegistry
+from buffer_rl.plugin.signature import fitting_kinds, signature_of
 from buffer_rl.testing.lint import Finding, failures
 from buffer_rl.testing.lint_estimator import lint_estimator
 from buffer_rl.verbs.table import print_table
@@ -152,7 +152,7 @@ def plugin_texts(kind: PluginKind, name: str) -> tuple[str, str]:
     template, named = object_name(kind, f"my_{kind.name}"), object_name(kind, name)
     code_imports, code = _template("plugin_templates.py", template)
     test_imports, test = _template("plugin_template_tests.py", f"test_my_{kind.name}")
-    checker = "from buffer_rl.plugins import check_contract"
+    checker = "from buffer_rl.plugin.registry import check_contract"
     plugin = Template(_PLUGIN).substitute(
         kind=kind.name, signature=kind.signature, imports=_sorted(code_imports), code=_renamed(code, template, named)
     )

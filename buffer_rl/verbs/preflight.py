@@ -10,20 +10,20 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from buffer_rl.checkpoint import make_folder, read_manifest
 from buffer_rl.cluster.demands import counts_devices, seating
 from buffer_rl.cluster.devices import Node
-from buffer_rl.config import flag_of
-from buffer_rl.configuration.sources import Resolved, Source
 from buffer_rl.driver.process import check_lineage
-from buffer_rl.driver.schedule import rollout_only, train_only
 from buffer_rl.errors import CheckpointError, ConfigError
-from buffer_rl.model_config import DOWNLOAD, json_object, max_positions, read_config, require_short_rows, vocab_size
-from buffer_rl.redaction import mask_url
-from buffer_rl.remote import file_system, is_remote, local_path
-from buffer_rl.roles import CRITIC
+from buffer_rl.files.checkpoint import make_folder, read_manifest
+from buffer_rl.files.hf_config import DOWNLOAD, json_object, max_positions, read_config, require_short_rows, vocab_size
+from buffer_rl.files.remote import file_system, is_remote, local_path
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.options.section import flag_of
+from buffer_rl.options.sources import Resolved, Source
+from buffer_rl.plan.algorithm import checkpoint_folder, uses_critic
+from buffer_rl.plan.roles import CRITIC
+from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.prompts import load_tokenizer
-from buffer_rl.train.roles import checkpoint_folder, uses_critic
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 

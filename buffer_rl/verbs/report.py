@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.terminal import say
+from buffer_rl.observe.terminal import say
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:

@@ -13,14 +13,14 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.config import flag_of
-from buffer_rl.driver.schedule import rollout_only, train_only
-from buffer_rl.engine.process import starts_engines
+from buffer_rl.cluster.process import starts_engines
 from buffer_rl.errors import ConfigError
-from buffer_rl.remote import is_remote, local_path
-from buffer_rl.roles import worker_counts
+from buffer_rl.files.remote import is_remote, local_path
+from buffer_rl.options.section import flag_of
+from buffer_rl.plan.algorithm import is_supervised, uses_critic
+from buffer_rl.plan.roles import worker_counts
+from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout
-from buffer_rl.train.roles import is_supervised, uses_critic
 from buffer_rl.verbs.preflight import nearest_folder, weight_files
 
 WEIGHT_BYTES, STATE_BYTES = 4, 8

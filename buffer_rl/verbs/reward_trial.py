@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from buffer_rl.config import dump_args
 from buffer_rl.errors import ConfigError, PluginError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import dump_args
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.context import NO_CONTEXT, RolloutContext
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.scoring import MODEL
 from buffer_rl.rollout.user_functions import is_async
-from buffer_rl.types import Sample, SampleGroup, Status
 from buffer_rl.verbs.rows import RowSource, Trial, TriedRow, at_row
 
 NUM_SCORED = 3

@@ -11,8 +11,8 @@ from buffer_rl.data.dataset import PromptDataset, PromptRow
 from buffer_rl.data.eval_sets import EvalSet
 from buffer_rl.data.source import make_group
 from buffer_rl.errors import BufferRLError, DataError
+from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout.prompts import PromptEncoder
-from buffer_rl.types import GroupUid, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

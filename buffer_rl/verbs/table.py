@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import PluginError
-from buffer_rl.resolution.calls import contained, error_name
-from buffer_rl.resolution.entry_points import AUTOLOAD_VARIABLE, EntryPointInfo, EntryPoints
-from buffer_rl.resolution.reference import find_module
-from buffer_rl.terminal import printable
+from buffer_rl.observe.terminal import printable
+from buffer_rl.plugin.calls import contained, error_name
+from buffer_rl.plugin.entry_points import AUTOLOAD_VARIABLE, EntryPointInfo, EntryPoints
+from buffer_rl.plugin.reference import find_module
 
 # Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers, argv)``, which sets ``run``.
 VERBS = {

@@ -14,11 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from buffer_rl.checkpoint import open_checkpoint, read_manifest
-from buffer_rl.cluster.counts import derived_counts, with_counts
-from buffer_rl.config import Section, compose, plugin_kind_of
-from buffer_rl.configuration.help import add_config_flag, add_options, given_flags
-from buffer_rl.configuration.sources import Resolved, resolve
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.dataset import PromptDataset, RowKeys
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.reader import read_dataset
@@ -27,16 +23,20 @@ from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.process import with_start
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, DataError, PluginError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.redaction import mask_url
-from buffer_rl.remote import is_remote, local_path
-from buffer_rl.resolution.calls import returned
+from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
+from buffer_rl.files.remote import is_remote, local_path
+from buffer_rl.kinds.marks import is_for_rows
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.help import add_config_flag, add_options, given_flags
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.options.section import Section, compose, plugin_kind_of
+from buffer_rl.options.sources import Resolved, resolve
+from buffer_rl.plan.batch_sizes import with_steps
+from buffer_rl.plan.counts import derived_counts, with_counts
+from buffer_rl.plugin.calls import returned
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
-from buffer_rl.scope import is_for_rows
-from buffer_rl.terminal import say
-from buffer_rl.train.batch_sizes import with_steps
 from buffer_rl.verbs.dry_run import DryRun, PluginUse, print_json, print_text
 from buffer_rl.verbs.engine_checks import ContextLimit, check_engines, check_eval_prompts
 from buffer_rl.verbs.preflight import (
@@ -146,7 +146,7 @@ def sections_of(plugins: Sequence[str]) -> list[str | type[Section]]:
     hook = "buffer_rl_add_options"
     for name, declared in reversed(registry.call_hook(hook)):  # pluggy: the last registered comes first
         if not isinstance(declared, Sequence) or isinstance(declared, str) or not all(map(_is_section, declared)):
-            expected = "a list of subclasses of buffer_rl.config.Section, or of 'module:Class'"
+            expected = "a list of subclasses of buffer_rl.options.section.Section, or of 'module:Class'"
             raise returned("plugin", name, declared, expected, at=hook)
         sections.extend(declared)
     return sections

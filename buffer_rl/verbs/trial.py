@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
-from buffer_rl.config import flag_of
 from buffer_rl.data.check import MAX_PROBLEMS
 from buffer_rl.data.dataset import PromptRow
-from buffer_rl.driver.schedule import train_only
 from buffer_rl.errors import ConfigError, DataError
-from buffer_rl.model_config import read_config, vocab_size
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.redaction import mask_url
+from buffer_rl.files.hf_config import read_config, vocab_size
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.options.section import flag_of
+from buffer_rl.plan.schedule import train_only
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.loss_masks import is_conversation
 from buffer_rl.rollout.options import is_built_in_rollout

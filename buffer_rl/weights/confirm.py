@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.engine.client import GenerateResult, parse_answer
-from buffer_rl.train.roles import is_supervised
+from buffer_rl.engines.client import GenerateResult, parse_answer
+from buffer_rl.plan.algorithm import is_supervised
 
 if TYPE_CHECKING:
     from buffer_rl.cluster.actor_group import ActorGroup
-    from buffer_rl.engine.control import EngineControlClient
+    from buffer_rl.engines.control import EngineControlClient
 
 PROMPT = (0, 1, 2, 3, 2, 1)
 """Token ids that every vocabulary has."""

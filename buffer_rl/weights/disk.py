@@ -15,8 +15,8 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.weights.options import WeightOptions
 
 if TYPE_CHECKING:
-    from buffer_rl.contracts import Topology
-    from buffer_rl.engine.control import EngineControlClient
+    from buffer_rl.engines.control import EngineControlClient
+    from buffer_rl.kinds.contracts import Topology
     from buffer_rl.weights.sender import Senders
 
 VERSION_GLOB = "v" + "[0-9]" * 6

@@ -25,8 +25,8 @@ from buffer_rl.weights.tensor import tensor_parallel_ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from buffer_rl.contracts import Topology
-    from buffer_rl.engine.server_info import ServerInfo
+    from buffer_rl.engines.server_info import ServerInfo
+    from buffer_rl.kinds.contracts import Topology
     from buffer_rl.weights.options import WeightOptions
     from buffer_rl.weights.process_group import Backend, Rendezvous, WeightGroup
     from buffer_rl.weights.sender import Senders
@@ -38,7 +38,7 @@ BLOCKED_TIMEOUT_S = 30.0
 
 
 class Receivers(Protocol):
-    """What weights are broadcast to: ``buffer_rl.engine.control.EngineControlClient``, or the processes of a role."""
+    """What weights are broadcast to: ``buffer_rl.engines.control.EngineControlClient``, or the processes of a role."""
 
     def server_info(self) -> dict[str, ServerInfo]: ...
     def init_weights_update_group(

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from buffer_rl.contracts import WeightTransport
 from buffer_rl.errors import BufferRLError, EngineError
+from buffer_rl.kinds.contracts import WeightTransport
 from buffer_rl.weights.sender import Senders
 
 if TYPE_CHECKING:
-    from buffer_rl.engine.control import EngineControlClient
+    from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.weights.confirm import LogProbCheck
 
 ATTEMPTS = 3

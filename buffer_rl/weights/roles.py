@@ -21,14 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from buffer_rl.engine.server_info import ServerInfo
+from buffer_rl.engines.server_info import ServerInfo
 from buffer_rl.errors import EngineError, WorkerDiedError
 from buffer_rl.weights.disk import VERSION_GLOB
 from buffer_rl.weights.publish import ATTEMPTS
 
 if TYPE_CHECKING:
     from buffer_rl.cluster.actor_group import ActorGroup
-    from buffer_rl.contracts import WeightTransport
+    from buffer_rl.kinds.contracts import WeightTransport
     from buffer_rl.weights.publish import Publisher
     from buffer_rl.weights.sender import Senders
 

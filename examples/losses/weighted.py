@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.algo.losses import policy_loss
-from buffer_rl.contracts import LossInputs, TokenLoss
+from buffer_rl.kinds.contracts import LossInputs, TokenLoss
+from buffer_rl.kinds.marks import loss_unit
+from buffer_rl.records.groups import Column, Sample, SampleGroup, sample_means
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.scope import loss_unit
-from buffer_rl.types import Column, Sample, SampleGroup, sample_means
 
 
 def with_difficulty(args: Any, samples: list[Sample]) -> dict[str, Column]:

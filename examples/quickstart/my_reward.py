@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 
 
 def score(args: Any, sample: Sample) -> float:

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from buffer_rl.contracts import Objective
 from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
-from buffer_rl.token_loss import Sums
+from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.plan.algorithm import frozen_models_of_trainer
+from buffer_rl.plan.layout import topology_of
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_outputs, response_log_probs
-from buffer_rl.train.layout import topology_of
 from buffer_rl.train.model import initial_folder, load_model, load_tokenizer, pick_device, unique_state, weight_buckets
 from buffer_rl.train.optimizer import learning_rate
 from buffer_rl.train.packing import is_packed
-from buffer_rl.train.roles import frozen_models_of_trainer
-from buffer_rl.types import TrainBatch
 
 SPLIT = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 """Dimension of the ``[out, in]`` matrix that is split over ranks, by the end of its name."""
@@ -87,7 +87,7 @@ def split_dimension(name: str) -> int | None:
 
 
 class TensorParallelTrainer:
-    """Implements ``buffer_rl.contracts.Trainer``; the ranks have joined the default process group."""
+    """Implements ``buffer_rl.kinds.contracts.Trainer``; the ranks have joined the default process group."""
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
         self.topology = topology_of(rank, world_size, tp_size=world_size)

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import _get_layout
 
+from buffer_rl.cluster.parent import die_with_parent
 from buffer_rl.errors import CheckpointError
-from buffer_rl.parent import die_with_parent
 from buffer_rl_megatron.bridge import gather_parameters
 from buffer_rl_megatron.optimizer_state import check_stored, restore, sharded_state
 from buffer_rl_megatron.options import TRACKER

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.terminal import say
+from buffer_rl.observe.terminal import say
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

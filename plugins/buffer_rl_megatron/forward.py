@@ -37,12 +37,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from buffer_rl.contracts import Objective
 from buffer_rl.errors import TrainError
-from buffer_rl.scope import Unit
-from buffer_rl.token_loss import Sums
+from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.marks import Unit
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks
-from buffer_rl.types import TrainBatch
 from buffer_rl_megatron import compat
 from buffer_rl_megatron.attention import packed_rows
 from buffer_rl_megatron.context import Share, share_of

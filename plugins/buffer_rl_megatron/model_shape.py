@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from buffer_rl.config import Section, flag_of, option
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import Section, flag_of, option
 
 ENTRY_POINTS = "buffer_rl_megatron.model"
 OWN = ("llama", "qwen2", "qwen3", "qwen3_moe")

@@ -10,15 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from buffer_rl.config import Section, flag_of, option
 from buffer_rl.errors import ConfigError
-from buffer_rl.hookspecs import hookimpl
-from buffer_rl.kinds import kind_named
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.redaction import mask_url
-from buffer_rl.resolution.calls import plugin_error
-from buffer_rl.resolution.signature import signature_of
-from buffer_rl.train.layout import Layout, layout_of
+from buffer_rl.kinds.table import kind_named
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.options.section import Section, flag_of, option
+from buffer_rl.plan.layout import Layout, layout_of
+from buffer_rl.plugin.calls import plugin_error
+from buffer_rl.plugin.hookspecs import hookimpl
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.plugin.signature import signature_of
 from buffer_rl_megatron.model_shape import check_mapped, check_shape, check_supported, read_configuration
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -326,7 +326,10 @@ def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
 
 
 def _check_save_folder(args: Any) -> None:
-    from buffer_rl.remote import is_remote, local_path  # with what reads data, which naming a plugin must not need
+    from buffer_rl.files.remote import (  # with what reads data, which naming a plugin must not need
+        is_remote,
+        local_path,
+    )
 
     folder = local_path(args.save or "")
     if args.save and not is_remote(folder) and Path(folder, TRACKER).exists():

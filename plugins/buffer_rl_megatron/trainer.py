@@ -19,17 +19,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from buffer_rl.contracts import Objective
 from buffer_rl.errors import ConfigError, TrainError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.calls import call, returned
-from buffer_rl.roles import CRITIC, MODEL_OF_ROLE
-from buffer_rl.token_loss import Sums
+from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.plan.algorithm import frozen_models_of_trainer
+from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
+from buffer_rl.plugin.calls import call, returned
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import split_rows
 from buffer_rl.train.model import initial_folder, pick_device, weight_buckets
-from buffer_rl.train.roles import frozen_models_of_trainer
 from buffer_rl.train.state import read_random, save_random
-from buffer_rl.types import TrainBatch
 from buffer_rl_megatron import checkpoint, compat, options
 from buffer_rl_megatron.attention import CausalAttention
 from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge
@@ -49,7 +49,7 @@ from buffer_rl_megatron.optimizer import Optimizer, data_parallel
 
 
 class MegatronTrainer:
-    """Implements ``buffer_rl.contracts.Trainer``, for the policy and for a critic.
+    """Implements ``buffer_rl.kinds.contracts.Trainer``, for the policy and for a critic.
 
     Raises ConfigError if the model, the tokenizer or the device is not there, or Megatron cannot split the model so."""
 

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from buffer_rl.config import env_of
-from buffer_rl.engine.http_server import http_server
-from buffer_rl.engine.process import base_url
+from buffer_rl.cluster.process import base_url
+from buffer_rl.engines.http_server import http_server
 from buffer_rl.errors import BufferRLError, ConfigError
-from buffer_rl.terminal import say
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.section import env_of
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
 

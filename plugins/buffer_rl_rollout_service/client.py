@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
-from buffer_rl.redaction import mask_url
+from buffer_rl.options.redaction import mask_url
 
 RETRY_S = 0.5
 AGAIN = frozenset((408, 429, 500, 502, 503, 504))

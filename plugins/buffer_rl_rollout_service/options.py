@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from buffer_rl.config import Section, option
 from buffer_rl.errors import ConfigError
-from buffer_rl.hookspecs import hookimpl
+from buffer_rl.options.section import Section, option
+from buffer_rl.plugin.hookspecs import hookimpl
 
 CHECK_TIMEOUT_S = 10.0
 ROLLOUTS = ("rollout_service", "buffer_rl_rollout_service.rollout:ServiceRollout")

@@ -18,15 +18,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.data.json_text import with_arguments
 from buffer_rl.errors import DataError, DeadlineError
+from buffer_rl.kinds.contracts import RolloutBuffer
 from buffer_rl.observe.metrics import drop_metrics
+from buffer_rl.records.groups import GroupUid, RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.loss_masks import encode_conversation
 from buffer_rl.rollout.user_functions import apply_filter
-from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl_rollout_service.client import ServiceClient
 from buffer_rl_rollout_service.trajectory import Trajectory
 

@@ -35,7 +35,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from buffer_rl.engine.http_server import Front, JSONError, read_json
+from buffer_rl.engines.http_server import Front, JSONError, read_json
 from buffer_rl.errors import BufferStateError
 from buffer_rl_rollout_service.page import render_page
 from buffer_rl_rollout_service.store import FullError, Store, StoredGroup

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.engine.process import ChildProcess, ServerProcess, key_environment
+from buffer_rl.cluster.process import ChildProcess, ServerProcess, key_environment
 from buffer_rl.errors import EngineError
-from buffer_rl.model_config import max_positions
+from buffer_rl.files.hf_config import max_positions
 from buffer_rl_sglang.options import SERVER, check_server, environment, on_cpu, server_arguments
 
 MARGIN = 8
@@ -28,7 +28,7 @@ _SOCKET_ROOM = len("/sglang_01234567/tmp01234567")  # what a server's sockets ar
 
 
 class SglangServer:
-    """A SGLang server that was started; meets ``buffer_rl.contracts.EngineProcess``.
+    """A SGLang server that was started; meets ``buffer_rl.kinds.contracts.EngineProcess``.
 
     Its temporary files are in a folder of its own, which ``stop`` removes, as it does the shared memory of a server
     that was killed."""
@@ -80,7 +80,7 @@ class SglangServer:
 
 
 class SglangLauncher:
-    """Starts SGLang servers; meets ``buffer_rl.contracts.EngineLauncher``."""
+    """Starts SGLang servers; meets ``buffer_rl.kinds.contracts.EngineLauncher``."""
 
     def check(self, args: Any) -> None:
         """Raises ConfigError if there is no server to start, or it refuses its arguments (``check_server``)."""

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-from buffer_rl.config import Section, option
-from buffer_rl.engine.process import arguments_of
+from buffer_rl.cluster.process import arguments_of
 from buffer_rl.errors import ConfigError
-from buffer_rl.hookspecs import hookimpl
+from buffer_rl.options.section import Section, option
+from buffer_rl.plugin.hookspecs import hookimpl
 
 SERVER = Path(__file__).with_name("server_process.py")
 VERSIONS = ((0, 5, 21), (0, 6))

@@ -9,8 +9,8 @@ from typing import Any
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import ConfigError
+from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.prompts import PromptEncoder
-from buffer_rl.types import Sample
 from buffer_rl_slime.missing import PAGE
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.types import Sample, SampleGroup, equal_rewards
+from buffer_rl.records.groups import Sample, SampleGroup, equal_rewards
 
 
 @dataclass
@@ -50,7 +50,7 @@ class MetricGatherer:
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Sample | list[Sample]], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep groups whose rewards differ (``buffer_rl.types.equal_rewards``). The reason of a drop is slime's.
+    """Keep groups whose rewards differ (``buffer_rl.records.groups.equal_rewards``). The reason of a drop is slime's.
 
     In place of a sample there may be the list of its parts, which counts once, with the mean of their rewards."""
     entries = samples.by_sample() if isinstance(samples, SampleGroup) else samples

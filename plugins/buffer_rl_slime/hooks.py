@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 from buffer_rl.errors import RolloutError
-from buffer_rl.types import Sample
+from buffer_rl.records.groups import Sample
 from buffer_rl_slime.tools import load_function
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout.loss_masks import encode_conversation
 from buffer_rl.rollout.prompts import PromptEncoder
-from buffer_rl.types import GroupUid, Sample
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.records.groups import GroupUid, Sample, Status
 from buffer_rl.rollout.context import current_context
-from buffer_rl.types import GroupUid, Sample, Status
 from rm_hub import dapo, deepscaler, f1, gpqa
 from rm_hub.answers import END_TOKEN, last_boxed
 

@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.contracts import RolloutBuffer
-from buffer_rl.engine.client import GenerateResult
+from buffer_rl.engines.client import GenerateResult
 from buffer_rl.errors import ConfigError
-from buffer_rl.resolution.signature import takes_evaluation
+from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.plugin.signature import takes_evaluation
+from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context, current_scope
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.requests import answer_for, is_stopped, sampling_seed
 from buffer_rl.rollout.user_functions import UNNAMED, call_user
-from buffer_rl.types import Sample, SampleGroup, Status
 from buffer_rl_slime import http
 from buffer_rl_slime.rewards import async_rm, batched_async_rm
 from buffer_rl_slime.running import run

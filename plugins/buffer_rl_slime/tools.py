@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout import prompts
 from buffer_rl.rollout.context import context_or_none
 

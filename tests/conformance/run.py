@@ -30,7 +30,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from buffer_rl.engine.process import reserved_port
+from buffer_rl.cluster.process import reserved_port
 from conformance import cases_control, cases_generate, cases_openai
 from conformance.page import Result, disagreement, page
 from conformance.reference import CONTEXT, Reference
@@ -113,7 +113,7 @@ def embedded_command(model: str, url: str, *, imitate: bool) -> list[str]:
     own = ["--model-path", model, "--port", url.rpartition(":")[2], "--max-running-requests", "16"]
     more = ["--imitate", "sglang"] if imitate else []
     limits = ["--context-length", str(CONTEXT), "--weight-version", "0", "--device", "cpu"]
-    return [sys.executable, "-m", "buffer_rl.engine.embedded.server", *own, *limits, *more]
+    return [sys.executable, "-m", "buffer_rl.embedded.server", *own, *limits, *more]
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ def mask_some(args, groups):
 
 def half_loss(args, inputs):
     """The plain policy gradient, halved."""
-    from buffer_rl.contracts import TokenLoss
+    from buffer_rl.kinds.contracts import TokenLoss
 
     return TokenLoss(-inputs.log_probs * inputs.advantages / 2)
 
@@ -53,7 +53,7 @@ class Letters:
         return 9
 
     def get_samples(self, num_samples):
-        from buffer_rl.types import GroupUid, Sample, SampleGroup
+        from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 
         groups = []
         for _ in range(num_samples):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from buffer_rl.config import compose
-from buffer_rl.engine.embedded.launcher import launch
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.embedded.launcher import launch
+from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.megatron_rows import make_rows
 from harness.trainers import make_trainer, step

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp
 
-from buffer_rl.engine.http_server import http_server
+from buffer_rl.engines.http_server import http_server
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.checkpoint import new_checkpoint
+from buffer_rl.files.checkpoint import new_checkpoint
 
 
 def nothing(_folder: Path) -> None:

@@ -19,12 +19,12 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
-from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import CheckpointError, DeadlineError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose, dump_args
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.processes import descendants
 
@@ -33,9 +33,9 @@ GROUPS = 3
 _LAUNCH = """
 import sys
 from pathlib import Path
-from buffer_rl.config import load_args
+from buffer_rl.options.section import load_args
 from buffer_rl.driver.launch import launch_training
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
 launch_training(load_args(Path(sys.argv[1]).read_text()), PluginRegistry())
 """
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from buffer_rl.contracts import LossInputs, TokenLoss
-from buffer_rl.types import GroupUid, RowId
+from buffer_rl.kinds.contracts import LossInputs, TokenLoss
+from buffer_rl.records.groups import GroupUid, RowId
 from harness.losses import loss_args
 
 Loss = Callable[[Any, LossInputs], TokenLoss]

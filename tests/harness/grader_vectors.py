@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.types import Sample, Status
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Sample, Status
 from buffer_rl_slime.scripts.flags import REWARD_NAMES
 
 FILE = Path(__file__).parents[1] / "unit" / "rm_hub" / "grader_vectors.jsonl"

@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from buffer_rl.config import compose, dump_args, load_args
-from buffer_rl.contracts import Topology
-from buffer_rl.engine.control import EngineControlClient
-from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch
-from buffer_rl.engine.registry import EngineRegistry, FleetControl
-from buffer_rl.engine.replica import EngineState, Replica
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.embedded.launcher import EmbeddedEngine, launch
+from buffer_rl.engines.control import EngineControlClient
+from buffer_rl.engines.registry import EngineRegistry, FleetControl
+from buffer_rl.engines.replica import EngineState, Replica
 from buffer_rl.errors import WorkerDiedError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.kinds.contracts import Topology
+from buffer_rl.options.section import compose, dump_args, load_args
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.train.model import weight_buckets
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders
@@ -40,7 +40,7 @@ from harness.processes import holds_within
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 80_000
 PAUSE_S = 0.01  # between two requests: two processors have to do for all processes
-PRELOADED = ["buffer_rl.plugins", "buffer_rl.train.model", "buffer_rl.weights.sender", "ray"]
+PRELOADED = ["buffer_rl.plugin.registry", "buffer_rl.train.model", "buffer_rl.weights.sender", "ray"]
 """What senders import, but for this module: the process that they are forked from finds no modules of tests."""
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 
 def entries(ledger: Ledger) -> dict[GroupUid, LedgerEntry]:

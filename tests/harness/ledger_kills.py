@@ -28,7 +28,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.errors import CheckpointError
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 RUN = "kills"
 ROWS = 500  # of an epoch

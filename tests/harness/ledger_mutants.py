@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import trained
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 
 class SplitCommit(Ledger):

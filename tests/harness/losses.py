@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
-from buffer_rl.config import Options, compose
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import ACTOR
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.options.section import Options, compose
+from buffer_rl.plan.roles import ACTOR
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
 from buffer_rl.testing.lint import batch_of as batch_of
 from buffer_rl.testing.lint import with_sizes as with_sizes
 from buffer_rl.testing.loss_step import Outcome as Outcome
 from buffer_rl.testing.loss_step import outcome as outcome
-from buffer_rl.token_loss import Sums
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 

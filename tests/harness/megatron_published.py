@@ -27,7 +27,7 @@ columns."""
 
 def note_served(rollout_id: int, args: Any, samples: Any, extra: Any, seconds: float) -> None:
     """``--custom-rollout-log-function-path``: checksums of the weights that the engines sampled the rollout with."""
-    from buffer_rl.engine.control import EngineFanOut
+    from buffer_rl.engines.control import EngineFanOut
 
     async def ask() -> dict[str, str]:
         engines = EngineFanOut(lambda: [], 30.0, router_url=args.router_url, api_key=args.engine_api_key)
@@ -96,7 +96,7 @@ def trained_weights(run_dir: str, rollout_id: int, *, tp: int, config: Any) -> d
 
 def checksum_of(weights: dict[str, torch.Tensor], model: str, folder: Path) -> str:
     """The checksum that an engine reports which serves ``weights``; they are written into ``folder``."""
-    from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, checksum_answer
+    from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 
     folder.mkdir()
     for file in Path(model).glob("*.json"):

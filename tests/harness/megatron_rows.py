@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.config import compose
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, RowId, TrainBatch
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl_megatron.model_shape import ModelShapeOptions
 from buffer_rl_megatron.options import MegatronOptions
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.types import TrainBatch
+from buffer_rl.records.groups import TrainBatch
 from harness.megatron_ranks import RankPool
 
 
@@ -45,7 +45,7 @@ class Found:
 
 def run_case(ranks: RankPool, case: Case, timeout_s: float = 120.0) -> Found:
     """Run the case on ``args.num_train_ranks`` ranks."""
-    from buffer_rl.token_loss import Sums
+    from buffer_rl.kinds.token_loss import Sums
 
     world_size = case.args.num_train_ranks
     parts = ranks.run(world_size, steps_of_rank, case, timeout_s=timeout_s)
@@ -66,8 +66,8 @@ def steps_of_rank(case: Case) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from buffer_rl.buffer.readers import balanced_partition
-    from buffer_rl.plugins import PluginRegistry
-    from buffer_rl.token_loss import Sums
+    from buffer_rl.kinds.token_loss import Sums
+    from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.train.model import prepare_torch
     from buffer_rl.train.objective import Objective
     from buffer_rl.train.ranks import summed_over_ranks

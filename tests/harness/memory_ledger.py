@@ -16,7 +16,7 @@ from buffer_rl.buffer.ledger_entry import (
     selected,
     trained,
 )
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 
 class MemoryLedger:

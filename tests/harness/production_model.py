@@ -13,7 +13,7 @@ import numpy as np
 
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.pool import ReadRequest
-from buffer_rl.types import GroupUid, RowId, SampleGroup, Status, Ticket, VersionSpan
+from buffer_rl.records.groups import GroupUid, RowId, SampleGroup, Status, Ticket, VersionSpan
 
 PENDING, LEASED, FINISHED, TRAINED, REJECTED, QUARANTINED = GroupState
 ROWS, SAMPLES = 5, 2

@@ -24,7 +24,7 @@ from buffer_rl.buffer.pools import GENERATIONS
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
-from buffer_rl.types import GroupUid, SampleGroup, Ticket
+from buffer_rl.records.groups import GroupUid, SampleGroup, Ticket
 from harness.production_model import (
     FINISHED,
     LEASED,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.types import GroupUid, RowId, TrainBatch
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 
 SAMPLES = 3
 """Of each group; the second one fanned out into two parts, so a group has one row more."""

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.engine.process import base_url, reserved_port
+from buffer_rl.cluster.process import base_url, reserved_port
 from harness.processes import holds_within
 
 TOKEN = "the-token-of-the-tests-of-the-service"

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.config import compose
-from buffer_rl.engine.client import GenerateResult
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.engines.client import GenerateResult
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
 from harness.scripted_server import ScriptedServer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

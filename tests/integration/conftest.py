@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import ray
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import compose
 from buffer_rl.driver.launch import launch_training
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.processes import descendants
 from integration.forked_workers import forked_engines

@@ -25,7 +25,7 @@ from typing import Any
 START_S = 60.0
 STREAMS = (0, 1, 2)
 MOST_FDS = 16
-ENGINE = "buffer_rl.engine.embedded.server"
+ENGINE = "buffer_rl.embedded.server"
 CLONE = {"x86_64": 56, "aarch64": 220}  # the number of the system call, by machine
 CLONE_PARENT = 0x8000
 LENGTH_BYTES = 8
@@ -37,9 +37,9 @@ WARM = (
     "buffer_rl.train.group",
     "buffer_rl.train.worker",
     "buffer_rl.train.torch_trainer",
-    "buffer_rl.engine.embedded.loader",
-    "buffer_rl.engine.embedded.routes",
-    "buffer_rl.engine.embedded.sglang_service",
+    "buffer_rl.embedded.loader",
+    "buffer_rl.embedded.routes",
+    "buffer_rl.embedded.sglang_service",
     "uvicorn.server",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",

@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.types import Sample  # the one line that differs: slime.utils.types there
+from buffer_rl.records.groups import Sample  # the one line that differs: slime.utils.types there
 
 
 @dataclass

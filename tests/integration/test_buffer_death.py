@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
-from buffer_rl.checkpoint import opened_checkpoint
+from buffer_rl.files.checkpoint import opened_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -28,7 +28,7 @@ from ray._private.internal_api import node_stats
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import SampleGroup
+from buffer_rl.records.groups import SampleGroup
 
 
 def is_first(args, moment):

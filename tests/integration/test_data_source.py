@@ -16,11 +16,11 @@ import pytest
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
-from buffer_rl.buffer.row_file import read_rollout
 from buffer_rl.driver.local_roles import rollout_path
 from buffer_rl.errors import PluginError, WorkerError
+from buffer_rl.files.row_file import read_rollout
+from buffer_rl.records.groups import GroupUid
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.types import GroupUid
 from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -35,7 +35,7 @@ import os
 import random
 import signal
 from pathlib import Path
-from buffer_rl.types import Sample
+from buffer_rl.records.groups import Sample
 
 
 def kill_once(args, moment):

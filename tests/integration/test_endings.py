@@ -27,15 +27,15 @@ RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 LAUNCH = """
 import sys
 from pathlib import Path
-from buffer_rl.config import load_args
+from buffer_rl.options.section import load_args
 from buffer_rl.driver.launch import launch_training
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
 launch_training(load_args(Path(sys.argv[1]).read_text()), PluginRegistry())
 """
 
 
 def start(args: Any, folder: Path) -> subprocess.Popen[bytes]:
-    from buffer_rl.config import dump_args
+    from buffer_rl.options.section import dump_args
 
     options = folder / f"{Path(args.run_dir).name}.json"
     options.write_text(dump_args(args))

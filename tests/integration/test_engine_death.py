@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
-from buffer_rl.engine.embedded.launcher import launch
+from buffer_rl.embedded.launcher import launch
 from buffer_rl.errors import EngineError
 from harness.processes import descendants, holds_within
 
@@ -30,8 +30,8 @@ KILLER = """
 import asyncio, json, os, signal, time, urllib.request
 from pathlib import Path
 
-from buffer_rl.engine.process import auth_headers
-from buffer_rl.engine.embedded import launcher
+from buffer_rl.cluster.process import auth_headers
+from buffer_rl.embedded import launcher
 from buffer_rl.rollout.context import current_scope
 from buffer_rl.rollout.generate import generate
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.buffer.row_file import write_rollout
+from buffer_rl.files.row_file import write_rollout
 from harness.recorded_rows import OPTIONS, recorded_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]

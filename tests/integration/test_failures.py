@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.buffer.row_file import read_rollout
+from buffer_rl.files.row_file import read_rollout
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

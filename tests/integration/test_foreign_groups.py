@@ -21,7 +21,7 @@ ROLLOUT = """
 import asyncio
 
 from buffer_rl.rollout.generate import generate, sampling_params_for
-from buffer_rl.types import GroupUid, Sample, SampleGroup
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 
 IDS = {character: 3 + index for index, character in enumerate("abc=")}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.errors import TrainError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.config import compose
+from buffer_rl.options.section import compose
 from buffer_rl.verbs.train import sections_of
 from harness.megatron_ranks import HAS_MEGATRON, REASON
 from harness.trainers import LARGE_EPS

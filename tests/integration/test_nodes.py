@@ -24,10 +24,10 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.cli import main
 from buffer_rl.cluster.placement import Placement, cluster_nodes
-from buffer_rl.config import dump_args
-from buffer_rl.contracts import EngineProcess
-from buffer_rl.engine.host import placed_launcher
+from buffer_rl.engines.host import placed_launcher
 from buffer_rl.errors import ConfigError, EngineError
+from buffer_rl.kinds.contracts import EngineProcess
+from buffer_rl.options.section import dump_args
 from harness.nodes import Nodes
 from harness.processes import Process, descendants, holds_within
 
@@ -36,7 +36,7 @@ many_addresses = pytest.mark.skipif(sys.platform != "linux", reason="a machine h
 
 HEAD, SECOND, THIRD, FOURTH = (f"127.0.0.{number}" for number in range(2, 6))
 LISTENING = "0A"
-SERVER = "buffer_rl.engine.embedded.server"
+SERVER = "buffer_rl.embedded.server"
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ FLEET = """
 import json, sys, threading
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import load_args
-from buffer_rl.engine import host
-from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.options.section import load_args
+from buffer_rl.engines import host
+from buffer_rl.engines.fleet import EngineFleet
 
 args = load_args(sys.stdin.readline())
 
@@ -160,7 +160,7 @@ PLACED = """
 import sys, time
 from buffer_rl.cluster.placement import is_node_gone, placed
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import load_args
+from buffer_rl.options.section import load_args
 
 args = load_args(sys.stdin.readline())
 
@@ -206,9 +206,9 @@ def test_devices_are_chosen_on_another_node_where_one_died_that_ray_still_lists_
 
 RUN = """
 import sys
-from buffer_rl.config import load_args
+from buffer_rl.options.section import load_args
 from buffer_rl.driver.launch import launch_training
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
 
 args = load_args(sys.stdin.readline())
 print("said:", launch_training(args, PluginRegistry.from_flags(args.plugin)).steps, flush=True)
@@ -218,7 +218,7 @@ GENERATE = """
 import asyncio, json, time, urllib.request
 from pathlib import Path
 
-from buffer_rl.engine.process import auth_headers
+from buffer_rl.cluster.process import auth_headers
 from buffer_rl.rollout.context import current_scope
 from buffer_rl.rollout.generate import generate
 
@@ -431,7 +431,7 @@ def test_an_engine_whose_process_has_answered_since_it_was_asked_is_ended_by_its
     engine = placed_engine("elsewhere")
     engine.wait_ready(60.0)
     engine.check()
-    monkeypatch.setattr("buffer_rl.engine.host.LATE_S", 0.0)
+    monkeypatch.setattr("buffer_rl.engines.host.LATE_S", 0.0)
     wait([engine._probe], 60.0)
     engine.stop()
     assert (tmp_path / "launchers.py.stopped").exists()

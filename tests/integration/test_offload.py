@@ -17,8 +17,8 @@ WATCHING = """
 import json, os, signal, urllib.request
 from pathlib import Path
 
-from buffer_rl.engine.embedded import launcher
-from buffer_rl.engine.process import auth_headers
+from buffer_rl.embedded import launcher
+from buffer_rl.cluster.process import auth_headers
 from buffer_rl.train.torch_trainer import TorchTrainer
 
 

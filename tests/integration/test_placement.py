@@ -16,11 +16,11 @@ FRESH = """
 import json, os, sys, time
 import ray
 from ray.cluster_utils import Cluster
-from buffer_rl.cluster.counts import with_counts
+from buffer_rl.plan.counts import with_counts
 from buffer_rl.cluster.placement import cluster_nodes, placed
-from buffer_rl.config import compose
+from buffer_rl.options.section import compose
 from buffer_rl.errors import DeadlineError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
 
 class Member:
     def seen(self):

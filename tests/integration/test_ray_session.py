@@ -25,7 +25,7 @@ import os, sys
 from pathlib import Path
 import ray
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.resolution.shipping import CodeBundle
+from buffer_rl.plugin.shipping import CodeBundle
 
 code = CodeBundle(files={"shipped_module.py": Path(sys.argv[2])}, references={}, folders=())
 

@@ -13,9 +13,9 @@ import ray
 import torch
 
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.config import dump_args
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.metrics import read_metrics
+from buffer_rl.options.section import dump_args
 from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import hf_state, load_model, weight_buckets

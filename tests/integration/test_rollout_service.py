@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.cli import main
-from buffer_rl.config import compose
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
 from buffer_rl_rollout_service.client import ServiceClient, write_trajectory
 from harness.processes import holds_within
 from harness.rollout_service import TOKEN, ServiceProcess

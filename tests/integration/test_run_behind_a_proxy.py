@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.engine.process import reserved_port
+from buffer_rl.cluster.process import reserved_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

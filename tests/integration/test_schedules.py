@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from buffer_rl.buffer.row_file import read_rollout
+from buffer_rl.files.row_file import read_rollout
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.timeline import read_trace
 from buffer_rl.testing.tiny import make_tiny_model

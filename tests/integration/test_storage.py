@@ -27,9 +27,9 @@ from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads, start_storage
 from buffer_rl.buffer.wire import Columns
-from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
-from buffer_rl.types import SampleGroup, Ticket
+from buffer_rl.options.section import dump_args
+from buffer_rl.records.groups import SampleGroup, Ticket
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 

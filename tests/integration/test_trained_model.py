@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer_rl.engine.client import EngineClient, GenerateResult
-from buffer_rl.engine.fleet import EngineFleet
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.engines.client import EngineClient, GenerateResult
+from buffer_rl.engines.fleet import EngineFleet
+from buffer_rl.plugin.registry import PluginRegistry
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

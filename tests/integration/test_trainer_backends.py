@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.buffer.row_file import write_rollout
 from buffer_rl.cli import main
+from buffer_rl.files.row_file import write_rollout
 from harness.recorded_rows import recorded_rows
 from harness.trainers import LARGE_EPS
 

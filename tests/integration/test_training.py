@@ -63,7 +63,7 @@ def no_others_than(before: set[int]) -> bool:
 
 HOOKS = """
 import json, pathlib
-from buffer_rl.hookspecs import hookimpl
+from buffer_rl.plugin.hookspecs import hookimpl
 
 class Notes:
     @hookimpl
@@ -187,7 +187,7 @@ def test_a_failing_reward_ends_the_run_with_its_own_words_and_nothing_running(
 
 
 ROLLOUTS = """
-from buffer_rl.types import Status
+from buffer_rl.records.groups import Status
 
 def blocking(args, rollout_id, buffer, evaluation=False):
     '''A synchronous rollout function that writes its answers itself, finishes half and returns the rest.'''

@@ -29,7 +29,7 @@ def weights_of(run_dir: str) -> dict[str, torch.Tensor]:
 DISTRIBUTED = "buffer_rl.weights.distributed:DistributedTransport"
 
 
-IMITATING = "buffer_rl.engine.embedded.launcher:launch_imitating_sglang"
+IMITATING = "buffer_rl.embedded.launcher:launch_imitating_sglang"
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.dispatch import To, all_answers, dispatch
 from buffer_rl.cluster.fused import Deferred, FusedProcesses
-from buffer_rl.config import dump_args
 from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerDiedError, WorkerError
+from buffer_rl.options.section import dump_args
 from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from buffer_rl.buffer.readers import balanced_partition
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import response_log_probs
 from buffer_rl.train.objective import Objective
@@ -216,7 +216,7 @@ def test_replicas_with_other_numbers_of_micro_batches_count_the_tokens_of_expert
 
 
 WEIGHTED = """
-from buffer_rl.contracts import TokenLoss
+from buffer_rl.kinds.contracts import TokenLoss
 
 
 def by_rewards(args, inputs):

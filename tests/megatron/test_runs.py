@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.buffer.row_file import read_rollout, write_rollout
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.config import compose
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.errors import BufferRLError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.files.row_file import read_rollout, write_rollout
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 from harness import megatron_faults, megatron_published
 from harness.megatron_rows import SECTIONS
@@ -383,7 +383,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(
 
 
 WEIGHTED = """
-from buffer_rl.contracts import TokenLoss
+from buffer_rl.kinds.contracts import TokenLoss
 
 
 def by_log_probs(args, inputs):

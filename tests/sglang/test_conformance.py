@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import compose
 from buffer_rl_sglang.launcher import MARGIN, launch
 from buffer_rl_sglang.options import SglangOptions
 from conformance.reference import CONTEXT, Reference

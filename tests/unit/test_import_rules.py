@@ -19,7 +19,7 @@ RAY_MODULES = (
     "buffer_rl/*/client.py",
     "buffer_rl/buffer/calling.py",
     "buffer_rl/buffer/storage.py",
-    "buffer_rl/engine/host.py",
+    "buffer_rl/engines/host.py",
     "buffer_rl/weights/distributed.py",
     "buffer_rl/cluster/*.py",
     "buffer_rl/driver/runtime.py",
@@ -28,7 +28,7 @@ RAY_MODULES = (
     "buffer_rl/train/reward_model.py",
     "buffer_rl/weights/distributed.py",
 )
-OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.config"}
+OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.options.section"}
 
 
 def imported_names(source: str) -> set[str]:
@@ -62,7 +62,7 @@ def test_option_sections_import_the_config_module_only():
         for path in modules()
         if path.name == "options.py"
         and path.parts[0] == "buffer_rl"
-        and len(path.parts) > 2  # buffer_rl/options.py names all sections
+        and len(path.parts) > 2  # buffer_rl/args.py names all sections
         and (names := imported_names((ROOT / path).read_text()) - OPTIONS_MAY_IMPORT)
     }
     assert offenders == {}
@@ -103,8 +103,8 @@ def test_the_driver_starts_without_torch_which_takes_seconds_to_import():
 def test_losses_of_the_package_are_found_and_checked_without_torch():
     code = """
 import sys
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import needs_of, unit_of
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.kinds.marks import needs_of, unit_of
 registry = PluginRegistry()
 for name in registry.names("loss"):
     loss = registry.resolve("loss", name)

@@ -132,7 +132,7 @@ def test_the_wheel_has_the_plugins_and_what_the_report_is_made_of():
 
 
 def test_the_reward_of_the_readme_can_be_copied_and_scores(tmp_path):
-    from buffer_rl.types import Sample, Status
+    from buffer_rl.records.groups import Sample, Status
 
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL).group(1)
     path = tmp_path / "my_reward.py"

@@ -13,12 +13,12 @@ import pytest
 import buffer_rl
 import filter_hub
 import rm_hub
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
-from buffer_rl.config import Section, compose, env_of, option
-from buffer_rl.configuration.sources import Source, resolve
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.redaction import mask_secrets
+from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.options.section import Section, compose, env_of, option
+from buffer_rl.options.sources import Source, resolve
 
 PACKAGES = [Path(package.__file__).parent for package in (buffer_rl, filter_hub, rm_hub)]
 UNPICKLING = {

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.types import GroupUid, Sample, SampleGroup
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 
 NAME = "sums"
 ROWS_PER_EPOCH = 10_000

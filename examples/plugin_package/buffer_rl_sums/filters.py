@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer_rl.types import FilterDecision, SampleGroup
+from buffer_rl.records.groups import FilterDecision, SampleGroup
 
 
 def some_answered(args: Any, group: SampleGroup) -> FilterDecision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from buffer_rl.hookspecs import hookimpl
+from buffer_rl.plugin.hookspecs import hookimpl
 
 
 @hookimpl

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from buffer_rl.scope import rows_may_choose
-from buffer_rl.types import Sample
+from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.records.groups import Sample
 from buffer_rl_sums.options import SumsOptions
 
 

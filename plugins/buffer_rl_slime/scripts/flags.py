@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from buffer_rl.hookspecs import FlagMeaning, hookimpl
+from buffer_rl.plugin.hookspecs import FlagMeaning, hookimpl
 
 PAGE = "docs/coming_from_slime.md; 'buffer-rl import slime SCRIPT' translates a launch script"
 

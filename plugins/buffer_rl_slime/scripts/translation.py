@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from buffer_rl.config import flag_of, item_of_mapping, load_section
-from buffer_rl.configuration.sources import resolve
-from buffer_rl.configuration.values import Raw, option_type
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import flag_of, item_of_mapping, load_section
+from buffer_rl.options.sources import resolve
+from buffer_rl.options.values import Raw, option_type
 from buffer_rl_slime.scripts.flags import DEFAULTS, Verdict
 from buffer_rl_slime.scripts.shell_expansion import Argument
 from buffer_rl_slime.scripts.shell_script import Launch

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.config import compose, load_section
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.redaction import MASK, is_secret
-from buffer_rl.terminal import say
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.redaction import MASK, is_secret
+from buffer_rl.options.section import compose, load_section
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.verbs.table import print_table
 from buffer_rl.verbs.train import plugins_named, sections_of
 from buffer_rl_slime.scripts.flags import Verdict

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from buffer_rl.config import Options, declared, did_you_mean, flag_of, item_of_mapping
-from buffer_rl.configuration.values import Raw
+from buffer_rl.options.section import Options, declared, did_you_mean, flag_of, item_of_mapping
+from buffer_rl.options.values import Raw
 from buffer_rl_slime.scripts.flags import (
     GRADERS,
     REFERENCES,

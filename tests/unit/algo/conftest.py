@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
+from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
 
 Ids = Sequence[tuple[int, int, int]]
 

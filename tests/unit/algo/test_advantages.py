@@ -5,7 +5,7 @@ import pytest
 
 from buffer_rl.algo.advantages import grpo
 from buffer_rl.errors import DataError
-from buffer_rl.types import GroupUid, RowId, TrainBatch
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 
 
 def _batch(**columns: object) -> TrainBatch:

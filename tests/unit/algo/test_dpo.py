@@ -12,9 +12,9 @@ import torch
 from buffer_rl.algo.dpo import dpo
 from buffer_rl.driver.role_checks import _check_loss
 from buffer_rl.errors import ConfigError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Unit
-from buffer_rl.types import GroupUid, RowId
+from buffer_rl.kinds.marks import Unit
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, RowId
 from harness.formulas import check_gradient, inputs_of
 from harness.losses import batch_of, loss_args, objective_of, outcome, with_sizes
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from buffer_rl.algo.algorithms import algorithm_of
 from buffer_rl.algo.cispo import cispo
 from buffer_rl.algo.gspo import gspo, gspo_token
 from buffer_rl.algo.losses import policy_loss
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Unit, unit_of
+from buffer_rl.kinds.marks import Unit, unit_of
+from buffer_rl.plan.algorithms import algorithm_of
+from buffer_rl.plugin.registry import PluginRegistry
 from harness.formulas import at_ratios, check_gradient, inputs_of, slope
 from harness.losses import loss_args, objective_of, outcome, rows_of
 

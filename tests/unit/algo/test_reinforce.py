@@ -10,7 +10,7 @@ from buffer_rl.algo.reinforce import gpg, reinforce_plus_plus, reinforce_plus_pl
 from buffer_rl.algo.returns import whitened, whitened_tokens
 from buffer_rl.algo.rewards import group_normalize
 from buffer_rl.errors import DataError
-from buffer_rl.scope import Scope, needs_of, scope_of
+from buffer_rl.kinds.marks import Scope, needs_of, scope_of
 
 TWO = [(0, 0, 0), (1, 0, 0)]
 UNEVEN = ([1.0, 2.0, 3.0, 4.0], [10.0, 12.0], [5.0, 6.0, 7.0])

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES, Rewards
 from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind, shaped
+from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, Rewards
+from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.stats import RolloutStats
-from buffer_rl.types import Sample, SampleGroup
 from filter_hub.reward_deviation import nonzero
 
 UNEVEN = ([1.0, 2.0, 3.0, 4.0], [10.0, 12.0], [5.0, 6.0, 7.0])

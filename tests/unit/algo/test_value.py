@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from buffer_rl.algo.value import value_loss
-from buffer_rl.contracts import LossInputs
 from buffer_rl.errors import DataError
+from buffer_rl.kinds.contracts import LossInputs
+from buffer_rl.kinds.token_loss import Reduction, Sums, Total
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.lint import Result
 from buffer_rl.testing.lint_loss import lint_loss
-from buffer_rl.token_loss import Reduction, Sums, Total
-from buffer_rl.types import TrainBatch
 from harness.losses import loss_args, objective_of, rows_of
 
 

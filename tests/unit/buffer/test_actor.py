@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import ray
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.actor import STATE_FILE, BufferActor, can_restart
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.calls import kind_of
@@ -29,10 +30,9 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import new_ledger
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose, dump_args
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import SampleGroup
+from buffer_rl.options.section import compose, dump_args
+from buffer_rl.records.groups import SampleGroup
 
 
 def make_actor(folder: Path, num_rows: int = 6, rollout_batch_size: int = 2) -> BufferActor:

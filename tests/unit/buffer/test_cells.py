@@ -6,7 +6,7 @@ import numpy as np
 
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest
-from buffer_rl.types import GroupUid, RowId
+from buffer_rl.records.groups import GroupUid, RowId
 
 
 def test_every_row_says_how_many_tokens_its_whole_sample_trains_on_and_samples_are_counted_once() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import orjson
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.types import GroupUid, Sample, SampleGroup
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 
 
 def test_prompts_survive_the_way_through_json_bytes_of_images_included() -> None:

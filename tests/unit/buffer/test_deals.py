@@ -14,7 +14,7 @@ from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
 from buffer_rl.buffer.pools import PoolCalls, Pools
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import GroupUid, RowId, Ticket
+from buffer_rl.records.groups import GroupUid, RowId, Ticket
 
 KINDS = pytest.mark.parametrize("together", [False, True])
 

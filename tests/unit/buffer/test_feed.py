@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.custom import CustomSource, Delivery, DeliveryNeeded, DeliveryRequest, StateNeeded, hash_state
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
 from harness.saved_state import load_saved, saved_state
 
 REFERENCE = "mine:Source"

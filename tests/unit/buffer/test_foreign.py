@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, RowId, Ticket
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, RowId, Ticket
 from harness.ledger_contents import entries
 from harness.saved_state import load_saved, saved_state
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit, SelectionFacts, TicketCounts
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 A, B, C, D = (GroupUid("data", row, 0) for row in range(4))
 FOREIGN = GroupUid("my-env", 0, 0)

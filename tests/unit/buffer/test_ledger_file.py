@@ -16,7 +16,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import check_local_disk, open_for_reading
 from buffer_rl.errors import BufferRLError, CheckpointError, ConfigError
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer import ledger_file
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit, ledger_writer, process_note
 from buffer_rl.buffer.ledger_file import LedgerPlace, new_ledger
-from buffer_rl.config import compose
 from buffer_rl.errors import CheckpointError, ConfigError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid
 
 UID = GroupUid("s", 1, 0)
 

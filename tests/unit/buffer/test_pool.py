@@ -15,7 +15,7 @@ from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import GroupUid, RowId
+from buffer_rl.records.groups import GroupUid, RowId
 
 SAMPLED = frozenset({"tokens", "loss_mask"})
 

@@ -10,7 +10,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import GroupUid, Sample, SampleGroup
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 from harness.ledger_contents import count_states
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.pool import ReadRequest, Writer
 from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DataError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, RowId, SampleGroup, Ticket
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, RowId, SampleGroup, Ticket
 from harness.ledger_contents import copied, go_back
 
 ROWS, PER_STEP = 5, 2

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup, Status, Ticket, VersionSpan
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup, Status, Ticket, VersionSpan
 
 
 class FullDisk(sqlite3.Connection):

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, SampleGroup, Status, Ticket, VersionSpan
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, SampleGroup, Status, Ticket, VersionSpan
 from filter_hub import buffer_order
 from harness.ledger_contents import count_states
 from harness.saved_state import load_saved, saved_state

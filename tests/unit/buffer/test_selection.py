@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import compose
 from harness.production_model import FINISHED, PENDING, QUARANTINED, REJECTED, ROWS, SAMPLES
 from harness.production_trial import Trial
 

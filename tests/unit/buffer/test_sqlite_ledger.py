@@ -17,7 +17,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
 from buffer_rl.errors import BufferStateError, CheckpointError
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 from harness.ledger_contents import count_states, entries
 
 ROWS = 8
@@ -286,7 +286,7 @@ import resource, sys
 from pathlib import Path
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.errors import BufferStateError
-from buffer_rl.types import GroupUid
+from buffer_rl.records.groups import GroupUid
 path = Path(sys.argv[1])
 ledger = Ledger(path, run="r")
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)

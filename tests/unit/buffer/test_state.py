@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.pool import ReadRequest, Writer
 from buffer_rl.buffer.rollouts import Admitted, GroupQueue
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup, Ticket
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup, Ticket
 from harness.ledger_contents import count_states
 from harness.saved_state import load_saved, saved_state
 

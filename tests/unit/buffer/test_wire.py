@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from buffer_rl.buffer.columns import BatchPlan, Cell, GroupSlice, assemble
 from buffer_rl.buffer.storage import split_payloads
 from buffer_rl.buffer.wire import IN_MESSAGE_BYTES, Columns, RowIds
-from buffer_rl.types import GroupUid, RowId
+from buffer_rl.records.groups import GroupUid, RowId
 
 DTYPES = ("int32", "int64", "float32", "float64", "bool", "float16")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from buffer_rl.cluster.dispatch import Dispatch, To, all_answers, dispatch, dispatch_of, first_answer, plan_calls
 from buffer_rl.errors import WorkerError
-from buffer_rl.types import GroupUid, RowId, Topology, TrainBatch
+from buffer_rl.records.groups import GroupUid, RowId, Topology, TrainBatch
 
 
 class Doubler:

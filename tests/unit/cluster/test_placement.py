@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.cluster.counts import with_counts
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.demands import seating
 from buffer_rl.cluster.devices import Node, Unit
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.config import compose
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.plan.counts import with_counts
 
 PPO = {"advantage_estimator": "ppo"}
 SGLANG = {"rollout_engine": "sglang"}

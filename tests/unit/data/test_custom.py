@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.custom import (
     CustomSource,
     Delivery,
@@ -21,14 +21,14 @@ from buffer_rl.data.custom import (
     source_name,
 )
 from buffer_rl.errors import BufferRLError, DataError, PluginError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.types import GroupUid, Sample, SampleGroup
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 
 HEAD = """
 import asyncio
 from pathlib import Path
-from buffer_rl.types import GroupUid, Sample, SampleGroup
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 
 
 class Source:
@@ -226,8 +226,8 @@ def group(**fields: Any) -> list[Sample]:
         (None, ["get_samples returned None", "a list of groups"]),
         (SampleGroup(uid=GroupUid("s", 0, 0), samples=group()), ["SampleGroup", "a list of groups"]),
         ([group()] * 3, ["returned 3 groups", "at most 2", "groups, not samples"]),
-        ([Sample(), Sample()], ["entry 0 is of type buffer_rl.sample.Sample"]),
-        ([group(), ["text", "text"]], ["group 1 holds of type builtins.str", "buffer_rl.types.Sample"]),
+        ([Sample(), Sample()], ["entry 0 is of type buffer_rl.records.sample.Sample"]),
+        ([group(), ["text", "text"]], ["group 1 holds of type builtins.str", "buffer_rl.records.groups.Sample"]),
         ([group()[:1]], ["group 0 has 1 samples", "--n-samples-per-prompt, which is 2"]),
         ([[Sample(uid=GroupUid("s", 0, 0)), Sample()]], ["group 0 have several uids"]),
         ([group(uid="row 7")], ["the uid of group 0 is of type builtins.str", "GroupUid"]),

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.eval_sets import eval_datasets, eval_sets_of, read_eval_config
 from buffer_rl.data.source import EvalSource
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
 
 TEXT = """\
 defaults: {temperature: 0.6, n_samples_per_eval_prompt: 4}

@@ -10,17 +10,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
-from buffer_rl.config import compose
 from buffer_rl.data import files
 from buffer_rl.data.dataset import PromptDataset, RowKeys
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import DataError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout.prompts import PromptEncoder
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, Sample
 from buffer_rl.verbs.train import read_data
 
 TEMPLATES = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "chat_templates"

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.order import JoinedOrder, RowOrder, WeightedOrder
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
 
 weights_lists = st.lists(st.sampled_from([0.01, 0.1, 0.3, 0.7, 1.0, 2.5, 40.0]), min_size=2, max_size=5)
 

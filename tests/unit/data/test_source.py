@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.feed import LocalFeed
-from buffer_rl.config import compose
 from buffer_rl.data.eval_sets import parse_eval_sets
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Status
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status
 
 
 def write(folder: Path, num_rows: int, name: str = "data.jsonl") -> str:

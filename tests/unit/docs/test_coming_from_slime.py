@@ -6,9 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
-from buffer_rl.config import compose
-from buffer_rl.configuration.help import FlagParser, add_options, given_flags, take_items
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.help import FlagParser, add_options, given_flags, take_items
+from buffer_rl.options.section import compose
 from buffer_rl_sglang.options import SglangOptions
 from buffer_rl_slime.scripts.flags import REMARKS, REWARD_NAMES, Verdict, known_flag
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import is_for_rows
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Status
+from buffer_rl.kinds.marks import is_for_rows
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "hubs.md").read_text(encoding="utf-8")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
-from buffer_rl.cluster.counts import with_counts
-from buffer_rl.config import compose
-from buffer_rl.configuration.help import FlagParser, add_options, given_flags, take_items
-from buffer_rl.configuration.sources import resolve
 from buffer_rl.driver.checks import check_options
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.help import FlagParser, add_options, given_flags, take_items
+from buffer_rl.options.section import compose
+from buffer_rl.options.sources import resolve
+from buffer_rl.plan.counts import with_counts
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl_megatron.model_shape import ModelShapeOptions
 from buffer_rl_megatron.options import MegatronOptions, layout

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sglang_router.router_args import RouterArgs
 
-from buffer_rl.config import compose, flag_of, item_of_mapping
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import compose, flag_of, item_of_mapping
 from buffer_rl_sglang.options import SglangOptions
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from buffer_rl.config import compose, flag_of
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import compose, flag_of
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.cluster.counts import with_counts
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.devices import Node
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.config import compose
-from buffer_rl.configuration.help import FlagParser, add_options, given_flags
-from buffer_rl.configuration.sources import resolve
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.help import FlagParser, add_options, given_flags
+from buffer_rl.options.section import compose
+from buffer_rl.options.sources import resolve
+from buffer_rl.plan.counts import with_counts
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "runs.md"
 SECTION = PAGE.read_text(encoding="utf-8").partition("## Which process has which device\n")[2].partition("\n## ")[0]

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from buffer_rl.checkpoint import open_checkpoint
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver import local_roles
 from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.errors import BufferRLError, CheckpointError, DeadlineError, TrainError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.files.checkpoint import open_checkpoint
+from buffer_rl.options.section import compose
 from buffer_rl.weights.roles import FolderUpdates
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.algo.algorithms import LOSSES
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.checks import check_options
-from buffer_rl.driver.schedule import EarlyStop, parse_early_stop
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.plan.algorithms import LOSSES
+from buffer_rl.plan.schedule import EarlyStop, parse_early_stop
 from buffer_rl.weights.options import engines_may_differ
 
 GOOD: dict[str, Any] = {

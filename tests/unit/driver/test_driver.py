@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
 from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import (
     BufferRLError,
@@ -30,10 +29,11 @@ from buffer_rl.errors import (
     WorkerError,
 )
 from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
+from buffer_rl.records.groups import Ticket
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from buffer_rl.testing.virtual_runtime import VirtualRuntime
-from buffer_rl.types import Ticket
 from harness.ledger_contents import count_states, entries, entries_of
 from harness.saved_state import load_saved, saved_state
 

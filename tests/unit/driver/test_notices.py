@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.algo.algorithms import ALGORITHMS, LOSSES
 from buffer_rl.algo.rewards import normalized
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.checks import notices
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES
 
 
 def texts(**options: Any) -> list[str]:

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.schedule import RolePlan, RunPlan, RunResult, Schedule, parse_early_stop
 from buffer_rl.errors import PayloadLostError, TrainError, WorkerDiedError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.plan.schedule import RolePlan, RunPlan, RunResult, Schedule, parse_early_stop
+from buffer_rl.records.groups import Ticket
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain
 from buffer_rl.testing.virtual_runtime import VirtualRuntime
-from buffer_rl.types import Ticket
 
 PLAN = RunPlan(
     num_rollouts=3,

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from buffer_rl import __version__
-from buffer_rl.checkpoint import opened_checkpoint
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.driver.provenance import changed_plugins, provenance_of
 from buffer_rl.errors import ConfigError
+from buffer_rl.files.checkpoint import opened_checkpoint
 from buffer_rl.observe.run_folder import RUN_FILE, read_facts, write_facts
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.shipping import MAX_BYTES
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.plugin.shipping import MAX_BYTES
 
 REWARD = "import words\n\ndef score(args, sample):\n    return words.VALUE\n"
 

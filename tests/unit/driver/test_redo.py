@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.config import compose
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, TrainError, WorkerDiedError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from buffer_rl.testing.virtual_runtime import Span, VirtualRuntime
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
 from harness.ledger_contents import count_states
 
 PLAN = RunPlan(

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.checkpoint import Checkpoint, open_checkpoint
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.restart import Processes, run_with_restarts
-from buffer_rl.driver.schedule import RunResult
 from buffer_rl.driver.tasks import is_worker_death, role_of
 from buffer_rl.errors import (
     CheckpointError,
@@ -23,8 +21,10 @@ from buffer_rl.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.roles import DEDICATED, ROLES, Restart
+from buffer_rl.files.checkpoint import Checkpoint, open_checkpoint
+from buffer_rl.options.section import compose
+from buffer_rl.plan.roles import DEDICATED, ROLES, Restart
+from buffer_rl.plan.schedule import RunResult
 from harness.checkpoints import write_checkpoint
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.checkpoint import Checkpoint
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.resume import option_changes, resume_notices
 from buffer_rl.driver.session import RunSession
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.redaction import mask_secrets
+from buffer_rl.files.checkpoint import Checkpoint
+from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.train.learning_rate import learning_rate
 
 COSINE = {"lr": 1e-3, "lr_decay_style": "cosine"}

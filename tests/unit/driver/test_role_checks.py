@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.checks import check_role_options
 from buffer_rl.driver.role_checks import check_roles
-from buffer_rl.driver.schedule import role_plan
 from buffer_rl.errors import ConfigError, PluginError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Scope, declared_scope, scope_of, scoped
-from buffer_rl.train.batch_sizes import with_steps
-from buffer_rl.train.roles import old_log_probs_pass, own_roles
+from buffer_rl.kinds.marks import Scope, declared_scope, scope_of, scoped
+from buffer_rl.options.section import compose
+from buffer_rl.plan.algorithm import old_log_probs_pass, own_roles
+from buffer_rl.plan.batch_sizes import with_steps
+from buffer_rl.plan.schedule import role_plan
+from buffer_rl.plugin.registry import PluginRegistry
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
@@ -24,7 +24,7 @@ STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}
 OPD: dict[str, Any] = {"use_opd": True, "opd_teacher_load": "teacher"}
 
 PLUGINS = """
-from buffer_rl.scope import loss_unit, scoped
+from buffer_rl.kinds.marks import loss_unit, scoped
 
 
 def over_the_rollout(args, batch): ...
@@ -448,8 +448,8 @@ def test_with_streamed_gradients_the_policy_waits_for_the_critic_and_the_critic_
 
 
 OWN_ROLES = """
-from buffer_rl.roles import Restart, Role
-from buffer_rl.scope import scoped
+from buffer_rl.plan.roles import Restart, Role
+from buffer_rl.kinds.marks import scoped
 
 
 def role(name, fields, needs=(), restart="in_place"):

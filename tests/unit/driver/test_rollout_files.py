@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.row_file import read_rollout, write_rollout
-from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.driver.local_roles import RecordedRollouts, rollout_path
 from buffer_rl.errors import DataError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.files.row_file import read_rollout, write_rollout
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.testing.local_buffer import local_state
-from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 
 def make_batch() -> TrainBatch:

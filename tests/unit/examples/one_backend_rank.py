@@ -14,12 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, NonFiniteError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.token_loss import Sums
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.group import build_trainer
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.steps import summed_over_ranks
-from buffer_rl.types import TrainBatch
 
 
 def train(

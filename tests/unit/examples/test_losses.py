@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from buffer_rl.buffer.columns import assemble
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import Unit
+from buffer_rl.kinds.marks import Unit
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Status
 from harness.losses import MODES, WAYS, gradient, loss_args, objective_of, outcome, rows_of, two_groups
 from harness.trainers import make_trainer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 
 FILE = Path(__file__).resolve().parents[3] / "examples" / "minimal.py"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.records.groups import GroupUid
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.types import GroupUid
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "examples" / "plugin_package"
@@ -126,7 +126,7 @@ def test_the_reward_falls_with_the_distance(
     monkeypatch.syspath_prepend(str(site))
     from buffer_rl_sums.reward import score
 
-    from buffer_rl.types import Sample
+    from buffer_rl.records.groups import Sample
 
     assert score(args, Sample(response=response, label="42")) == pytest.approx(expected)
 
@@ -134,8 +134,8 @@ def test_the_reward_falls_with_the_distance(
 @pytest.fixture
 def args(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Options with the package's own section."""
-    from buffer_rl.config import compose
-    from buffer_rl.options import CORE_SECTIONS
+    from buffer_rl.args import CORE_SECTIONS
+    from buffer_rl.options.section import compose
 
     monkeypatch.syspath_prepend(str(site))
     sections = [*CORE_SECTIONS, "buffer_rl_sums.options:SumsOptions"]

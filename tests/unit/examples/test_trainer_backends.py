@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer_rl.config import compose
-from buffer_rl.engine.process import reserved_port
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.cluster.process import reserved_port
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.types import TrainBatch
 from harness.recorded_rows import recorded_rows
 from harness.trainers import LARGE_EPS
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.config import compose
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.publish import Publisher
 

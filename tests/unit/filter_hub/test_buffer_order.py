@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.types import GroupUid, QueueHeader
+from buffer_rl.records.groups import GroupUid, QueueHeader
 from filter_hub import buffer_order
 
 ORDERS = ["first_in", "freshest", "shortest", "longest", "highest_reward", "lowest_reward"]

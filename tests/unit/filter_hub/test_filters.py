@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.types import FilterDecision, GroupUid, Sample, SampleGroup, Status
+from buffer_rl.records.groups import FilterDecision, GroupUid, Sample, SampleGroup, Status
 from filter_hub.difficulty import between, window
 from filter_hub.duplicates import at_least, distinct
 from filter_hub.fallback import nonzero_or_some, with_fallback

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.types import FilterDecision, GroupUid, Sample, SampleGroup
+from buffer_rl.records.groups import FilterDecision, GroupUid, Sample, SampleGroup
 from filter_hub.difficulty import window
 from filter_hub.reward_deviation import nonzero
 

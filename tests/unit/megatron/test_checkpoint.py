@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.checkpoint import open_checkpoint
+from buffer_rl.files.checkpoint import open_checkpoint
 from buffer_rl.testing.tiny import make_tiny_model
 from harness import megatron_training
 from harness.checkpoints import write_checkpoint

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.report import write_report
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 
 
 def observer_of(folder: Path, resume_step: int | None = None, **options: Any) -> RunObserver:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import DataError
 from buffer_rl.observe.report import (
     MAX_CHARACTERS,
@@ -27,7 +27,7 @@ from buffer_rl.observe.report import (
     write_report,
 )
 from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
 
 METRICS: list[dict[str, Any]] = [
     {"step": 0, "kind": "eval", "eval/dev": 0.25},

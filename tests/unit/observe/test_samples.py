@@ -8,7 +8,7 @@ import pytest
 
 from buffer_rl.errors import DataError
 from buffer_rl.observe.run_folder import SampleDump, read_jsonl, sample_record
-from buffer_rl.types import GroupUid, Sample, Status, VersionSpan
+from buffer_rl.records.groups import GroupUid, Sample, Status, VersionSpan
 
 
 def test_a_sample_is_dumped_with_what_one_reads_it_for(tmp_path):

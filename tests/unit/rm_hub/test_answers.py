@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import GroupUid, Sample, Status
+from buffer_rl.records.groups import GroupUid, Sample, Status
 from rm_hub.answers import after_reasoning, labels_of, last_boxed, last_line, response_of
 
 

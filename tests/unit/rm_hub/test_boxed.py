@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.boxed import score_f1, score_gpqa
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import ConfigError, PluginError, RewardError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.types import Sample, Status
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.compose import weighted
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 from rm_hub import boxed, dapo, deepscaler, exact_match, f1, gpqa, ifeval, math, numeric, reasoning_gym
 from rm_hub.doubt import joined, taken_back
 

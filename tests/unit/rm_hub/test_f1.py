@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.f1 import score, score_exact
 
 

@@ -20,8 +20,8 @@ from reasoning_gym.factory import DATASETS
 from sympy.parsing import sympy_parser
 
 from buffer_rl.errors import RewardError
-from buffer_rl.scope import is_for_rows
-from buffer_rl.types import Sample, Status
+from buffer_rl.kinds.marks import is_for_rows
+from buffer_rl.records.groups import Sample, Status
 from rm_hub import boxed, dapo, deepscaler, exact_match, f1, gpqa, ifeval, math, numeric, random
 from rm_hub import reasoning_gym as hub
 from rm_hub.compose import weighted

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.ifbench import score
 
 REGISTRY = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import GroupUid, Sample, Status
+from buffer_rl.records.groups import GroupUid, Sample, Status
 from rm_hub.math import score
 
 
@@ -102,7 +102,7 @@ def test_a_label_with_words_around_an_expression_is_an_error_that_names_the_row(
 def test_without_the_package_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['math_verify'] = None\n"
-        "from buffer_rl.types import Sample\nfrom rm_hub.math import score\n"
+        "from buffer_rl.records.groups import Sample\nfrom rm_hub.math import score\n"
         "score(None, Sample(response='5', label='5'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import GroupUid, Sample, Status
+from buffer_rl.records.groups import GroupUid, Sample, Status
 from rm_hub.numeric import MAX_CHARACTERS, MAX_DIGITS, final_number, score
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from buffer_rl.types import GroupUid, Sample
+from buffer_rl.records.groups import GroupUid, Sample
 from rm_hub.random import score
 
 

@@ -8,7 +8,7 @@ import pytest
 import reasoning_gym
 
 from buffer_rl.errors import RewardError
-from buffer_rl.types import Sample, Status
+from buffer_rl.records.groups import Sample, Status
 from rm_hub.reasoning_gym import score, score_partial
 
 
@@ -58,7 +58,7 @@ def test_without_reasoning_gym_the_error_names_the_extra() -> None:
     code = (
         "import sys\n"
         "sys.modules['reasoning_gym'] = None\n"
-        "from buffer_rl.types import Sample\n"
+        "from buffer_rl.records.groups import Sample\n"
         "from rm_hub.reasoning_gym import score\n"
         "try:\n    score(None, Sample(label='4', metadata={'dataset': 'chain_sum'}))\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"

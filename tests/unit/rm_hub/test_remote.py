@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError, RewardError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Status
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status
 from rm_hub.remote import ATTEMPTS, MAX_ANSWER_BYTES, score, score_group
 
 Handler = Callable[[dict[str, Any], int], web.Response | Awaitable[web.Response]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from buffer_rl.types import Sample, SampleGroup
+from buffer_rl.records.groups import Sample, SampleGroup
 
 VALUES: dict[str, Any] = {
     "nan": float("nan"),

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from buffer_rl.config import compose
-from buffer_rl.engine.rows import RowSeeds, row_rid, row_seeds
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.engines.rows import RowSeeds, row_rid, row_seeds
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.production import run_all
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.reward_model import RewardModel
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
 
 FOLDER = Path(__file__).parent
 CALLS_GENERATE = (FOLDER / "user_generate.py").read_text(encoding="utf-8")

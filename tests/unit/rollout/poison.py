@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.generate import generate
-from buffer_rl.types import Sample, SampleGroup
 
 
 def is_bad(samples: Any) -> bool:

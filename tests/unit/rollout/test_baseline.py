@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.engine.client import EngineClient
+from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import RolloutError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import RowId, Sample
 from buffer_rl.rollout.baseline import greedy_group
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import RowId, Sample
 
 REMAX = {"advantage_estimator": "remax"}
 DIGIT_0 = make_char_tokenizer().encode("0")[0]

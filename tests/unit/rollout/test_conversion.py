@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from buffer_rl.buffer.columns import column_bytes, concat_columns
 from buffer_rl.errors import RolloutError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import RowId, Sample, SampleGroup, Status, VersionSpan
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.types import RowId, Sample, SampleGroup, Status, VersionSpan
 
 
 def scored(kit: Any, rewards: list[float], *, row: int = 0) -> SampleGroup:
@@ -201,8 +201,8 @@ def test_a_foreign_uid_a_repeated_row_and_an_empty_group_are_refused(kit: Any) -
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=9))
 def test_groups_of_any_size_join_into_one_batch(rewards: list[float]) -> None:
-    from buffer_rl.config import compose
-    from buffer_rl.options import CORE_SECTIONS
+    from buffer_rl.args import CORE_SECTIONS
+    from buffer_rl.options.section import compose
 
     converter = GroupConverter(compose(CORE_SECTIONS)())
     blocks = []
@@ -220,7 +220,7 @@ def test_groups_of_any_size_join_into_one_batch(rewards: list[float]) -> None:
 
 
 def _uid(row: int) -> Any:
-    from buffer_rl.types import GroupUid
+    from buffer_rl.records.groups import GroupUid
 
     return GroupUid("s", row, 0)
 

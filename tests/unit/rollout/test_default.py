@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, RolloutError
+from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup, Status
 from buffer_rl.rollout import default
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
-from buffer_rl.types import GroupUid, RowId, Sample, SampleGroup, Status
 
 RULE = "told_by_label"
 

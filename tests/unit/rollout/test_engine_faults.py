@@ -18,15 +18,15 @@ import pytest
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.engine.client import EngineClient
-from buffer_rl.engine.control import EngineControlClient
+from buffer_rl.engines.client import EngineClient
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import RolloutError
+from buffer_rl.records.groups import GroupUid
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_engine import FakeEngine, Fault, FaultPoint
 from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.local_buffer import local_client, local_state
-from buffer_rl.types import GroupUid
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
 from harness.ledger_contents import count_states

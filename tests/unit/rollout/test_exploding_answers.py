@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.records.groups import Status
 from buffer_rl.rollout.failures import FailureKind
-from buffer_rl.types import Status
 
 HANG_IF_SLOWER_S = 60.0
 DEADLINE_S = 20.0  # of one reward; the first also imports sympy

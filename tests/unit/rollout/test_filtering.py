@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import RolloutError
+from buffer_rl.records.groups import FilterDecision, GroupUid, QueueHeader
 from buffer_rl.rollout.user_functions import apply_filter, choose_queued
-from buffer_rl.types import FilterDecision, GroupUid, QueueHeader
 
 
 async def decide(kit: Any, function: Any) -> FilterDecision:

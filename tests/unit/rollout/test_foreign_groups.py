@@ -13,15 +13,15 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import RolloutError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, RolloutOutput, RowId, Sample, SampleGroup, Status, VersionSpan
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.local_buffer import local_client, local_state
-from buffer_rl.types import GroupUid, RolloutOutput, RowId, Sample, SampleGroup, Status, VersionSpan
 
 MINE = GroupUid("my-env", 7, 0)
 MINE_THAT_NEEDS = """
-from buffer_rl.scope import loss_unit, scoped
+from buffer_rl.kinds.marks import loss_unit, scoped
 
 loss = loss_unit("token", needs=("rollout_log_probs",))(lambda args, inputs: None)
 estimator = scoped("row", needs=("rollout_log_probs",))(lambda args, batch: None)

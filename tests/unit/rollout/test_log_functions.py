@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import PluginError, RolloutError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Status, Ticket
 from buffer_rl.rollout.user_functions import LogFunctions
 from buffer_rl.rollout.worker import RolloutWorker
-from buffer_rl.types import Status, Ticket
 
 TRAIN = {"rollout/raw_reward": 0.5, "rollout/raw_reward_all": 0.25, "perf/rollout_time": 2.0}
 EVAL = {"eval/dev": 0.25, "eval/dev/truncated": 0.5, "eval/dev/response_len": 3.0, "perf/rollout_time": 2.0}

@@ -10,12 +10,12 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from buffer_rl.errors import DataError, RolloutError
+from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout.loss_masks import encode_conversation
 from buffer_rl.rollout.prompts import PromptEncoder
 from buffer_rl.rollout.sft import SFTRollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, Sample
 
 HEAD = "{% if tools %}[{{ tools[0].name }}]{% endif %}"
 ASK = "{% if add_generation_prompt %}<|assistant\n{% endif %}"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.client import EngineClient
-from buffer_rl.engine.control import EngineControlClient
-from buffer_rl.engine.embedded.launcher import launch
-from buffer_rl.engine.fleet import EngineFleet
+from buffer_rl.embedded.launcher import launch
+from buffer_rl.engines.client import EngineClient
+from buffer_rl.engines.control import EngineControlClient
+from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_tiny_model

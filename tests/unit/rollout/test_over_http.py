@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.client import EngineClient
+from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout

@@ -14,8 +14,9 @@ import pytest
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.engine.client import EngineClient
+from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import EngineError, RolloutError
+from buffer_rl.records.groups import Status, VersionSpan
 from buffer_rl.rollout import default
 from buffer_rl.rollout.context import LeaseScope, lease_scope
 from buffer_rl.rollout.conversion import GroupConverter
@@ -25,7 +26,6 @@ from buffer_rl.rollout.requests import Requests
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.local_buffer import local_client, local_state
-from buffer_rl.types import Status, VersionSpan
 from harness.ledger_contents import count_states
 
 PROMPT = 2  # tokens of "p0", "p1", …

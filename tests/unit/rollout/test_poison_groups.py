@@ -14,7 +14,8 @@ import pytest
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import DeadlineError, EngineError, RewardError, RolloutError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid
 from buffer_rl.rollout import failure_policy
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
@@ -23,7 +24,6 @@ from buffer_rl.rollout.failures import STALE_WEIGHTS, AttemptFailure, Domain, Fa
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.local_buffer import local_client, local_state
-from buffer_rl.types import GroupUid
 
 POISON = str(Path(__file__).with_name("poison.py"))
 ROWS, BAD = 12, 1

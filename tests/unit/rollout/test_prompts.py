@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError, DataError, RolloutError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import Sample
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

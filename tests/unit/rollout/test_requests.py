@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.engine.client import EngineClient
-from buffer_rl.engine.rows import row_rid
+from buffer_rl.engines.client import EngineClient
+from buffer_rl.engines.rows import row_rid
 from buffer_rl.errors import EngineError
+from buffer_rl.records.groups import Sample, Status
 from buffer_rl.rollout.context import LeaseScope, lease_scope
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.generate import generate, sampling_params_for
@@ -23,7 +24,6 @@ from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.sglang_rules import SglangRules
-from buffer_rl.types import Sample, Status
 
 
 def seeded(input_ids: list[int], seed: int) -> list[int]:

@@ -18,12 +18,12 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import RolloutError
+from buffer_rl.records.groups import GroupUid
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.failure_policy import QUARANTINE_FILE
 from buffer_rl.testing.local_buffer import local_client, local_state
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid
 from harness.ledger_contents import count_states
 
 BEHAVIOURS = ["raise", "nan", "inf", "none", "short_list", "string", "hang", "http_500"]

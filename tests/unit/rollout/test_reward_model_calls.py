@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from buffer_rl.records.groups import SampleGroup, Status
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.reward_model import RewardRows
 from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer
-from buffer_rl.types import SampleGroup, Status
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}:{{ m['content'] }}]{% endfor %}"
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import ConfigError, DataError, PluginError
+from buffer_rl.records.groups import Status
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.reward_pool import MAX_LOST_PER_CALL
 from buffer_rl.rollout.reward_process import DONE, changed_metadata
-from buffer_rl.types import Status
 
 TIMEOUT_S = 2.0
 HANG_IF_SLOWER_S = 60.0  # a deadline that was ignored, not one that was missed

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engine.client import EngineClient
+from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import RolloutError
+from buffer_rl.records.groups import Sample, VersionSpan
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.turns import add_observation, generate_turn
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import Sample, VersionSpan
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "tool_use" / "calculator.py"
 TOKENIZER = make_char_tokenizer()

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.scope import scoped
-from buffer_rl.types import FilterDecision, Sample, SampleGroup, Status
+from buffer_rl.kinds.marks import scoped
+from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup, Status
 
 _SEEN: set[Any] = set()
 

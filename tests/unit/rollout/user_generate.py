@@ -6,9 +6,9 @@ import asyncio
 import copy
 from typing import Any
 
+from buffer_rl.records.groups import Sample, Status
 from buffer_rl.rollout.generate import generate
 from buffer_rl.rollout.turns import add_observation, generate_turn
-from buffer_rl.types import Sample, Status
 
 
 async def turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.engine.process import reserved_port
+from buffer_rl.cluster.process import reserved_port
 from buffer_rl_rollout_service.client import ServiceClient
 from harness.rollout_service import TOKEN, ServiceProcess
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer_rl.engine import http_server
+from buffer_rl.engines import http_server
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
 from buffer_rl_rollout_service.client import ServiceClient
 from buffer_rl_rollout_service.server import AckRequest, ReadRequest, Service

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.config import compose
 from buffer_rl.errors import ConfigError, DataError, DeadlineError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.user_rollout import run_user_rollout

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl_sglang.options import SglangOptions
 

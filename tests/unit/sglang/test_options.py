@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.configuration.help import FlagParser, add_options, given_flags, normalise_flags, take_items
-from buffer_rl.configuration.sources import resolve
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.help import FlagParser, add_options, given_flags, normalise_flags, take_items
+from buffer_rl.options.section import compose
+from buffer_rl.options.sources import resolve
 from buffer_rl_sglang.launcher import launch
 from buffer_rl_sglang.options import SglangOptions, buffer_rl_configure, server_arguments
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from buffer_rl.types import Sample  # the one line that differs: slime.utils.types there
+from buffer_rl.records.groups import Sample  # the one line that differs: slime.utils.types there
 
 
 @dataclass

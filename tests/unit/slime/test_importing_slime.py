@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.engine.client import GenerateResult
-from buffer_rl.engine.rows import RowSeeds
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.engines.client import GenerateResult
+from buffer_rl.engines.rows import RowSeeds
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, RolloutOutput, Sample, SampleGroup, Status, Ticket, VersionSpan
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
@@ -22,8 +24,6 @@ from buffer_rl.rollout.user_functions import LogFunctions
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, RolloutOutput, Sample, SampleGroup, Status, Ticket, VersionSpan
-from buffer_rl.user_args import user_args
 from harness.scripted_server import ScriptedServer
 
 FILE = Path(__file__).with_name("importing_slime.py")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.custom import CustomSource, DeliveryRequest, hash_state
 from buffer_rl.errors import DataError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.user_args import user_args
+from buffer_rl.options.section import compose
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.registry import PluginRegistry
 
 FILE = Path(__file__).with_name("slime_style.py")
 

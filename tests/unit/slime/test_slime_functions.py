@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.contract_check import as_leased_group
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import RolloutError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.kinds.results import as_leased_group
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, QueueHeader, RolloutOutput, Sample, SampleGroup, Status, Ticket
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
@@ -20,7 +21,6 @@ from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.types import GroupUid, QueueHeader, RolloutOutput, Sample, SampleGroup, Status, Ticket
 
 FILE = Path(__file__).with_name("slime_style.py")
 
@@ -208,7 +208,7 @@ def test_a_buffer_filter_that_looks_at_samples_is_told_what_it_gets(name: str) -
     with pytest.raises(RolloutError) as caught:
         choose_queued(function, name, None, 0, headers, 2)
     assert caught.value.where == f"buffer_filter {name!r}, rollout 0"
-    assert "expected: a list of some of the headers (buffer_rl.types.QueueHeader)" in str(caught.value)
+    assert "expected: a list of some of the headers (buffer_rl.records.groups.QueueHeader)" in str(caught.value)
 
 
 async def test_a_conversion_with_plural_names_is_told_the_right_ones() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import PluginError, RolloutError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.resolution.import_names import ImportNameFinder
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.import_names import ImportNameFinder
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.testing.tiny import make_char_tokenizer
@@ -51,7 +51,7 @@ def plugin(folder: Path, source: str) -> str:
 def test_a_plugin_that_imports_the_name_inside_a_function_finds_it(package: str, tmp_path: Path, clean: None) -> None:
     source = f"def f(args, sample):\n    from {package}.utils.types import Sample\n    return Sample\n"
     function = PluginRegistry().resolve("reward", plugin(tmp_path, source))
-    from buffer_rl.types import Sample
+    from buffer_rl.records.groups import Sample
 
     assert function(None, None) is Sample
 
@@ -66,7 +66,7 @@ def test_a_neighbour_that_imports_it_is_enough(tmp_path: Path, clean: None) -> N
     (tmp_path / "near_slime.py").write_text("from slime.utils.types import Sample\n")
     source = "import near_slime\ndef f(args, sample):\n    return near_slime.Sample\n"
     function = PluginRegistry().resolve("reward", plugin(tmp_path, source))
-    from buffer_rl.types import Sample
+    from buffer_rl.records.groups import Sample
 
     assert function(None, None) is Sample
 
@@ -131,7 +131,7 @@ def test_every_module_of_the_names_is_importable_and_exports_what_it_lists(clean
 
 def test_torch_and_transformers_are_not_loaded_by_the_names_that_rewards_import() -> None:
     code = (
-        "import sys; from buffer_rl.plugins import PluginRegistry; PluginRegistry.from_flags(['slime']); "
+        "import sys; from buffer_rl.plugin.registry import PluginRegistry; PluginRegistry.from_flags(['slime']); "
         "from slime.utils.types import Sample; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

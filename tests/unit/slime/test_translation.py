@@ -11,13 +11,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.config import Section, compose, flag_of, option
-from buffer_rl.configuration.help import default_text
-from buffer_rl.configuration.sources import resolve
-from buffer_rl.configuration.yaml_file import read_yaml
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.help import default_text
+from buffer_rl.options.section import Section, compose, flag_of, option
+from buffer_rl.options.sources import resolve
+from buffer_rl.options.yaml_file import read_yaml
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl_sglang.options import OWN, SglangOptions
 from buffer_rl_slime.scripts import flags as slime_flags
 from buffer_rl_slime.scripts.flags import Verdict, known_flag

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from buffer_rl.contracts import RolloutBuffer
 from buffer_rl.errors import BufferStateError
+from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
 from buffer_rl.testing.fake_buffer import FakeBuffer
-from buffer_rl.types import GroupUid, Sample, SampleGroup, Ticket
 
 
 def make_buffer(num_groups: int) -> FakeBuffer:

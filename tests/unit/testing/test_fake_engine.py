@@ -6,8 +6,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from buffer_rl.engine.client import EngineClient
-from buffer_rl.engine.control import EngineControlClient
+from buffer_rl.engines.client import EngineClient
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.testing.fake_engine import FakeEngine, Fault, Slots
 from buffer_rl.testing.sglang_rules import SglangRules
 from harness.processes import holds_within

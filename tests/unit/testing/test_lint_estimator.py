@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import scoped
+from buffer_rl.kinds.marks import scoped
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.lint import Finding, Result, failures
 from buffer_rl.testing.lint_estimator import lint_estimator
-from buffer_rl.types import TrainBatch
 from harness.losses import loss_args
 
 INFOS = PluginRegistry.from_flags(()).infos("advantage")

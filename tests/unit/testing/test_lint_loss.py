@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.errors import ConfigError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.scope import loss_unit
+from buffer_rl.kinds.contracts import LossInputs, TokenLoss
+from buffer_rl.kinds.marks import loss_unit
+from buffer_rl.kinds.token_loss import Metric
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.lint import Finding, Result, failures
 from buffer_rl.testing.lint_loss import lint_loss
-from buffer_rl.token_loss import Metric
 from harness.losses import built_in_losses, loss_args
 
 EXAMPLES = ("examples/losses/gspo.py:gspo", "examples/losses/weighted.py:weighted")

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer_rl.config import Options, compose
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import Options, compose
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz="
 

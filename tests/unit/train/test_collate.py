@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from buffer_rl.errors import DataError
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.train.collate import collate, padded_column, response_mask, sample_sizes, split_rows
-from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 CPU = torch.device("cpu")
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from buffer_rl.config import Options
 from buffer_rl.errors import PluginError
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import Options
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.converter import folder_tensors
 from buffer_rl.train.model import ModelFactory, unique_state, weight_buckets
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import TrainBatch
 from harness.trainers import make_trainer, step
 
 MakeArgs = Callable[..., Options]

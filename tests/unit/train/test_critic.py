@@ -12,19 +12,19 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from buffer_rl.config import Options
-from buffer_rl.contracts import Topology
 from buffer_rl.errors import CheckpointError, ConfigError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import CRITIC
+from buffer_rl.kinds.contracts import Topology
+from buffer_rl.options.section import Options
+from buffer_rl.plan.algorithm import role_args
+from buffer_rl.plan.roles import CRITIC
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_values
 from buffer_rl.train.group import build_trainer
 from buffer_rl.train.model import load_model, prepare_torch, with_value_head
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import role_args
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import TrainBatch
 
 MakeArgs = Callable[..., Options]
 MakeBatch = Callable[..., TrainBatch]

@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from buffer_rl.config import Options
 from buffer_rl.errors import DataError, PluginError, TrainError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import ADVANTAGE_FIELDS, SAMPLED_FIELDS
+from buffer_rl.options.section import Options
+from buffer_rl.plan.roles import ADVANTAGE_FIELDS, SAMPLED_FIELDS
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.role_model import RoleModel
 from buffer_rl.train.stream import Stage, gradient_stage
 from buffer_rl.train.worker import RoleWorker
-from buffer_rl.types import GroupUid, RowId, TrainBatch
 from harness.losses import objective_of, outcome, rows_of
 from harness.trainers import make_trainer
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from buffer_rl.buffer.columns import ColumnStore
 from buffer_rl.buffer.pool import DataPool, ReadRequest
+from buffer_rl.records.groups import GroupUid, RowId
 from buffer_rl.train.stream import STREAMED_GROUPS, rows_per_batch
-from buffer_rl.types import GroupUid, RowId
 
 SAMPLES = 3
 

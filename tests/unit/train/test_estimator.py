@@ -14,21 +14,21 @@ from buffer_rl.algo.advantages import grpo
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.buffer.readers import Splitting
-from buffer_rl.config import Options
-from buffer_rl.contracts import LossInputs, TokenLoss, Topology
 from buffer_rl.errors import BufferStateError, PluginError
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import SAMPLED_FIELDS
-from buffer_rl.scope import Scope, Unit, loss_unit
+from buffer_rl.kinds.contracts import LossInputs, TokenLoss, Topology
+from buffer_rl.kinds.marks import Scope, Unit, loss_unit
+from buffer_rl.options.section import Options
+from buffer_rl.plan.algorithm import estimator_needs
+from buffer_rl.plan.roles import SAMPLED_FIELDS
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
 from buffer_rl.train.group import TrainRank, splitting
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.roles import estimator_needs
 from buffer_rl.train.worker import RoleWorker
-from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 
 MINE = """
 import numpy as np
-from buffer_rl.scope import scoped
+from buffer_rl.kinds.marks import scoped
 
 
 @scoped("group")

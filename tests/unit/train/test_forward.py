@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from buffer_rl.errors import TrainError
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.train import forward
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_log_probs
 from buffer_rl.train.model import load_model
-from buffer_rl.types import TrainBatch
 
 CPU = torch.device("cpu")
 

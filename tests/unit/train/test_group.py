@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.contracts import Topology
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, TrainError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.scope import Unit
-from buffer_rl.token_loss import Reduction, Sums, Total
+from buffer_rl.kinds.contracts import Topology
+from buffer_rl.kinds.marks import Unit
+from buffer_rl.kinds.token_loss import Reduction, Sums, Total
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.group import check_groups, named_metrics, streamed_rows
 from buffer_rl.train.ranks import check_topologies
 from buffer_rl.train.steps import StepReport
-from buffer_rl.types import TrainBatch
 
 
 def report(*sums: Sums) -> StepReport:

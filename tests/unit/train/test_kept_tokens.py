@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from buffer_rl.errors import DataError
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.train import forward
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_log_probs
-from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 CPU = torch.device("cpu")
 TABLE = [[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]]

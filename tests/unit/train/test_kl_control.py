@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from buffer_rl.errors import CheckpointError
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.kl_control import FILE_NAME, KLControl
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.steps import StepReport
-from buffer_rl.types import TrainBatch
 from harness.losses import MODES, objective_of, outcome, rows_of
 
 # 3 groups of 4 samples and a horizon of 120: a relative error of 0.2 changes the coefficient by 2%.

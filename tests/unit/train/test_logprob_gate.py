@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from buffer_rl.errors import DataError, TrainError
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.train.logprob_gate import CAUSES, MAX_ROWS, LogProbGap, compare_log_probs, likely_causes
-from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 LENGTH = 12
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from buffer_rl.config import Options
 from buffer_rl.errors import PluginError
+from buffer_rl.options.section import Options
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import TrainBatch
 from harness.trainers import LARGE_EPS, make_trainer, step
 
 MakeArgs = Callable[..., Options]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from buffer_rl.buffer.row_file import read_rollout
-from buffer_rl.config import Options
 from buffer_rl.errors import NonFiniteError, TrainError
+from buffer_rl.files.row_file import read_rollout
+from buffer_rl.options.section import Options
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.steps import NonFiniteGuard, StepReport, train_steps
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import TrainBatch
 from harness.trainers import make_trainer
 
 MakeArgs = Callable[..., Options]
@@ -22,7 +22,7 @@ MakeBatch = Callable[..., TrainBatch]
 
 LOSSES = """
 import torch
-from buffer_rl.contracts import TokenLoss
+from buffer_rl.kinds.contracts import TokenLoss
 
 
 def infinite(args, inputs):

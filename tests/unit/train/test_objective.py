@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.pool import DataPool
-from buffer_rl.config import Options
-from buffer_rl.contracts import LossInputs, TokenLoss
-from buffer_rl.token_loss import Sums
-from buffer_rl.types import GroupUid, RowId, TrainBatch
+from buffer_rl.kinds.contracts import LossInputs, TokenLoss
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.options.section import Options
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from harness.losses import MODES, PARTS, WAYS, gradient, two_groups
 from harness.trainers import make_trainer
 
 MakeArgs = Callable[..., Options]
 OWN = """
-from buffer_rl.contracts import TokenLoss
+from buffer_rl.kinds.contracts import TokenLoss
 
 
 def negative_entropy(args, inputs):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from buffer_rl.contracts import LossInputs, TokenLoss
 from buffer_rl.errors import DataError
-from buffer_rl.scope import loss_unit
-from buffer_rl.token_loss import Metric, Sums
-from buffer_rl.types import TrainBatch
+from buffer_rl.kinds.contracts import LossInputs, TokenLoss
+from buffer_rl.kinds.marks import loss_unit
+from buffer_rl.kinds.token_loss import Metric, Sums
+from buffer_rl.records.groups import TrainBatch
 from harness.losses import MODES, objective_of, outcome, rows_of
 
 LOG_2 = math.log(2)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from buffer_rl.scope import Unit
+from buffer_rl.kinds.marks import Unit
+from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import response_log_probs, response_values
 from buffer_rl.train.model import load_model, with_value_head
 from buffer_rl.train.packing import attention, is_packed, pack, pack_where_possible
-from buffer_rl.types import GroupUid, RowId, TrainBatch
 
 CPU = torch.device("cpu")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz="

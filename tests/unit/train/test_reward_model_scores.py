@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, pipeline
 
-from buffer_rl.config import compose, dump_args
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose, dump_args
 from buffer_rl.testing.tiny import ARCHITECTURES, make_char_tokenizer, make_tiny_model
 from buffer_rl.train.reward_model import RewardModel, RewardModelWorker
 

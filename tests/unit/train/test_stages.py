@@ -15,9 +15,10 @@ import pytest
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import BufferRestartedError, BufferRLError, DeadlineError, TrainError
-from buffer_rl.roles import SAMPLED_FIELDS
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.plan.roles import SAMPLED_FIELDS
+from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
 from buffer_rl.rollout.user_rollout import GRACE_S
-from buffer_rl.token_loss import Sums
 from buffer_rl.train.stream import (
     Stage,
     advantage_stage,
@@ -26,7 +27,6 @@ from buffer_rl.train.stream import (
     read_deals,
     run_stage,
 )
-from buffer_rl.types import Column, GroupUid, RowId, TrainBatch
 from harness.losses import objective_of
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from buffer_rl.config import Options
 from buffer_rl.errors import TrainError
+from buffer_rl.options.section import Options
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.objective import LOG_PROB_GAP
 from buffer_rl.train.steps import NonFiniteGuard, StepReport, require_old_log_probs, train_steps
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import TrainBatch
 from harness.trainers import make_trainer, step
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from buffer_rl.config import Options
 from buffer_rl.errors import NonFiniteError, PluginError, TrainError
-from buffer_rl.token_loss import Sums
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.options.section import Options
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl.types import TrainBatch
 from harness.trainers import accumulate, make_trainer, step, with_advantages
 
 MakeArgs = Callable[..., Options]

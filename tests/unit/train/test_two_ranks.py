@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from buffer_rl.config import Options
-from buffer_rl.engine.process import reserved_port
+from buffer_rl.cluster.process import reserved_port
+from buffer_rl.options.section import Options
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.steps import StepReport
-from buffer_rl.types import TrainBatch
 from harness.trainers import LARGE_EPS, make_trainer
 
 DEADLINE_S = 120
 INFINITE = """
 import torch
-from buffer_rl.contracts import TokenLoss
+from buffer_rl.kinds.contracts import TokenLoss
 
 
 def infinite(args, inputs):

@@ -14,8 +14,8 @@ from ray.exceptions import ActorDiedError
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.errors import DeadlineError, PluginError, TrainError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
-from buffer_rl.plugins import PluginRegistry
-from buffer_rl.roles import Role as Row
+from buffer_rl.plan.roles import Role as Row
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.train.worker import RoleWorker, own_stage
 from harness.recorded_rows import recorded_rows
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError, DataError, EngineError, RolloutError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.sglang_rules import SglangRules
 from buffer_rl.testing.tiny import make_char_tokenizer
@@ -19,7 +19,7 @@ from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
 from buffer_rl.verbs.train import read_data
 
 ROPE = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0], "original_max_position_embeddings": 16}
-IMITATING = "buffer_rl.engine.embedded.launcher:launch_imitating_sglang"
+IMITATING = "buffer_rl.embedded.launcher:launch_imitating_sglang"
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cli import main
-from buffer_rl.config import compose
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.types import GroupUid, RowId, Ticket
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import GroupUid, RowId, Ticket
 
 UIDS = [GroupUid("data", row, 0) for row in range(5)]
 

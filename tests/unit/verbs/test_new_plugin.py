@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 from buffer_rl.cli import main
-from buffer_rl.kinds import KINDS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.kinds.table import KINDS
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.verbs import plugin_template_tests, plugin_templates
 from buffer_rl.verbs.plugins import object_name, write_plugin
 

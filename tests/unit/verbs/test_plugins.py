@@ -81,7 +81,7 @@ def test_what_fits_no_kind_is_an_error(folder: Path) -> None:
 
 def test_a_check_lints_losses_and_estimators(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "my_linted.py").write_text(
-        "from buffer_rl.contracts import TokenLoss\n"
+        "from buffer_rl.kinds.contracts import TokenLoss\n"
         "def by_rows(args, inputs):\n"
         "    return TokenLoss(-inputs.log_probs / len(inputs.row_ids))\n"
         "def rewards(args, batch):\n"
@@ -105,7 +105,7 @@ def test_a_check_of_an_estimator_does_not_import_torch() -> None:
 
 TRIED = """
 from buffer_rl.rollout.generate import generate
-from buffer_rl.types import FilterDecision, Status
+from buffer_rl.records.groups import FilterDecision, Status
 
 def text(args, sample):
     return "0.5"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.configuration.sources import Resolved, resolve
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import CheckpointError, ConfigError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.options.sources import Resolved, resolve
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.verbs.preflight import (
     check_checkpoint,

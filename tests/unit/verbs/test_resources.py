@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
 from buffer_rl.verbs.resources import Needs, bytes_text, check_resources, num_cores
 
 BYTES = 2 * (3 * 4 + 5)  # of the weights of two shapes in 16 bits

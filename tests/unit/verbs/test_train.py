@@ -309,7 +309,7 @@ def test_rows_choose_a_reward_that_is_listed_and_marked_as_safe_for_them(
         assert "--row-rm-types" in message
         assert words in message
     (folder / "my_plugin.py").write_text(
-        "from buffer_rl.scope import rows_may_choose\nfrom buffer_rl.hookspecs import hookimpl\n"
+        "from buffer_rl.kinds.marks import rows_may_choose\nfrom buffer_rl.plugin.hookspecs import hookimpl\n"
         "async def unmarked(args, sample): return 1.0\n"
         "@rows_may_choose\nasync def marked(args, sample): return 1.0\n"
         "@rows_may_choose\nclass Marked:\n    def __call__(self, args, sample): return 1.0\n"
@@ -345,9 +345,9 @@ def test_a_blocked_plugin_is_refused(folder: Path, capsys: pytest.CaptureFixture
 PLUGIN = """
 from typing import ClassVar
 
-from buffer_rl.config import Section, option
+from buffer_rl.options.section import Section, option
 from buffer_rl.errors import ConfigError
-from buffer_rl.hookspecs import hookimpl
+from buffer_rl.plugin.hookspecs import hookimpl
 
 
 class PaceOptions(Section):

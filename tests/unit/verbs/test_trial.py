@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
-from buffer_rl.config import compose
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError
-from buffer_rl.options import CORE_SECTIONS
-from buffer_rl.plugins import PluginRegistry
+from buffer_rl.options.section import compose
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl.verbs.rows import Trial
 from buffer_rl.verbs.train import read_data

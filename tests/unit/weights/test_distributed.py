@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from buffer_rl.config import compose
-from buffer_rl.engine.control import EngineControlClient
-from buffer_rl.engine.embedded.launcher import launch
-from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, checksum_answer
-from buffer_rl.engine.fleet import EngineFleet
-from buffer_rl.engine.server_info import EMBEDDED, ServerInfo
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.embedded.launcher import launch
+from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
+from buffer_rl.engines.control import EngineControlClient
+from buffer_rl.engines.fleet import EngineFleet
+from buffer_rl.engines.server_info import EMBEDDED, ServerInfo
 from buffer_rl.errors import EngineError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import Topology
 from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import hf_state, load_model, weight_buckets
-from buffer_rl.types import Topology
 from buffer_rl.weights.distributed import DistributedSender, DistributedTransport, chosen_backend
 from buffer_rl.weights.publish import Publisher
 from harness.processes import holds_within

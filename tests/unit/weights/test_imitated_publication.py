@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.config import compose
-from buffer_rl.engine.control import EngineControlClient
-from buffer_rl.engine.embedded.launcher import EmbeddedEngine, launch_imitating_sglang
-from buffer_rl.engine.embedded.loader import LoadedModel, LoadOptions, checksum_answer
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.embedded.launcher import EmbeddedEngine, launch_imitating_sglang
+from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import EngineError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
 from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import load_model, weight_buckets

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from buffer_rl.config import compose
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import TrainError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.train.model import hf_state, load_model
 from buffer_rl.weights.names import PublishedNames

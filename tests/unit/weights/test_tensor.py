@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.config import compose
-from buffer_rl.engine.server_info import ServerInfo
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.engines.server_info import ServerInfo
 from buffer_rl.errors import ConfigError, EngineError
-from buffer_rl.options import CORE_SECTIONS
+from buffer_rl.options.section import compose
+from buffer_rl.records.groups import Topology
 from buffer_rl.testing.fake_roles import EMBEDDED_ENGINE, FakeEngines, local_senders
-from buffer_rl.types import Topology
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.tensor import LOAD_FORMAT, TensorSender, TensorTransport
 

@@ -1,0 +1,59 @@
+"""The sections that make up ``args``, by reference, in the order in which ``--help`` shows them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from buffer_rl.algo.options import AlgorithmOptions
+    from buffer_rl.buffer.options import BufferOptions
+    from buffer_rl.cluster.options import PlacementOptions
+    from buffer_rl.data.options import DataOptions
+    from buffer_rl.driver.options import DebugOptions, RunOptions
+    from buffer_rl.engines.options import EngineOptions
+    from buffer_rl.observe.options import ObserveOptions
+    from buffer_rl.options.section import Options
+    from buffer_rl.rollout.options import EvalOptions, RewardOptions, RolloutOptions
+    from buffer_rl.train.options import CriticOptions, LossOptions, OptimizerOptions, TrainOptions
+    from buffer_rl.weights.options import WeightOptions
+
+    class Args(
+        RunOptions,
+        DataOptions,
+        RolloutOptions,
+        RewardOptions,
+        EvalOptions,
+        BufferOptions,
+        EngineOptions,
+        PlacementOptions,
+        TrainOptions,
+        OptimizerOptions,
+        CriticOptions,
+        LossOptions,
+        AlgorithmOptions,
+        WeightOptions,
+        ObserveOptions,
+        DebugOptions,
+        Options,
+    ):
+        """What ``args`` is for a type checker. The class itself is composed at run time, plugins' sections included."""
+
+
+CORE_SECTIONS: tuple[str, ...] = (
+    "buffer_rl.driver.options:RunOptions",
+    "buffer_rl.data.options:DataOptions",
+    "buffer_rl.rollout.options:RolloutOptions",
+    "buffer_rl.rollout.options:RewardOptions",
+    "buffer_rl.rollout.options:EvalOptions",
+    "buffer_rl.buffer.options:BufferOptions",
+    "buffer_rl.engines.options:EngineOptions",
+    "buffer_rl.cluster.options:PlacementOptions",
+    "buffer_rl.train.options:TrainOptions",
+    "buffer_rl.train.options:OptimizerOptions",
+    "buffer_rl.train.options:CriticOptions",
+    "buffer_rl.train.options:LossOptions",
+    "buffer_rl.algo.options:AlgorithmOptions",
+    "buffer_rl.weights.options:WeightOptions",
+    "buffer_rl.observe.options:ObserveOptions",
+    "buffer_rl.driver.options:DebugOptions",
+)

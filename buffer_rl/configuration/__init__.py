@@ -1,8 +1,0 @@
-"""Options from flags, environment and YAML.
-
-help           options as argparse flags, and their help texts
-values         from text to an option's value and type
-yaml_file      the file of options, every key with its line
-sources        the merge of file, environment and flags, with the origin of each value
-unknown_flags  flags that are no options: accepted with a word, or refused all at once
-"""

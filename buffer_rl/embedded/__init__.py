@@ -1,0 +1,26 @@
+"""The embedded engine: a Hugging Face model behind SGLang's HTTP protocol, on CPU or one GPU.
+
+launcher       starts the engine as a child process; the plugin entry ``embedded``
+server         ``python -m buffer_rl.embedded.server``, the process itself
+routes         SGLang's HTTP routes, and the check of the API key
+generate_route ``/generate``, with an eye on clients that go away
+openai_routes  OpenAI's routes, and their streams
+openai         OpenAI's chat and text completions to the body of ``/generate``, and back
+protocol       the body of ``/generate`` to engine requests
+answers        finished engine requests to the answer of ``/generate``
+streams        text and tokens of requests that are answered while they run
+metrics        what ``/metrics`` says
+service        requests in flight, commands and health, in the event loop
+sglang_service the service behaving as a SGLang server where the two differ, for tests
+engine_thread  the one thread that owns the scheduler and the model
+scheduler      a request, and continuous batching of the running ones
+sampling       sampling parameters, and the draw of a token
+log_probs      log-probabilities of prompts, of likeliest tokens and of named ones
+cache          memory of keys and values, and of prompts that several requests share
+model          the fast decoder, for the architectures that it knows
+fallback       the decoder for every other model
+decode_check   compares a decoder with the model's own forward pass, on a small copy
+weight_groups  groups in which a sender broadcasts weights to engines
+sglang_update  weight updates as a SGLang server makes them, for tests
+loader         models from Hugging Face folders, new weights for them, checksums of the weights served
+"""

@@ -1,0 +1,101 @@
+"""Starts the embedded engine as a child process: the ``embedded`` entry of the engine plugins."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from buffer_rl.cluster.process import ChildProcess, base_url, key_environment, listening_socket, wait_until_ready
+from buffer_rl.errors import EngineError
+from buffer_rl.files.hf_config import max_positions, read_config, require_short_rows
+
+
+class EmbeddedEngine:
+    """An embedded engine that was started; meets ``buffer_rl.kinds.contracts.EngineProcess``."""
+
+    def __init__(self, url: str, process: ChildProcess) -> None:
+        self._url = url
+        self.process = process
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a trailing slash."""
+        return self._url
+
+    def check(self) -> None:
+        """Raises EngineError, with the end of the log, if the process has ended."""
+        self.process.check()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once the engine answers. Raises EngineError if its process ends first, DeadlineError if it takes
+        longer than ``timeout_s`` seconds."""
+        wait_until_ready(f"{self._url}/health", self.process, timeout_s)
+
+    def stop(self) -> None:
+        """End the process; returns when it is gone."""
+        self.process.stop()
+
+
+class EmbeddedLauncher:
+    """Starts embedded engines; meets ``buffer_rl.kinds.contracts.EngineLauncher``. extra: more arguments of the
+    server."""
+
+    def __init__(self, *extra: str, deterministic: bool = True) -> None:
+        self._extra = extra
+        self.deterministic = deterministic
+
+    def check(self, args: Any) -> None:
+        """Raises ConfigError if sequences may be so long that their log-probabilities depend on who shares a batch."""
+        config = read_config("--hf-checkpoint", args.hf_checkpoint)
+        limits = [limit for limit in (args.engine_context_length, max_positions(config)) if limit is not None]
+        require_short_rows("--hf-checkpoint", config, min(limits, default=None), "--engine-context-length")
+
+    def __call__(self, args: Any, index: int, log_path: str) -> EmbeddedEngine:
+        """Start embedded engine ``index`` for ``args.hf_checkpoint`` on a free port of ``args.engine_host``.
+
+        The listening socket is made here and inherited, so no other process can take the port in between. Raises
+        EngineError if there is no model or the process cannot be started; it does not wait for the engine.
+        """
+        if not args.hf_checkpoint:
+            raise EngineError("there is no model to serve", where="--hf-checkpoint", expected="a Hugging Face folder")
+        with listening_socket(args.engine_host, backlog=4096) as listener:
+            url = base_url(args.engine_host, listener.getsockname()[1])
+            command = [
+                sys.executable,
+                "-m",
+                "buffer_rl.embedded.server",
+                *("--model-path", str(args.hf_checkpoint)),
+                *("--fd", str(listener.fileno())),
+                *("--device", args.engine_device),
+                *("--dtype", args.engine_dtype),
+                *("--num-threads", str(args.engine_num_threads)),
+                *("--max-running-requests", str(args.engine_max_running_requests)),
+                *("--weight-update-timeout-s", str(args.update_weights_timeout_s)),
+                *self._extra,
+            ]
+            if args.engine_context_length is not None:
+                command += ["--context-length", str(args.engine_context_length)]
+            if args.deterministic:
+                command.append("--deterministic")
+            if args.replay_kept_tokens:
+                command.append("--return-kept-tokens")
+            if args.trust_remote_code:
+                command.append("--trust-remote-code")
+            process = ChildProcess(
+                f"embedded engine {index}",
+                command,
+                log_path,
+                env={
+                    "OMP_NUM_THREADS": str(args.engine_num_threads),
+                    "TOKENIZERS_PARALLELISM": "false",
+                    **key_environment(args.engine_api_key),
+                },
+                pass_fds=[listener.fileno()],
+            )
+        return EmbeddedEngine(url, process)
+
+
+launch = EmbeddedLauncher()
+launch_imitating_sglang = EmbeddedLauncher("--imitate", "sglang", "--weight-version", "default", deterministic=False)
+"""Of engines that behave as a SGLang server where the two differ, for tests of what runs with one:
+``--rollout-engine buffer_rl.embedded.launcher:launch_imitating_sglang``."""

@@ -1,0 +1,327 @@
+"""A decode loop over the weights of a Hugging Face Llama, Qwen2 or Qwen3 model, without its modules.
+
+Weights are prepared once a version: query, key and value projections concatenated, gate and up concatenated, the
+weights of the norms folded into the matrices behind them, everything transposed and contiguous (``mm(x, W_t)`` is
+faster than ``linear`` at these sizes). Other architectures run through ``buffer_rl.embedded.fallback``.
+
+Shape suffixes: R rows (sequences or tokens), H hidden, Q query heads, K key-value heads, G = Q / K, D head size,
+L positions, V vocabulary padded to a multiple of 128, P prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
+
+VOCAB_BLOCK = 128
+ROW_BLOCK = 16  # rows of one matrix product in deterministic mode
+MAX_PREFILL_TOKENS = 8192
+PROMPT_LOGITS_ROWS = 256  # rows of a large vocabulary that are in memory together
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(slots=True)
+class _Layer:
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    out: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+def pad_vocab(logits: torch.Tensor) -> torch.Tensor:
+    """``[R, vocab]`` to float32 ``[R, V]``, the padding at minus infinity."""
+    missing = -logits.shape[-1] % VOCAB_BLOCK
+    return functional.pad(logits.float(), (0, missing), value=float("-inf"))
+
+
+@torch.inference_mode()
+def _rotary_tables(rotary: Any, shape: CacheShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines ``[context_length + 1, D]``, signed for a plain swap of the halves."""
+    positions = torch.arange(shape.context_length + 1, dtype=torch.float32, device=shape.device)
+    angles = positions[:, None] * rotary.inv_freq.float().to(shape.device)
+    cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+    return torch.cat((cos, cos), dim=-1).to(shape.dtype), torch.cat((-sin, sin), dim=-1).to(shape.dtype)
+
+
+class FastDecoder:
+    """Functional forward passes of one Llama-like model.
+
+    deterministic: matrix products over blocks of a fixed number of rows, one prompt a prefill and attention over
+    the full capacity of a sequence's pool, so that a row's result does not depend on the other rows.
+    Raises ValueError for a module that ``supports`` refuses.
+    """
+
+    def __init__(self, module: Any, context_length: int, *, deterministic: bool = False) -> None:
+        if not self.supports(module.config):
+            raise ValueError(f"no functional forward for {module.config.model_type!r} with these settings")
+        config = module.config
+        self.deterministic = deterministic
+        self.num_heads = int(config.num_attention_heads)
+        self.eps = float(config.rms_norm_eps)
+        weight = module.lm_head.weight
+        self.vocab_size = int(weight.shape[0])
+        self.shape = CacheShape(
+            num_layers=int(config.num_hidden_layers),
+            num_kv_heads=int(config.num_key_value_heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // self.num_heads),
+            context_length=context_length,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        self.load(module)
+
+    @staticmethod
+    def supports(config: Any) -> bool:
+        """Whether the architecture and its settings are those that this forward implements."""
+        rope = getattr(config, "rope_parameters", None) or {}
+        return (
+            config.model_type in ("llama", "qwen2", "qwen3")
+            and getattr(config, "hidden_act", "silu") == "silu"
+            and not getattr(config, "mlp_bias", False)
+            and not (config.model_type != "qwen2" and getattr(config, "attention_bias", False))
+            and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
+            and rope.get("rope_type", "default") in _STATIC_ROPE
+            and rope.get("partial_rotary_factor", 1.0) == 1.0
+            and getattr(config, "quantization_config", None) is None
+        )
+
+    def load(self, module: Any) -> None:
+        """Take the weights of ``module``, a model of the same sizes; all of them or, if it fails, none."""
+        tables = _rotary_tables(module.model.rotary_emb, self.shape)
+        self.load_weights(module.state_dict())
+        self.cos, self.sin = tables
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the forward pass reads, under names of its own: prepared tensors have no Hugging Face name."""
+        yield from (("embed", self.embed), ("head", self.head))
+        for index, layer in enumerate(self.layers):
+            for part in fields(layer):
+                if (tensor := getattr(layer, part.name)) is not None:
+                    yield f"layers.{index}.{part.name}", tensor
+
+    # ------------------------------------------------------------------ weights
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take copies of ``weights``, by their Hugging Face names; all of them or, if it fails, none. Number format and
+        device may be others. Without ``lm_head.weight``, the head is tied to the embedding."""
+        name = "model.embed_tokens.weight"
+        embed = self._own(weights[name]).clone()
+        layers = [self._layer(weights, f"model.layers.{index}.") for index in range(self.shape.num_layers)]
+        padding = embed.new_zeros((-self.vocab_size % VOCAB_BLOCK, embed.shape[1]))
+        head = self._fold([weights.get("lm_head.weight", weights[name]), padding], weights["model.norm.weight"])
+        self.embed, self.layers, self.head = embed, layers, head
+
+    def drop_weights(self) -> None:
+        """Free the weights, until the next ``load`` or ``load_weights``."""
+        self.embed, self.layers, self.head = torch.empty(0), [], torch.empty(0)
+
+    def _own(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.shape.device, self.shape.dtype)
+
+    def _fold(self, weights: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([self._own(weight) for weight in weights]).float() * self._own(norm).float()
+        return joined.t().to(self.shape.dtype).contiguous()
+
+    def _transposed(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._own(weight).t().clone(memory_format=torch.contiguous_format)
+
+    def _layer(self, weights: Mapping[str, torch.Tensor], layer: str) -> _Layer:
+        attention, mlp, norm = f"{layer}self_attn.", f"{layer}mlp.", None
+        projections = [f"{attention}{part}_proj." for part in "qkv"]
+        biases = [weights[f"{name}bias"] for name in projections if f"{name}bias" in weights]
+        if f"{attention}q_norm.weight" in weights:
+            heads = (("q", self.num_heads), ("k", self.shape.num_kv_heads))
+            norm = torch.cat([self._own(weights[f"{attention}{x}_norm.weight"]).expand(n, -1) for x, n in heads])
+        return _Layer(
+            qkv=self._fold(
+                [weights[f"{name}weight"] for name in projections], weights[f"{layer}input_layernorm.weight"]
+            ),
+            qkv_bias=torch.cat([self._own(bias) for bias in biases]) if biases else None,
+            qk_norm=norm,
+            out=self._transposed(weights[f"{attention}o_proj.weight"]),
+            gate_up=self._fold(
+                [weights[f"{mlp}gate_proj.weight"], weights[f"{mlp}up_proj.weight"]],
+                weights[f"{layer}post_attention_layernorm.weight"],
+            ),
+            down=self._transposed(weights[f"{mlp}down_proj.weight"]),
+        )
+
+    # ------------------------------------------------------------------ pieces
+
+    def _mm(self, x_RH: torch.Tensor, weight: torch.Tensor, blocked: bool) -> torch.Tensor:
+        if not blocked:
+            return torch.mm(x_RH, weight)
+        out = torch.empty((x_RH.shape[0], weight.shape[1]), dtype=x_RH.dtype, device=x_RH.device)
+        for i in range(0, x_RH.shape[0], ROW_BLOCK):
+            torch.mm(x_RH[i : i + ROW_BLOCK], weight, out=out[i : i + ROW_BLOCK])
+        return out
+
+    def _add_mm(self, x_RH: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, blocked: bool) -> None:
+        if not blocked:
+            x_RH.addmm_(a, weight)
+            return
+        for i in range(0, x_RH.shape[0], ROW_BLOCK):
+            x_RH[i : i + ROW_BLOCK].addmm_(a[i : i + ROW_BLOCK], weight)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), eps=self.eps)
+
+    def _project(
+        self, layer: _Layer, x_RH: torch.Tensor, cos_R1D: torch.Tensor, sin_R1D: torch.Tensor, blocked: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries and keys ``[R, Q + K, D]`` and values ``[R, K * D]``."""
+        head_dim = self.shape.head_dim
+        rotated = (self.num_heads + self.shape.num_kv_heads) * head_dim
+        qkv = self._mm(self._norm(x_RH), layer.qkv, blocked)
+        if layer.qkv_bias is not None:
+            qkv += layer.qkv_bias
+        qk = qkv[:, :rotated].reshape(qkv.shape[0], -1, head_dim)
+        if layer.qk_norm is not None:
+            qk = self._norm(qk) * layer.qk_norm
+        half = head_dim // 2
+        swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
+        return torch.addcmul(qk * cos_R1D, swapped, sin_R1D), qkv[:, rotated:]
+
+    def _mlp(self, layer: _Layer, x_RH: torch.Tensor, blocked: bool) -> None:
+        gate, up = self._mm(self._norm(x_RH), layer.gate_up, blocked).chunk(2, dim=-1)
+        self._add_mm(x_RH, functional.silu(gate).mul_(up), layer.down, blocked)
+
+    def _logits(self, x_RH: torch.Tensor, blocked: bool) -> torch.Tensor:
+        logits = self._mm(self._norm(x_RH), self.head, blocked).float()
+        if logits.shape[1] > self.vocab_size:
+            logits[:, self.vocab_size :] = float("-inf")
+        return logits
+
+    # ------------------------------------------------------------------ prefill
+
+    @torch.inference_mode()
+    def prefill(self, sequences: Sequence[Sequence[int]]) -> list[Prefix]:
+        """Run whole sequences, each from its first token; one Prefix each, in order."""
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        results: dict[int, Prefix] = {}
+        while order:
+            batch = [order.pop()]  # the longest left; shorter ones join while the padded batch stays small
+            longest = len(sequences[batch[0]])
+            while order and not self.deterministic and longest * (len(batch) + 1) <= MAX_PREFILL_TOKENS:
+                batch.append(order.pop())
+            prefixes = self._prefill_batch([sequences[i] for i in batch])
+            results.update(zip(batch, prefixes, strict=True))
+        return [results[i] for i in range(len(sequences))]
+
+    def _forward(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Hidden states ``[P * longest, H]``, and keys and values ``[P, K, longest, D]`` of each layer. Padded on the
+        right: under a causal mask no real token sees the padding."""
+        shape, num_heads = self.shape, self.num_heads
+        num_prompts, longest = len(sequences), max(map(len, sequences))
+        ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=shape.device)
+        x = self.embed[ids.view(-1)]
+        cos = self.cos[:longest].repeat(num_prompts, 1)[:, None]
+        sin = self.sin[:longest].repeat(num_prompts, 1)[:, None]
+        keys, values = [], []
+        for layer in self.layers:
+            qk, v = self._project(layer, x, cos, sin, blocked=False)
+            qk_PHLD = qk.view(num_prompts, longest, -1, shape.head_dim).transpose(1, 2)
+            v_PKLD = v.reshape(num_prompts, longest, -1, shape.head_dim).transpose(1, 2)
+            q_PQLD, k_PKLD = qk_PHLD[:, :num_heads], qk_PHLD[:, num_heads:]
+            attended = functional.scaled_dot_product_attention(
+                q_PQLD, k_PKLD, v_PKLD, is_causal=True, enable_gqa=num_heads != shape.num_kv_heads
+            )
+            self._add_mm(x, attended.transpose(1, 2).reshape(x.shape[0], -1), layer.out, False)
+            self._mlp(layer, x, False)
+            keys.append(k_PKLD)
+            values.append(v_PKLD)
+        return x, keys, values
+
+    def _prefill_batch(self, sequences: Sequence[Sequence[int]]) -> list[Prefix]:
+        lengths = [len(sequence) for sequence in sequences]
+        longest = max(lengths)
+        x, keys, values = self._forward(sequences)
+        ends = torch.tensor([i * longest + n - 1 for i, n in enumerate(lengths)], device=self.shape.device)
+        logits = self._logits(x[ends], blocked=False)
+        return [
+            Prefix(
+                length=n,
+                keys=torch.stack([k[i, :, :n] for k in keys]),
+                values=torch.stack([v[i, :, :n] for v in values]),
+                logits=logits[i].clone(),
+            )
+            for i, n in enumerate(lengths)
+        ]
+
+    @torch.inference_mode()
+    def prompt_logits(self, sequence: Sequence[int], start: int) -> Iterator[torch.Tensor]:
+        """Logits ``[rows, V]`` float32 behind the positions of ``sequence`` from ``start`` on, in blocks."""
+        x, _, _ = self._forward([sequence])
+        for at in range(start, len(sequence), PROMPT_LOGITS_ROWS):
+            yield self._logits(x[at : at + PROMPT_LOGITS_ROWS], blocked=False)
+
+    # ------------------------------------------------------------------ decode
+
+    @torch.inference_mode()
+    def decode(self, cache: SlotCache) -> torch.Tensor:
+        """One token for every live row: logits ``[R, V]`` float32 in batch order. Rows grow by one entry."""
+        cache.promote()
+        rows = cache.rows()
+        blocked, device = self.deterministic, self.shape.device
+        padding = [0] * (-len(rows) % ROW_BLOCK) if blocked else []
+        tokens = torch.tensor([row.token for row in rows] + padding, device=device)
+        positions = torch.tensor([row.length for row in rows] + padding, device=device)
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        parts = [_PoolPart(pool, self.shape, blocked) for pool in cache.pools()]
+        x = self.embed[tokens]
+        for index, layer in enumerate(self.layers):
+            qk, v = self._project(layer, x, cos, sin, blocked)
+            attended, start = [], 0
+            for part in parts:
+                end = start + part.num_rows
+                attended.append(part.attend(index, qk[start:end], v[start:end], self.num_heads))
+                start = end
+            if padding:
+                attended.append(x.new_zeros((len(padding), self.num_heads * self.shape.head_dim)))
+            self._add_mm(x, attended[0] if len(attended) == 1 else torch.cat(attended), layer.out, blocked)
+            self._mlp(layer, x, blocked)
+        for row in rows:
+            row.length += 1
+        return self._logits(x, blocked)[: len(rows)]
+
+
+class _PoolPart:
+    """Attention of the live rows of one pool, with what is the same in every layer worked out once."""
+
+    def __init__(self, pool: SlotPool, shape: CacheShape, full_width: bool) -> None:
+        self.pool, self.shape = pool, shape
+        self.num_rows = len(pool.rows)
+        lengths = [row.length for row in pool.rows]
+        self.width = pool.capacity if full_width else max(lengths) + 1
+        positions = torch.tensor(lengths, device=shape.device)
+        heads = torch.arange(self.num_rows * shape.num_kv_heads, device=shape.device) * pool.capacity
+        self.where = heads + positions.repeat_interleave(shape.num_kv_heads)
+        columns = torch.arange(self.width, device=shape.device)
+        self.hidden = (columns > positions[:, None]).view(self.num_rows, 1, 1, self.width)
+        self.mask = torch.zeros(self.hidden.shape, dtype=shape.dtype, device=shape.device)
+        self.mask.masked_fill_(self.hidden, float("-inf"))
+
+    def attend(self, layer: int, qk_RHD: torch.Tensor, v: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Store this step's entries, then attend: ``[R, Q * D]``. The G query heads of a group are query rows."""
+        n, num_kv, head_dim = self.num_rows, self.shape.num_kv_heads, self.shape.head_dim
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys.view(-1, head_dim).index_copy_(0, self.where, qk_RHD[:, num_heads:].reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self.where, v.reshape(-1, head_dim))
+        attended = functional.scaled_dot_product_attention(
+            qk_RHD[:, :num_heads].view(n, num_kv, -1, head_dim),
+            keys[:n, :, : self.width],
+            values[:n, :, : self.width],
+            attn_mask=self.mask,
+        )
+        return attended.reshape(n, -1)

@@ -1,0 +1,107 @@
+"""The engine behaving as a SGLang 0.5.23 server where the two differ, for tests of what runs with one.
+
+Weight updates aside: a request stays under way for a scheduler step after its abort; one that came in a pause cannot be
+aborted before the end of it; ``/ready`` is 503 in a pause; seeds reproduce nothing unless the engine is deterministic,
+and then the rows of a request share one; a bad token id or an empty text ends the process; sequences end two tokens
+before the context does. SIGUSR1 stops the engine thread, and the next one lets it go on: ``/health`` does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from buffer_rl.embedded.protocol import GenerateCall
+from buffer_rl.embedded.scheduler import Request
+from buffer_rl.embedded.service import EngineService
+
+ABORT_S = 0.02
+"""From an abort to the end of its requests: a scheduler step."""
+DISCONNECT_S = 1.0
+"""From a client's going away to the abort of its requests."""
+PROMPT_MARGIN, SEQUENCE_MARGIN = 7, 2
+"""Tokens of the context that no prompt, and no sequence, may fill."""
+VOCAB_MULTIPLE = 64
+"""The embedding has rows up to a multiple of it."""
+
+
+class SGLangService(EngineService):
+    """An ``EngineService`` that behaves as a SGLang server."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, imitate="sglang", **settings)
+        own = self.limits
+        self.limits = replace(
+            own,
+            longest_prompt=own.context_length - PROMPT_MARGIN,
+            longest_sequence=own.context_length - SEQUENCE_MARGIN,
+            padded_vocab=-(-own.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+            refuses=False,
+            keeps_seeds=own.deterministic,
+            mixes_seeds=False,
+        )
+        self._pausing = False
+        self._came_in_pause: list[list[Request]] = []
+        self._go_on: threading.Event | None = None
+
+    def start(self) -> None:
+        super().start()
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # signals come to the main thread only
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.stop_or_go_on)
+
+    def stop_or_go_on(self) -> None:
+        """Stop the engine thread, or let it go on."""
+        if self._go_on is None:
+            self._go_on = threading.Event()
+            self._thread.tell(self._go_on.wait)
+        else:
+            self._go_on.set()
+            self._go_on = None
+
+    @property
+    def ready(self) -> bool:
+        return super().ready and not self._pausing
+
+    def _submit(self, requests: list[Request]) -> None:
+        if self._pausing:
+            self._came_in_pause.append(requests)  # the scheduler does not know of them, and neither do aborts
+        else:
+            super()._submit(requests)
+
+    async def abort(self, chosen: Callable[[Request], bool] = lambda _: True) -> None:
+        held = {id(request) for requests in self._came_in_pause for request in requests}
+        own = [request for request in self._in_flight.values() if chosen(request) and id(request) not in held]
+        asyncio.get_running_loop().call_later(ABORT_S, self._abort_soon, own.__contains__)
+
+    def drop(self, call: GenerateCall) -> None:
+        call.on_done = None
+        if not call.done:
+            asyncio.get_running_loop().call_later(DISCONNECT_S, self._abort_soon, call.requests.__contains__)
+
+    async def pause(self, mode: str) -> None:
+        await super().pause(mode)
+        self._pausing = True
+
+    async def resume(self) -> None:
+        self._pausing = False
+        await super().resume()
+        came, self._came_in_pause = self._came_in_pause, []
+        for requests in came:
+            super()._submit(requests)
+
+    def answers(self, call: GenerateCall) -> list[dict[str, Any]]:
+        rows = super().answers(call)
+        for request, row in zip(call.requests, rows, strict=True):
+            meta = row["meta_info"]
+            if not request.output_ids:
+                meta["weight_versions"] = [{"version": meta["weight_version"], "start": 0, "end": 0}]
+            if not request.version_marks:  # aborted in the queue
+                meta["finish_reason"] = {key: meta["finish_reason"][key] for key in ("type", "message")}
+                for name in ("cached_tokens", "prompt_tokens", "num_retractions"):
+                    del meta[name]
+        return rows

@@ -1,0 +1,349 @@
+"""The HTTP client of the rollout: generation through the router, aborts at every engine directly.
+
+The router knows nothing of aborts (it answers 404), so those go to the engines. Its own retries are off;
+``EngineClient`` repeats a request that got lost, under the same ``rid`` and with the same seed, after aborting what may
+be left of the first try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from buffer_rl.engines.control import EngineFanOut, HttpSession, decode_json, status_error
+from buffer_rl.engines.rows import ROWS, RowSeeds, row_rid
+from buffer_rl.engines.server_info import ServerInfo
+from buffer_rl.errors import DeadlineError, EngineError
+from buffer_rl.files.hf_config import read_config, vocab_size
+from buffer_rl.records.groups import Status, VersionSpan, tile
+from buffer_rl.records.ids import version_number
+from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
+from buffer_rl.records.utf8 import encodable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """One answer. ``log_probs[i]``, in nats, belongs to ``output_ids[i]``; finish_reason: stop, length or abort.
+
+    matched: the token id or the string that stopped it, if any. cached_tokens: prompt tokens that another request
+    had computed. spans: which weight version sampled which tokens; they tile ``output_ids``. kept: see
+    ``Sample.rollout_kept_tokens``; None where the engine does not return them.
+    """
+
+    output_ids: list[int]
+    text: str
+    log_probs: list[float]
+    finish_reason: str
+    spans: list[VersionSpan]
+    matched: int | str | None = None
+    cached_tokens: int = 0
+    kept: list[bytes] | None = None
+
+    @property
+    def status(self) -> Status:
+        """The status of a sample with this answer."""
+        return STATUS_OF_REASON[self.finish_reason]
+
+
+def _refusal(what: str, where: str, expected: str) -> EngineError:
+    """The error of an engine that refuses a request, for one that is not sent."""
+    error = EngineError(what, where=where, expected=expected)
+    error.status = 400
+    return error
+
+
+def parse_answer(answer: Any, url: str) -> GenerateResult:
+    """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol.
+
+    Empty spans, which SGLang sends for an answer without tokens, say nothing and are left out.
+    """
+    try:
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]
+        pairs = meta["output_token_logprobs"]
+        token_ids = [pair[1] for pair in pairs]
+        result = GenerateResult(
+            output_ids=list(answer["output_ids"]),
+            text=answer.get("text") or "",
+            log_probs=[float(pair[0]) for pair in pairs],
+            finish_reason=reason["type"],
+            spans=[
+                VersionSpan(version_number(span["version"]), int(span["start"]), int(span["end"]))
+                for span in meta["weight_versions"]
+                if span["start"] != span["end"]
+            ],
+            matched=reason.get("matched"),
+            cached_tokens=int(meta.get("cached_tokens", 0)),
+            kept=kept_tokens(meta),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(
+            f"an answer of /generate breaks the protocol: {type(error).__name__}: {error}",
+            where=url,
+            expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
+        ) from error
+    if token_ids != result.output_ids:
+        raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
+    if not tile(result.spans, len(result.output_ids)):
+        raise EngineError(
+            f"weight_versions {meta['weight_versions']} of {len(result.output_ids)} output tokens",
+            where=url,
+            expected="spans {version, start, end} that cover every output token once, in order",
+            hint="the engine has to report which weights sampled each token, as a current SGLang does",
+        )
+    if result.finish_reason not in STATUS_OF_REASON:
+        raise EngineError(
+            f"unknown finish reason {result.finish_reason!r}",
+            where=url,
+            expected=f"one of {', '.join(STATUS_OF_REASON)}",
+        )
+    return result
+
+
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+# The first retries are for a lost connection; all of them, about 11 s, outlast the time until a dead engine is noticed
+# and taken off the router's list, which is a second or two on an idle machine. Then the router says that it has none.
+NO_ENGINE = b"no_available_workers"
+MAX_RETRIES = 8
+BACKOFF_S = 0.2
+ABORT_TIMEOUT_S = 20.0
+"""Less than the time that samples have to end at the end of a rollout: an engine that hangs must not take it all."""
+MAX_BACKOFF_S = 2.0
+_RETRYABLE_STATUS = (429, 500, 502, 503, 504)
+# A real engine refuses a rid that it has: some milliseconds after an abort still, a second after a lost connection, and
+# one that came in a pause, which no abort reaches, until the pause ends.
+_TAKEN = b"Duplicate request ID"
+# The sampling parameters that sglang-router 0.3.2 forwards. It drops all others in silence.
+_FORWARDED = frozenset(
+    (
+        *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "sampling_seed"),
+        *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "no_stop_trim"),
+        *("json_schema", "regex", "ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    )
+)
+_OF_TEXT_ALONE = ("spaces_between_special_tokens", "stream_interval")  # dropped, too, but no token depends on them
+
+
+class EngineClient:
+    """Generates through the router and aborts at every engine behind it. Belongs to one event loop.
+
+    engine_urls: the engines that an abort goes to; where there are none, those that the router lists at the time, so
+    that a client lives longer than an engine. timeout_s: deadline of one generation, retries included.
+    control_timeout_s: deadline of one abort. api_key: see ``EngineFanOut``. vocab_size: rows of the model's embedding;
+    None if that is not known. waits_for_engine: a router without an engine is asked until ``timeout_s``, since the run
+    replaces its engines; its retries do not count.
+    """
+
+    def __init__(
+        self,
+        router_url: str,
+        engine_urls: Sequence[str],
+        *,
+        timeout_s: float = 600.0,
+        control_timeout_s: float = ABORT_TIMEOUT_S,
+        max_retries: int = MAX_RETRIES,
+        api_key: str | None = None,
+        vocab_size: int | None = None,
+        waits_for_engine: bool = False,
+    ) -> None:
+        self.router_url = router_url.rstrip("/")
+        self._waits_for_engine = waits_for_engine
+        self.timeout_s = timeout_s
+        self.max_retries = max_retries
+        self._vocab_size = vocab_size
+        self._row_seeds: asyncio.Task[RowSeeds] | None = None
+        self._generate_url = f"{self.router_url}/generate"
+        self._http = HttpSession(timeout_s, api_key)
+        urls = tuple(url.rstrip("/") for url in engine_urls)
+        self._engines = EngineFanOut(lambda: urls, control_timeout_s, router_url=self.router_url, api_key=api_key)
+
+    @classmethod
+    def from_args(cls, args: Any) -> EngineClient:
+        """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``args.generate_timeout_s`` and the
+        configuration in ``args.hf_checkpoint``."""
+        return cls(
+            args.router_url,
+            args.engine_urls,
+            timeout_s=args.generate_timeout_s,
+            api_key=args.engine_api_key,
+            vocab_size=vocab_size(read_config("--hf-checkpoint", args.hf_checkpoint)),
+            waits_for_engine=not args.engine_urls,
+        )
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections; requests in flight are aborted by their engines."""
+        if self._row_seeds is not None:
+            self._row_seeds.cancel()
+        await self._http.close()
+        await self._engines.close()
+
+    async def agenerate(
+        self, rid: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, routing_key: str | None = None
+    ) -> GenerateResult:
+        """Generate one answer for ``input_ids``; ``sampling_params`` under SGLang's names. routing_key: requests with
+        equal ones go to one engine, where the router's policy looks at them; those without, by ``input_ids``.
+
+        A lost connection and the statuses 429 and 5xx are retried, at most ``max_retries`` times; other 4xx are not,
+        but for that of an engine that still has the request under this ``rid``: it is asked again until time is up.
+        Raises EngineError naming a token id that the model has no row for or a sampling parameter that the router would
+        drop, which are not sent, or the URL, the status and the answer's text, and DeadlineError when time is up; the
+        request is aborted at the engines then.
+        """
+        prompt = list(input_ids)
+        answer = await self._ask(rid, [rid], prompt, prompt, sampling_params, routing_key)
+        return parse_answer(answer, self._generate_url)
+
+    async def agenerate_rows(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        num_rows: int,
+        sampling_params: Mapping[str, Any],
+        *,
+        routing_key: str | None = None,
+    ) -> list[GenerateResult]:
+        """Generate ``num_rows`` answers for ``input_ids`` with one request, in order; see ``buffer_rl.engines.rows``
+        for their ids and seeds. They arrive together. Retries and errors are those of ``agenerate``, of all rows at
+        once.
+        """
+        if not 1 < num_rows <= ROWS:
+            raise EngineError(f"{num_rows} rows in a request", expected=f"2 to {ROWS}", where=f"request {rid!r}")
+        prompt = list(input_ids)
+        # A server aborts by the ids of rows that it has: that of the request is none of them.
+        rows = [row_rid(rid, row) for row in range(num_rows)]
+        answers = await self._ask(rid, rows, [prompt] * num_rows, prompt, sampling_params, routing_key)
+        if not isinstance(answers, list) or len(answers) != num_rows:
+            found = f"{len(answers)} answers" if isinstance(answers, list) else "one answer"
+            raise EngineError(f"{found} to a request of {num_rows} rows", where=self._generate_url)
+        return [parse_answer(answer, self._generate_url) for answer in answers]
+
+    async def row_seeds(self) -> RowSeeds:
+        """How the rows of a request draw at the engines, which are asked once. Raises EngineError where none answers.
+
+        Of engines that differ, what holds for all: rows that share a seed, or have none, are not to be given one."""
+        task = self._row_seeds
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._row_seeds = asyncio.create_task(self._ask_row_seeds())
+        return await asyncio.shield(task)
+
+    async def _ask_row_seeds(self) -> RowSeeds:
+        deadline = time.monotonic() + (self.timeout_s if self._waits_for_engine else 0.0)
+        while not (found := {info.row_seeds for info in (await self._answering()).values()}):
+            if time.monotonic() >= deadline:
+                raise EngineError("no engine answers", where=self.router_url)
+            await asyncio.sleep(MAX_BACKOFF_S)
+        if RowSeeds.SHARED in found:
+            return RowSeeds.SHARED
+        return found.pop() if len(found) == 1 else RowSeeds.NONE
+
+    async def _answering(self) -> dict[str, ServerInfo]:
+        return await self._engines.server_info(reachable_only=True)
+
+    async def _ask(
+        self,
+        rid: str,
+        rows: list[str],
+        input_ids: list[Any],
+        prompt: list[int],
+        sampling_params: Mapping[str, Any],
+        routing_key: str | None,
+    ) -> Any:
+        """The parsed body of the answer to ``input_ids``, a prompt or several. rows: the ids that an abort names.
+        prompt: the one that they share."""
+        if sampling_params.get("n", 1) != 1:
+            raise EngineError("agenerate asks for one answer", expected="n = 1", hint="send one request a sample")
+        self._check_prompt(rid, prompt)
+        self._check_forwarded(sampling_params)
+        request = {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
+        try:
+            body = orjson.dumps(request)
+        except TypeError as error:
+            expected = "sampling parameters of JSON values, and text that UTF-8 can encode"
+            raise _refusal(f"it cannot be sent as JSON: {error}", f"request {rid!r}", expected) from error
+        key = orjson.dumps(prompt) if routing_key is None else encodable(routing_key).encode()
+        headers = {ROUTING_KEY_HEADER: format(zlib.crc32(key), "08x")}
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._with_retries(rid, rows, body, headers)
+        except TimeoutError as error:
+            await self._abort_quietly(rows)
+            raise DeadlineError(
+                f"no answer for request {rid!r} within {self.timeout_s:g} s",
+                where=self._generate_url,
+                hint="lower the response length, add engines, or raise --generate-timeout-s",
+            ) from error
+
+    def _check_prompt(self, rid: str, prompt: list[int]) -> None:
+        """Refuse what an engine may die of: the retry would kill the next one."""
+        if not prompt:
+            raise _refusal("the prompt is empty", f"request {rid!r}", "at least one token")
+        least, most, size = min(prompt), max(prompt), self._vocab_size
+        if least < 0 or (size is not None and most >= size):
+            rows = "a token id" if size is None else f"0 to {size - 1}, the rows of the model's embedding"
+            error = _refusal(f"token id {least if least < 0 else most} in the prompt", f"request {rid!r}", rows)
+            error.hint = "a tokenizer may have more tokens than its model"
+            raise error
+
+    def _check_forwarded(self, sampling_params: Mapping[str, Any]) -> None:
+        """Refuse, as an engine would, what the router drops; None, False and what is empty change nothing."""
+        for name, value in sampling_params.items():
+            if name in _FORWARDED or name in _OF_TEXT_ALONE or value is None or value is False or value in ("", [], {}):
+                continue
+            what = f"the router does not forward the sampling parameter {name!r}"
+            raise _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
+
+    async def _with_retries(self, rid: str, rows: list[str], body: bytes, headers: Mapping[str, str]) -> Any:
+        attempt = num_refused = 0
+        while True:
+            failure: EngineError
+            try:
+                async with self._http.session().post(self._generate_url, data=body, headers=headers) as response:
+                    raw = await response.read()
+                    status = response.status
+                if status == 200:
+                    return decode_json(raw, self._generate_url)
+                failure = status_error(self._generate_url, status, raw)
+                if self._waits_for_engine and status == 503 and NO_ENGINE in raw:
+                    await asyncio.sleep(MAX_BACKOFF_S)
+                    continue
+                is_taken = status == 400 and _TAKEN in raw
+                if status not in _RETRYABLE_STATUS and not is_taken:
+                    raise failure
+            except aiohttp.ClientError as error:
+                failure = EngineError(f"{type(error).__name__}: {error}", where=self._generate_url)
+                failure.__cause__ = error
+                is_taken = False
+            if attempt >= self.max_retries and not is_taken:
+                failure.hint = f"request {rid!r} failed {attempt + 1} times; see the logs of the engines and the router"
+                raise failure
+            await self._abort_quietly(rows)
+            await asyncio.sleep(min(BACKOFF_S * 2 ** min(attempt + num_refused, 10), MAX_BACKOFF_S))
+            num_refused += is_taken
+            attempt += not is_taken
+
+    async def _abort_quietly(self, rows: list[str]) -> None:
+        with contextlib.suppress(EngineError):  # what cannot be aborted ends on its own; the retry will tell
+            await self.abort(rows)
+
+    async def abort(self, rids: Iterable[str] | None = None) -> None:
+        """Finish the requests ``rids``, or rows of shared ones, or all where it is None, with what they have. An engine
+        out of reach has nothing to abort and is passed over."""
+        bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
+        await asyncio.gather(*(self._engines.post("/abort_request", body, reachable_only=True) for body in bodies))

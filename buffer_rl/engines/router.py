@@ -1,0 +1,186 @@
+"""The real ``sglang-router`` as a child process, and its list of workers."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from sglang_router.router_args import RouterArgs  # type: ignore[import-untyped]
+
+from buffer_rl.cluster.process import (
+    POLL_INTERVAL_S,
+    ChildProcess,
+    ServerProcess,
+    arguments_of,
+    auth_headers,
+    key_environment,
+)
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+
+LOOPBACK = "127.0.0.1"
+CALL_TIMEOUT_S = 10.0
+"""Deadline of one change of the worker list; the router answers at once and does the work in the background."""
+
+OWN = {
+    "worker_urls": "--engine-urls",
+    "request_timeout_secs": "--generate-timeout-s",
+    "api_key": "--engine-api-key",
+    "prometheus_host": "",
+    "prometheus_port": "",
+}
+"""Arguments of the router that the run sets itself, with the option for each that has one."""
+
+
+class Router:
+    """The router in front of the workers that are added, on a free port of the address ``host``. It starts at once, and
+    answers at ``url`` after ``wait_ready``.
+
+    request_timeout_s: after which it gives up on a generation. api_key: what clients must send, and what the workers
+    ask for. policy: how it chooses a worker. arguments: more of them, under its own names.
+    """
+
+    def __init__(
+        self,
+        log_path: str,
+        *,
+        request_timeout_s: int,
+        api_key: str | None = None,
+        host: str = LOOPBACK,
+        policy: str = "manual",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        more = router_arguments(arguments or {})
+        self._api_key = api_key
+        self._answers = False
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+        self._server = ServerProcess(
+            "sglang-router",
+            lambda ports: [*_command(policy, request_timeout_s, host, *ports), *more],
+            log_path,
+            hosts=(host, LOOPBACK),
+            env=key_environment(api_key),
+        )
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return self._server.url
+
+    @property
+    def process(self) -> ChildProcess:
+        """Its process."""
+        return self._server.process
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once it answers, whether it has workers or not. Raises EngineError with the end of its log if it ends,
+        DeadlineError if it is not ready within ``timeout_s``."""
+        if not self._answers:
+            self._server.wait_ready("/liveness", timeout_s)
+            self._answers = True
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of its process group."""
+        return self.process.pid
+
+    def check(self) -> None:
+        """Raises EngineError, with the end of the log, if the router has ended."""
+        self.process.check()
+
+    def stop(self) -> None:
+        """End the process; returns when it is gone."""
+        self._server.stop()
+
+    def workers(self) -> dict[str, str]:
+        """The router's own id of each worker, by URL. Raises EngineError."""
+        answer = self._call("GET", "/workers")
+        return {worker["url"]: worker["id"] for worker in answer["workers"]}
+
+    def add(self, *urls: str, timeout_s: float = CALL_TIMEOUT_S, check: Callable[[], None] | None = None) -> None:
+        """Send requests to ``urls`` as well, which answer already; returns once they are listed, at most ``timeout_s``
+        later. Raises EngineError and DeadlineError, and what ``check`` raises, which is called meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        own_key = {"api_key": self._api_key} if self._api_key else {}  # added workers do not inherit the router's
+        for url in urls:
+            self._call("POST", "/workers", {"url": url, **own_key})
+        for url in urls:
+            self._wait_for(url, deadline, listed=True, check=check)
+
+    def remove(self, url: str) -> None:
+        """Send nothing to ``url`` any more; returns once it is off the list. Raises EngineError and DeadlineError."""
+        worker = self.workers().get(url)
+        if worker is not None:
+            self._call("DELETE", f"/workers/{worker}")
+            self._wait_for(url, time.monotonic() + CALL_TIMEOUT_S, listed=False)
+
+    def _wait_for(self, url: str, deadline: float, *, listed: bool, check: Callable[[], None] | None = None) -> None:
+        while (url in self.workers()) is not listed:
+            if check is not None:
+                check()
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the router at {self.url} did not {'list' if listed else 'drop'} {url} in time; "
+                    f"{self.process.log_end()}",
+                    where=self.process.log_path,
+                    hint=f"can the router's machine reach {url}? It connects directly, without a proxy",
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        request = urllib.request.Request(
+            self.url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **auth_headers(self._api_key)},
+        )
+        try:
+            with self._opener.open(request, timeout=CALL_TIMEOUT_S) as response:
+                return json.loads(response.read())
+        except (http.client.HTTPException, OSError, ValueError) as error:  # urllib's errors are OSErrors
+            self.check()  # a router that has ended gives the reason in its log
+            raise EngineError(f"{type(error).__name__}: {error}", where=f"{method} {self.url}{path}") from error
+
+
+def _command(policy: str, request_timeout_s: int, host: str, port: int, metrics_port: int) -> list[str]:
+    """The policies ``manual`` and ``consistent_hashing`` send equal routing keys to one engine, so that the samples of
+    a prompt share its prefill; with ``manual`` a new key goes to the engine with the fewest requests. Retries and the
+    circuit breaker are off: the client retries by ``rid``, and a bad request (400) must not count against an engine."""
+    # It does not start with this policy and fewer than two workers. These two answer nothing, so they are never listed.
+    unlisted = ["--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2"] if policy == "power_of_two" else []
+    return [
+        sys.executable,
+        "-m",
+        "buffer_rl.engines.router_process",
+        *("--host", host, "--port", str(port)),
+        *unlisted,
+        *("--policy", policy, "--assignment-mode", "min_load"),
+        "--disable-retries",
+        "--disable-circuit-breaker",
+        *("--worker-startup-check-interval", "1"),
+        *("--health-check-interval-secs", "5", "--health-check-timeout-secs", "20"),
+        *("--request-timeout-secs", str(request_timeout_s)),
+        *("--shutdown-grace-period-secs", "1"),
+        *("--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics_port)),
+        *("--log-level", "warn"),
+    ]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = "python -m sglang_router.launch_router --help lists them, without the prefix"
+        raise ConfigError(f"the router refuses its arguments: {message}", where="--router-NAME", hint=hint)
+
+
+def router_arguments(given: Mapping[str, Any]) -> list[str]:
+    """``--router-args`` as the router takes them. Raises ConfigError for one that it refuses, or that the run sets."""
+    found = arguments_of(given, "router", OWN)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
+    parser.parse_args([f"--router-{each[2:]}" if each.startswith("--") else each for each in found])
+    return found

@@ -1,0 +1,378 @@
+"""Checkpoints: a folder a step, complete or absent, with a manifest of every file's size and hash.
+
+A checkpoint is written into a temporary folder, every file is flushed to disk, and the folder gets its name by
+one rename; so a folder named ``step_NNNNNN`` is whole, whatever happened while it was written. Opening one checks every
+hash: a missing or damaged checkpoint is an error, never a fresh start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from buffer_rl.errors import BufferRLError, CheckpointError
+from buffer_rl.files.remote import FOLDER_KEY, RemoteFolder, is_remote, local_path
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.records.utf8 import encodable
+
+FORMAT = 2
+UNSEALED_FORMAT = 1
+"""Of earlier versions: without a hash of the manifest itself."""
+MANIFEST = "manifest.json"
+_SEAL = "manifest_sha256"
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+_REPLACED_NAME = re.compile(r"\.(step_(\d{6,}))\.replaced")
+_UNFINISHED_NAME = re.compile(r"\.(step_\d{6,}|load)\.(?!replaced$)\w+")
+_HASH_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a manifest says. files: size in bytes and SHA-256 by name. folder: where they are, beside the manifest."""
+
+    step: int
+    facts: Mapping[str, Any]
+    files: Mapping[str, tuple[int, str]]
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A verified checkpoint. ``facts`` is what the writer noted about the run."""
+
+    folder: Path
+    step: int
+    facts: Mapping[str, Any]
+
+
+@contextmanager
+def new_checkpoint(
+    root: str | Path, step: int, facts: Mapping[str, Any], scratch: str | Path | None = None
+) -> Iterator[Path]:
+    """Write the checkpoint ``step_NNNNNN`` in ``root``, a folder or a URL. The block fills a temporary folder, which
+    is sealed after it, and renamed or uploaded.
+
+    A checkpoint of the same step is replaced only once the new one is whole. What goes to a URL is written into a
+    folder in ``scratch`` first (the system's where None), where there must be room for it. Raises what the block
+    raises, and CheckpointError if disk or store refuse; the temporary folder is gone then.
+    """
+    name = f"step_{step:06d}"
+    if is_remote(local_path(str(root))):
+        remote = RemoteFolder(str(root), MANIFEST)
+        base = Path(scratch or tempfile.gettempdir())
+        with _writing(remote.where(name)), _temporary_folder(base, f".{name}.") as temporary:
+            yield temporary
+            _seal(temporary, step, facts)
+            remote.upload(temporary, name)
+        return
+    target = Path(local_path(str(root)), name)
+    with _writing(str(target)), _temporary_folder(target.parent, f".{name}.", replaces=target) as temporary:
+        yield temporary
+        _seal(temporary, step, facts)
+        _swap(temporary, target)
+
+
+@contextmanager
+def opened_checkpoint(path: str | Path, scratch: str | Path | None = None) -> Iterator[Checkpoint]:
+    """``open_checkpoint`` for the length of the block, and for URLs: their files are downloaded into a temporary
+    folder in ``scratch`` (the system's where None), checked there, and removed afterwards."""
+    if not is_remote(local_path(str(path))):
+        yield open_checkpoint(path)
+        return
+    remote = RemoteFolder(str(path), MANIFEST)
+    name, manifest = _newest_remote(remote)
+    with _temporary_folder(Path(scratch or tempfile.gettempdir()), ".load.") as temporary:
+        for file, (size, sha256) in manifest.files.items():
+            remote.download("/".join(part for part in (name, manifest.folder) if part), file, temporary / file)
+            _verify(temporary / file, size, sha256, where=remote.where(name, manifest.folder, file))
+        yield Checkpoint(folder=temporary, step=manifest.step, facts=manifest.facts)
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of the checkpoint at ``path`` (a folder, a URL, or one of several checkpoints), whose files are not
+    looked at. Raises CheckpointError."""
+    if is_remote(local_path(str(path))):
+        return _newest_remote(RemoteFolder(str(path), MANIFEST))[1]
+    chosen = _chosen(path)
+    with _older_named(chosen):
+        return _read_manifest(chosen)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint at ``path``, or the newest one in the folder ``path``, with every hash checked.
+
+    Raises CheckpointError naming the file that is missing or damaged, and the checkpoint before it, which is not taken
+    in its place.
+    """
+    chosen = _chosen(path)
+    with _older_named(chosen):
+        manifest = _read_manifest(chosen)
+        folder = chosen / manifest.folder  # one that was copied from a store has its files a folder below
+        for name, (size, sha256) in manifest.files.items():
+            _verify(folder / name, size, sha256)
+    return Checkpoint(folder=folder, step=manifest.step, facts=manifest.facts)
+
+
+def checkpoints_at(path: str | Path) -> list[Path]:
+    """The checkpoint ``path``, or all of those in this folder, the oldest first. Raises CheckpointError if there is
+    none."""
+    folder = Path(local_path(str(path)))
+    if not folder.is_dir():
+        raise CheckpointError("there is no such folder", where=str(folder))
+    if (folder / MANIFEST).exists() or _STEP_NAME.fullmatch(folder.name):
+        return [folder]
+    return [chosen for _, chosen in sorted(_steps(folder, where=str(folder)).items())]
+
+
+def newest_step(path: str | Path) -> int:
+    """The step of the newest checkpoint in the folder or at the URL ``path``; 0 where there is none, or no folder yet.
+    Raises CheckpointError if that cannot be found out."""
+    if is_remote(local_path(str(path))):
+        remote = RemoteFolder(str(path), MANIFEST)
+        return next((step for step, _, _ in _remote_checkpoints(remote, remote.names(missing_ok=True))), 0)
+    folder = Path(local_path(str(path)))
+    try:
+        return max(_steps_in(folder), default=0) if folder.is_dir() else 0
+    except OSError as error:
+        raise CheckpointError(f"the folder cannot be read: {error}", where=str(path)) from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what writers and readers that were killed left behind. The caller must be the only user of the folder."""
+    for child in folder.iterdir():
+        if _UNFINISHED_NAME.fullmatch(child.name):
+            shutil.rmtree(child, ignore_errors=True)
+
+
+def make_folder(folder: Path) -> None:
+    """``mkdir -p``, and a power loss does not take the new folders away again. Raises OSError."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        with suppress(PermissionError):  # of a parent that may be written to and not be read
+            _sync(path.parent)
+
+
+def damaged_files(folder: Path) -> list[CheckpointError]:
+    """What is wrong with each file of one checkpoint, the manifest included; empty where it is whole."""
+    try:
+        manifest = _read_manifest(folder)
+    except CheckpointError as error:
+        return [error]
+    found = []
+    for name, (size, sha256) in manifest.files.items():
+        try:
+            _verify(folder / manifest.folder / name, size, sha256)
+        except CheckpointError as error:
+            found.append(error)
+    return found
+
+
+def manifest_content(step: int, facts: Mapping[str, Any], files: Mapping[str, tuple[int, str]]) -> bytes:
+    """The bytes of a manifest. The inverse of ``parse_manifest``."""
+    listed = {name: {"size": size, "sha256": sha256} for name, (size, sha256) in files.items()}
+    # As they will be read: what a mapping's keys are in JSON is part of the hash.
+    values = orjson.loads(
+        orjson.dumps({"format": FORMAT, "step": step, "facts": encodable(dict(facts)), "files": listed})
+    )
+    return orjson.dumps({**values, _SEAL: _seal_of(values)}, option=orjson.OPT_INDENT_2)
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """What a manifest's bytes say. Raises CheckpointError naming ``where`` if they are damaged or of another format."""
+    try:
+        manifest = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise CheckpointError(f"the manifest cannot be read: {error}", where=where) from error
+    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, UNSEALED_FORMAT):
+        raise CheckpointError("the manifest is of another format", where=where, expected=f"format {FORMAT}")
+    try:
+        files = {name: (int(file["size"]), str(file["sha256"])) for name, file in dict(manifest["files"]).items()}
+        folder = str(manifest.get(FOLDER_KEY, ""))
+        if any(path.startswith("/") or ".." in path.split("/") for path in (folder, *files)):
+            raise ValueError("a path leads out of the checkpoint")
+        parsed = Manifest(step=int(manifest["step"]), facts=dict(manifest["facts"]), files=files, folder=folder)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the manifest is damaged: {error!r}", where=where) from error
+    if (manifest["format"] == FORMAT or _SEAL in manifest) and manifest.get(_SEAL) != _seal_of(manifest):
+        raise CheckpointError("the manifest is damaged: it differs from its own hash", where=where)
+    return parsed
+
+
+def _chosen(path: str | Path) -> Path:
+    chosen = Path(local_path(str(path)))
+    if not chosen.is_dir():
+        raise CheckpointError("there is no such folder", where=f"--load {mask_url(str(path))}")
+    return chosen if (chosen / MANIFEST).exists() else _newest(chosen)
+
+
+def _read_manifest(chosen: Path) -> Manifest:
+    where = chosen / MANIFEST
+    try:
+        return parse_manifest(where.read_bytes(), str(where))
+    except OSError as error:
+        raise CheckpointError(f"the manifest cannot be read: {error}", where=str(where)) from error
+
+
+@contextmanager
+def _older_named(chosen: Path) -> Iterator[None]:
+    """Name the checkpoint before ``chosen`` in an error about it: only the user can say whether steps may be lost."""
+    try:
+        yield
+    except CheckpointError as error:
+        named = _STEP_NAME.fullmatch(chosen.name)
+        steps = _steps_in(chosen.parent) if named else {}
+        if named and (older := [step for step in steps if step < int(named[1])]):
+            error.hint = error.hint or f"copy it again, or resume from the one before it: --load {steps[max(older)]}"
+        raise
+
+
+def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:
+    """Name and manifest of the newest checkpoint; an empty name where the URL is that of one checkpoint.
+
+    A folder without manifest, or with one that was cut off while it was written, is an upload that did not end.
+    """
+    if content := remote.manifest():
+        return "", parse_manifest(content, remote.where(MANIFEST))
+    for _, name, content in _remote_checkpoints(remote, remote.names()):
+        return name, parse_manifest(content, remote.where(name, MANIFEST))
+    raise CheckpointError(
+        "the folder holds no checkpoint",
+        where=f"--load {remote.where()}",
+        expected=f"folders step_NNNNNN with a {MANIFEST}",
+    )
+
+
+def _remote_checkpoints(remote: RemoteFolder, names: Sequence[str]) -> Iterator[tuple[int, str, bytes]]:
+    """Step, name and manifest of each checkpoint, the newest first."""
+    steps = {int(match[1]): name for name in names if (match := _STEP_NAME.fullmatch(name))}
+    for step in sorted(steps, reverse=True):
+        content = remote.manifest(steps[step])
+        if content and content.rstrip().endswith(b"}"):
+            yield step, steps[step], content
+
+
+@contextmanager
+def _writing(where: str) -> Iterator[None]:
+    """What the disk refuses, as a CheckpointError."""
+    try:
+        yield
+    except BufferRLError:  # a deadline of this library is an OSError too
+        raise
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint cannot be written: {error}", where=where) from error
+
+
+@contextmanager
+def _temporary_folder(base: Path, prefix: str, *, replaces: Path | None = None) -> Iterator[Path]:
+    """A new folder in ``base``, removed after the block unless it was renamed. Raises CheckpointError if it cannot be
+    made."""
+    try:
+        make_folder(base)
+        if replaces is not None:
+            _forget_unfinished(replaces)
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint folder cannot be made: {error}", where=str(base)) from error
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _newest(root: Path) -> Path:
+    steps = _steps(root, where=f"--load {root}")
+    return steps[max(steps)]
+
+
+def _steps_in(root: Path) -> dict[int, Path]:
+    children = list(root.iterdir())
+    # A run that was killed between the two renames of ``_swap`` left the earlier checkpoint of the step, whole, there.
+    steps = {int(match[2]): child for child in children if (match := _REPLACED_NAME.fullmatch(child.name))}
+    return steps | {int(match[1]): child for child in children if (match := _STEP_NAME.fullmatch(child.name))}
+
+
+def _steps(root: Path, where: str) -> dict[int, Path]:
+    steps = _steps_in(root)
+    if not steps:
+        raise CheckpointError(
+            "the folder holds no checkpoint", where=where, expected=f"folders step_NNNNNN with a {MANIFEST}"
+        )
+    return steps
+
+
+def _verify(path: Path, size: int, sha256: str, where: str = "") -> None:
+    where = where or str(path)
+    if not path.is_file():
+        raise CheckpointError("the file is missing", where=where)
+    found = path.stat().st_size
+    if found != size:
+        raise CheckpointError(f"the file is damaged: {found} bytes", where=where, expected=f"{size} bytes")
+    if _sha256(path) != sha256:
+        raise CheckpointError("the file is damaged: its hash differs from the manifest's", where=where)
+
+
+def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
+    files = {}
+    for path in sorted(child for child in folder.rglob("*") if child.is_file()):
+        _sync(path)
+        files[str(path.relative_to(folder))] = (path.stat().st_size, _sha256(path))
+    (folder / MANIFEST).write_bytes(manifest_content(step, facts, files))
+    _sync(folder / MANIFEST)
+    for directory in (*(child for child in folder.rglob("*") if child.is_dir()), folder):
+        _sync(directory)
+    folder.chmod(0o755)  # mkdtemp makes it private
+
+
+def _forget_unfinished(target: Path) -> None:
+    """A run that was killed while it wrote this step left its temporary folder behind."""
+    replaced = _replaced(target)
+    for folder in target.parent.glob(f".{target.name}.*"):
+        if folder != replaced:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _swap(temporary: Path, target: Path) -> None:
+    old = _replaced(target)
+    if target.exists():  # else ``old``, if it is there, is the one checkpoint of the step until the next rename
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    temporary.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _seal_of(manifest: Mapping[str, Any]) -> str:
+    """Of everything but the hash itself and the folder, which an upload adds."""
+    sealed = {name: value for name, value in manifest.items() if name not in (_SEAL, FOLDER_KEY)}
+    return hashlib.sha256(orjson.dumps(sealed, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -1,0 +1,12 @@
+"""Options from flags, environment and YAML.
+
+section        a section of options, and the composition of several
+help           options as argparse flags, and their help texts
+values         from text to an option's value and type
+yaml_file      the file of options, every key with its line
+sources        the merge of file, environment and flags, with the origin of each value
+unknown_flags  flags that are no options: accepted with a word, or refused all at once
+user_args      the options as code of the user receives them
+redaction      what may be written down of options and addresses: everything but their secrets
+file_kind      files that are not what their place asks for, for error messages
+"""

@@ -1,0 +1,229 @@
+"""One set of options from files, the environment and flags: file < later file < environment < flags, each value with
+its origin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from buffer_rl.errors import ConfigError, all_of
+from buffer_rl.options.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
+from buffer_rl.options.section import ENV_PREFIX, Options, declared, did_you_mean, env_of, flag_of
+from buffer_rl.options.values import Raw, convert, mapping_of, option_type
+from buffer_rl.options.yaml_file import read_yaml
+
+# Variables of the program itself, which are no options.
+RESERVED_VARIABLES = ("BUFFER_RL_TRACEBACK", "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD")
+
+
+class Source(StrEnum):
+    """Where a value comes from, from the weakest to the strongest."""
+
+    DEFAULT = "default"
+    FILE = "file"
+    ENVIRONMENT = "environment"
+    FLAG = "flag"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where one option's value comes from; ``where`` is ``file:line``, the variable or the flag."""
+
+    source: Source
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.where}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Options and the origin of each, by name, in the order of the sections. notices: what the user should know."""
+
+    args: Options
+    origins: Mapping[str, Origin]
+    notices: Sequence[str] = ()
+
+
+def resolve(
+    options_class: type[Options],
+    *,
+    flags: Mapping[str, Raw],
+    environ: Mapping[str, str],
+    config_paths: Sequence[str] = (),
+) -> Resolved:
+    """Merge the sources and validate. Of several files a later one wins, option by option.
+
+    Of options that exclude each other (``option(one_of=…)``) the one from the strongest source counts, with a notice.
+
+    Raises ConfigError with all mistakes of files, variables and values: option, value, expected type and origin; and
+    for a secret among the flags, be it an option or a part of an address."""
+    known = options_class.model_fields
+    raws: dict[str, Raw] = {}
+    origins = {name: Origin(source=Source.DEFAULT) for name in known}
+    ranks: dict[str, int] = {}
+    errors: list[ConfigError] = []
+
+    def take(name: str, raw: Raw, origin: Origin, rank: int, *, items: bool = False) -> None:
+        if items and isinstance(raw, dict):  # which are added to what weaker sources say
+            raw = {**mapping_of(known[name], raws.get(name, {}), str(origins[name])), **raw}
+        raws[name], origins[name], ranks[name] = raw, origin, rank
+
+    for rank, path in enumerate(config_paths):
+        try:
+            values, wrong = read_yaml(os.path.expanduser(path), known=known, environ=environ)
+        except ConfigError as error:
+            values, wrong = {}, [error]
+        errors += wrong
+        for name, value in values.items():
+            raw = _one_item(value.raw) if option_type(known[name]).many else value.raw
+            take(name, raw, Origin(source=Source.FILE, where=value.where), rank, items=value.items)
+    texts, wrong = read_environ(environ, known=list(known))
+    errors += wrong
+    for name, text in texts.items():
+        take(name, text, Origin(source=Source.ENVIRONMENT, where=env_of(name)), len(config_paths))
+    for name, raw in flags.items():
+        _refuse_secret(name, raw)
+        take(name, raw, Origin(source=Source.FLAG, where=flag_of(name)), len(config_paths) + 1, items=True)
+    converted = {name: _converted(known[name], raw) for name, raw in raws.items()}
+    for name in flags:
+        for key, value in converted[name].items() if isinstance(converted[name], Mapping) else ():
+            _refuse_secret(name, str(value), key)
+    notices, wrong = _keep_one_of_each_group(known, converted, origins, ranks)
+    try:
+        args = options_class.model_validate(converted)
+    except ValidationError as error:
+        wrong += _explain(options_class, raws, origins, error)
+    if errors + wrong:
+        raise all_of(errors + wrong)
+    return Resolved(args=args, origins=origins, notices=notices)
+
+
+def _converted(field: FieldInfo, raw: Raw) -> Any:
+    value = convert(option_type(field), raw)
+    if declared(field, "metavar") not in ("PATH", "FILE"):
+        return value
+    if isinstance(value, list):
+        return [os.path.expanduser(item) if isinstance(item, str) else item for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _keep_one_of_each_group(
+    known: Mapping[str, FieldInfo], values: dict[str, Any], origins: dict[str, Origin], ranks: Mapping[str, int]
+) -> tuple[list[str], list[ConfigError]]:
+    """Take out of ``values`` what a stronger source replaces by another option of its group (``option(one_of=…)``).
+
+    Returns a notice for each, and an error for options of a group from one source. An option that is none, or an empty
+    list, is not given.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, field in known.items():
+        if (group := declared(field, "one_of")) and values.get(name) not in (None, []):
+            groups.setdefault(group, []).append(name)
+    notices, errors = [], []
+    for given in groups.values():
+        strongest = max(ranks[name] for name in given)
+        kept = [name for name in given if ranks[name] == strongest]
+        rivals = [name for name in kept if known[name].default or str(values[name]) != str(known[name].default)]
+        if len(rivals) > 1:
+            given_options = " and ".join(f"{flag_of(name)} {_shown(values, name)} ({origins[name]})" for name in rivals)
+            errors.append(ConfigError(f"these options exclude each other: {given_options}", hint="keep one of them"))
+        for name in [name for name in given if name not in kept]:
+            stronger = (rivals or kept)[0]
+            notices.append(
+                f"{flag_of(stronger)} {_shown(values, stronger)} ({origins[stronger]}) replaces "
+                f"{flag_of(name)} {_shown(values, name)} ({origins[name]})"
+            )
+            del values[name]
+            origins[name] = Origin(source=Source.DEFAULT)
+    return notices, errors
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return str(mask_secrets(values[name], name))
+
+
+def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:
+    """A flag's value is in the process list, which every user of the machine can read. ``key``: of a value in it."""
+    elsewhere = f"the variable {env_of(name)}, or a line in the --config file"
+    if is_secret(key or name) and raw and str(raw).lower() != "none":
+        raise ConfigError(
+            "a secret on a command line can be read by every user of the machine",
+            where=f"{flag_of(name)} {key}".rstrip(),
+            expected=elsewhere,
+        )
+    addresses = [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str)]
+    if found := next((text for text in addresses if holds_credentials(text)), None):
+        raise ConfigError(
+            f"the address {mask_url(found)} has credentials in it, which every user of the machine can read on a "
+            "command line",
+            where=flag_of(name),
+            expected=elsewhere,
+        )
+
+
+def read_environ(environ: Mapping[str, str], *, known: Sequence[str]) -> tuple[dict[str, str], list[ConfigError]]:
+    """The options set as ``BUFFER_RL_<NAME>``, and an error for each unknown name with that prefix."""
+    names = {env_of(name): name for name in known}
+    mine = [name for name in environ if name.startswith(ENV_PREFIX) and name not in RESERVED_VARIABLES]
+    errors = [
+        ConfigError(
+            "this environment variable names no option",
+            where=variable,
+            hint=did_you_mean(variable, [*names, *RESERVED_VARIABLES]),
+        )
+        for variable in mine
+        if variable not in names
+    ]
+    return {names[variable]: environ[variable] for variable in mine if variable in names}, errors
+
+
+def _one_item(raw: Raw) -> Raw:
+    """A scalar in a file is the only item of a list: a path may hold spaces. Text in brackets is JSON."""
+    return [raw] if isinstance(raw, str) and not raw.lstrip().startswith("[") else raw
+
+
+def _explain(
+    options_class: type[Options], raws: Mapping[str, Raw], origins: Mapping[str, Origin], error: ValidationError
+) -> list[ConfigError]:
+    """One error for each option with a wrong value."""
+    lines = {}
+    for detail in error.errors(include_url=False):
+        name = str(detail["loc"][0]) if detail["loc"] else ""
+        if name not in lines:
+            lines[name] = _explain_one(options_class, raws, origins, name, detail)
+    return [ConfigError(line) for line in lines.values()]
+
+
+def _explain_one(
+    options_class: type[Options],
+    raws: Mapping[str, Raw],
+    origins: Mapping[str, Origin],
+    name: str,
+    detail: ErrorDetails,
+) -> str:
+    if name not in options_class.model_fields:
+        return mask_url(detail["msg"])
+    wanted = option_type(options_class.model_fields[name])
+    given: Any = raws.get(name, detail["input"])
+    shown: Any = MASK if is_secret(name) else mask_secrets(given)
+    line = f"{flag_of(name)}: {shown!r} is not {_article(str(wanted))} ({origins[name]})"
+    if isinstance(shown, str) and wanted.choices and not is_secret(name):
+        hint = did_you_mean(shown, [str(choice) for choice in wanted.choices])
+        line += f"; {hint}" if hint else ""
+    if detail["type"] in ("value_error", "assertion_error"):
+        line += "" if is_secret(name) else f": {mask_url(detail['msg'])}"
+    return line
+
+
+def _article(words: str) -> str:
+    if words.startswith(("one of", "text", "true")):
+        return words
+    return f"an {words}" if words[0] in "aeiou" else f"a {words}"

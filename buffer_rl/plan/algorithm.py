@@ -1,0 +1,201 @@
+"""What the options ask of the roles (``buffer_rl.plan.roles``): which models, fields and estimators a run has.
+
+Without torch and Ray, so that options can be checked before either is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.plan.algorithms import algorithm_of
+from buffer_rl.plan.batch_sizes import optimizer_steps
+from buffer_rl.plan.counts import ENGINE, ROLE_ALIASES, replicas_of
+from buffer_rl.plan.roles import (
+    ACTOR,
+    CRITIC,
+    DEDICATED,
+    DERIVED_FIELDS,
+    MODEL_FIELDS,
+    ROLES,
+    SAMPLED_FIELDS,
+    Role,
+    worker_counts,
+)
+from buffer_rl.plugin.calls import place
+from buffer_rl.plugin.registry import PluginRegistry
+
+TAKEN = {*ROLES, *ROLE_ALIASES, ENGINE, "buffer", "storage", "data_source", "record", "train_log_probs", "values"}
+"""Names that no role of ``--role-path`` may have: those of other processes, and of the trainer's reading tasks."""
+
+REFERENCE_FOLDER = "ref"
+"""The folder of the reference model's weights in a checkpoint, once ``--ref-update-interval`` has changed them."""
+
+
+def checkpoint_folder(role: str) -> str:
+    """The folder of a trained role's ranks in a checkpoint."""
+    return "trainer" if role == ACTOR else role
+
+
+def uses_critic(args: Any) -> bool:
+    """Whether a value model is trained beside the policy."""
+    return (args.use_critic or algorithm_of(estimator_of(args)[1]).critic) and not is_supervised(args)
+
+
+def role_args(args: Any, role: str) -> Any:
+    """The options as a trained role sees them: the critic's learning rate is its own, and it measures no KL divergence
+    that a coefficient could follow."""
+    if role != CRITIC:
+        return args
+    lr = args.lr if args.critic_lr is None else args.critic_lr
+    return args.model_copy(update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters, "kl_target": None})
+
+
+def is_supervised(args: Any) -> bool:
+    """Whether the loss is the supervised one, which has neither advantages nor ratios."""
+    return loss_of(args) == "sft_loss"
+
+
+def loss_of(args: Any) -> str:
+    """The name or path of the run's loss: the user's own, the one that is asked for, or that of the algorithm."""
+    named: str | None = args.custom_loss_function_path or args.loss_type
+    return named or algorithm_of(estimator_of(args)[1]).loss
+
+
+def loss_flag(args: Any) -> str:
+    """The flag by which a run's loss is named, or would be."""
+    return "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
+
+
+def estimator_of(args: Any) -> tuple[str, str]:
+    """The flag that names the run's advantage estimator, and the reference."""
+    if args.custom_advantage_function_path:
+        return "--custom-advantage-function-path", args.custom_advantage_function_path
+    return "--advantage-estimator", args.advantage_estimator
+
+
+def uses_reference(args: Any) -> bool:
+    """Whether log-probabilities under the reference model are computed: for a penalty in the loss or in the reward."""
+    return bool(args.use_kl_loss or args.kl_coef)
+
+
+def frozen_models(args: Any) -> list[str]:
+    """Models beside the actor whose log-probabilities the run computes; each is a role where it has processes."""
+    used = {"ref": uses_reference(args), "teacher": args.use_opd and args.opd_teacher_load is not None}
+    return [model for model, is_used in used.items() if is_used]
+
+
+def frozen_models_of_trainer(args: Any) -> list[str]:
+    """Those of ``frozen_models`` that have no processes of their own."""
+    return [model for model in frozen_models(args) if not worker_counts(args)[model]]
+
+
+def adapted_option(args: Any) -> str | None:
+    """The KL coefficient that ``--kl-target`` adapts, in the token rewards or in the loss; None where both are fixed.
+    Options with both are refused."""
+    if args.kl_target is None:
+        return None
+    return "kl_coef" if args.kl_coef else "kl_loss_coef"
+
+
+def estimator_scope(args: Any, estimator: object) -> Scope:
+    """The scope of a run's advantages: the estimator's, and of a whole rollout where they are normalised over it."""
+    return Scope.ROLLOUT if args.normalize_advantages else scope_of(estimator)
+
+
+def estimator_needs(args: Any, estimator: object) -> frozenset[str]:
+    """The columns that a run's estimator needs: those that it declares, and for a KL penalty in the token rewards or
+    for distillation the log-probabilities under the reference or the teacher, and under the policy that sampled."""
+    needs = needs_of(estimator)
+    if args.kl_coef and "kl_coef" in algorithm_of(estimator_of(args)[1]).options:
+        needs |= {"ref_log_probs", policy_field(args)}
+    if args.use_opd:
+        needs |= {"teacher_log_probs", policy_field(args)}
+    return needs
+
+
+def policy_field(args: Any) -> str:
+    """The column of log-probabilities under the policy that sampled the tokens, for the KL penalty in the reward and
+    for distillation."""
+    return "rollout_log_probs" if args.use_rollout_logprobs or args.stream_gradients else "old_log_probs"
+
+
+def old_log_probs_pass(args: Any, estimator: object, backend: object = None) -> str:
+    """What of the options asks for old log-probabilities before the first optimizer step on a rollout, and so for a
+    forward pass of their own by the trainer or by ``--num-actor-fwd-workers``; empty where nothing does.
+
+    Nothing does where a rollout has one step: its own forward pass is by the weights that the step starts from, so its
+    log-probabilities, without a gradient, are the old ones (``buffer_rl.train.objective``). With streamed gradients
+    there is one step; ``--use-rollout-logprobs`` takes the engine's; the supervised loss has no ratio.
+
+    backend: what ``--train-backend`` names, where it is not the default one (see
+    ``buffer_rl.kinds.contracts.Trainer``)."""
+    if args.stream_gradients or args.use_rollout_logprobs:
+        return ""
+    has_ratio = not is_supervised(args)
+    asking = {
+        "--num-actor-fwd-workers": args.num_actor_fwd_workers > 0,
+        "several optimizer steps on a rollout": has_ratio and optimizer_steps(args) > 1,
+        "an advantage estimator that needs old_log_probs": has_ratio
+        and "old_log_probs" in estimator_needs(args, estimator),
+        "an advantage estimator that does not declare what it reads": has_ratio and declared_scope(estimator) is None,
+        "a trainer backend that may read the column": getattr(backend, "reads_old_log_probs", backend is not None),
+    }
+    return next((reason for reason, asks in asking.items() if asks), "")
+
+
+def own_roles(args: Any, registry: PluginRegistry) -> dict[str, tuple[str, Role]]:
+    """The roles of ``--role-path``, by name: each its reference and its row.
+
+    Raises PluginError for a class without a row, ConfigError for names and fields that another role has."""
+    found: dict[str, tuple[str, Role]] = {}
+    taken = {*SAMPLED_FIELDS, *DERIVED_FIELDS, *MODEL_FIELDS}
+    for reference in args.role_path:
+        row = getattr(registry.resolve("role", reference), "role", None)
+        if not (isinstance(row, Role) and row.fields):
+            expected = "role = buffer_rl.plan.roles.Role(name=..., fields=(...,)) in the class"
+            raise PluginError("it has no row of the table of roles", where=place("role", reference), expected=expected)
+        if row.name in TAKEN or row.name in found or not row.name.isidentifier():
+            raise ConfigError(
+                f"{reference!r} is named {row.name!r}",
+                where="--role-path",
+                expected=f"a Python name that is none of these: {', '.join([*sorted(TAKEN), *found])}",
+            )
+        if row.processes < 1:
+            raise ConfigError(f"{reference!r} has {row.processes} processes", where="--role-path", expected="1 or more")
+        if twice := taken.intersection(row.fields):
+            raise ConfigError(f"{reference!r} adds {sorted(twice)}, as another role does", where="--role-path")
+        taken.update(row.fields)
+        found[row.name] = (reference, row)
+    return found
+
+
+def process_counts(args: Any, own: Mapping[str, tuple[str, Role]]) -> dict[str, int]:
+    """Processes of each role that has some; the user's ``own`` come after the others, and ``--resource`` counts them
+    before their rows do."""
+    counts = {name: count for name, count in worker_counts(args).items() if count and name in DEDICATED}
+    replicas = replicas_of(args)
+    return counts | {name: replicas.get(name, (row.processes, 0))[0] for name, (_, row) in own.items()}
+
+
+def fused_roles(args: Any, counts: Mapping[str, int]) -> list[list[str]]:
+    """The roles that share processes, and each other one alone, in the order of ``counts``, of their processes.
+
+    Raises ConfigError for a role that has no processes, stands twice, or has not as many as those that it is fused
+    with."""
+    groups = [text.split("+") for text in args.fuse_roles]
+    names = [name for group in groups for name in group]
+    for name in names:
+        if name not in counts or names.count(name) > 1:
+            what = "stands twice" if name in counts else "has no processes of its own"
+            expected = f"each of these at most once: {', '.join(counts) or 'there are none'}"
+            raise ConfigError(f"the role {name!r} {what}", where="--fuse-roles", expected=expected)
+    for group in groups:
+        if len({counts[name] for name in group}) > 1:
+            found = ", ".join(f"{name} {counts[name]}" for name in group)
+            raise ConfigError(
+                f"fused roles have as many processes each: {found}", where="--fuse-roles and the numbers of workers"
+            )
+    return [*groups, *([name] for name in counts if name not in names)]

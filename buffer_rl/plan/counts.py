@@ -1,0 +1,180 @@
+"""How many processes each role has, from the options that count devices: ``--actor-num-nodes``, ``--rollout-num-gpus``,
+``--resource`` and their like.
+
+Without torch and Ray, so that options can be checked before either is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import Section, flag_of
+from buffer_rl.plan.roles import ACTOR, CRITIC, PLACED
+
+Run = TypeVar("Run", bound=Section)
+
+ENGINE = "engine"
+"""The role of the engines, in a placement and in ``--resource``."""
+
+ROLE_ALIASES = {"actor": ACTOR, "rollout": ENGINE, "reference": "ref", "genrm": "reward"}
+"""Names of roles in ``--resource`` that Relax gives them, and the run's own. ``rollout`` are the engines there."""
+
+
+def replicas_of(args: Any) -> dict[str, tuple[int, int]]:
+    """``--resource`` by the run's own names of roles: replicas, and devices of each.
+
+    Raises ConfigError for an entry that is not two numbers or is there under both of its names."""
+    counts: dict[str, tuple[int, int]] = {}
+    for name, numbers in (args.resource or {}).items():
+        role = ROLE_ALIASES.get(name, name)
+        if len(numbers) != 2 or numbers[0] < 1 or numbers[1] < 0:
+            raise ConfigError(
+                f"{name!r} has {numbers}",
+                where="--resource",
+                expected="[replicas, GPUs of each replica], for example [1, 8]; without GPUs [1, 0]",
+            )
+        if role in counts:
+            raise ConfigError(f"the role {role!r} is there under two names, one of them {name!r}", where="--resource")
+        counts[role] = (numbers[0], numbers[1])
+    return counts
+
+
+def roles_in_resource(args: Any) -> dict[str, tuple[int, int]]:
+    """The roles of ``--resource`` whose processes no option of this package counts: replicas, and devices of each."""
+    counted = {ACTOR, CRITIC, ENGINE, *PLACED}
+    return {role: count for role, count in replicas_of(args).items() if role not in counted}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """A number of processes that follows from another option, ``option``; ``how``: the arithmetic, that flag first."""
+
+    number: int
+    option: str
+    how: str
+
+
+def with_counts(args: Run) -> Run:
+    """The options of a run, with the numbers of processes that follow from its numbers of devices, and with the engines
+    of ``--rollout-external-engine-addrs``; ``args`` itself where nothing follows.
+
+    Raises ConfigError where two options say different numbers, or one does not divide another."""
+    external = getattr(args, "rollout_external_engine_addrs", [])
+    changes: dict[str, Any] = {"rollout_engine": "external"} if external else {}
+    engine = getattr(args, "rollout_engine", "external")
+    if external and engine != "external" and "rollout_engine" in args.model_fields_set:
+        raise ConfigError(
+            f"the run would start engines of {engine!r}, and those at these addresses run already",
+            where="--rollout-engine and --rollout-external-engine-addrs",
+            hint="take one of them out",
+        )
+    for name, derived in derived_counts(args).items():
+        given, source = getattr(args, name), flag_of(derived.option)
+        if given == derived.number:
+            continue
+        if name in args.model_fields_set:
+            raise ConfigError(
+                f"{flag_of(name)} is {given}, and {derived.how} is {derived.number}",
+                where=f"{flag_of(name)} and {source}",
+                hint=f"without {flag_of(name)} it follows from {source}",
+            )
+        changes[name] = derived.number
+    return args.model_copy(update=changes) if changes else args
+
+
+def derived_counts(args: Any) -> dict[str, Derived]:
+    """The options that count processes, by name, where others say their number. Raises ConfigError as above."""
+    found: dict[str, list[Derived | None]] = {"num_train_ranks": [_ranks(args), _one_device_each(args, ACTOR)]}
+    found |= {row.workers: [_one_device_each(args, role)] for role, row in PLACED.items()}
+    counts = {name: _agreed(candidates) for name, candidates in found.items()}
+    ranks = counts["num_train_ranks"].number if counts["num_train_ranks"] else args.num_train_ranks
+    counts["rollout_num_engines"] = _agreed([_external(args), _engines(args, ranks), _engines_of_resource(args)])
+    critics = _one_device_each(args, CRITIC)
+    if critics is not None and critics.number != ranks:
+        raise ConfigError(
+            f"the critic has {critics.number} ranks, and the actor {ranks}",
+            where="--resource",
+            expected=f'"critic": [1, {ranks}]; a critic has as many ranks as the policy',
+        )
+    return {name: derived for name, derived in counts.items() if derived is not None}
+
+
+def _agreed(candidates: Sequence[Derived | None]) -> Derived | None:
+    said = [derived for derived in candidates if derived is not None]
+    if len({derived.number for derived in said}) > 1:
+        first = said[0]
+        second = next(derived for derived in said if derived.number != first.number)
+        raise ConfigError(
+            f"{first.how} is {first.number}, and {second.how} is {second.number}",
+            where=f"{flag_of(first.option)} and {flag_of(second.option)}",
+            hint="leave one of them out",
+        )
+    return said[0] if said else None
+
+
+def _ranks(args: Any) -> Derived | None:
+    nodes, per_node, ranks = args.actor_num_nodes, args.actor_num_gpus_per_node, args.num_train_ranks
+    if per_node is not None:
+        product = f"--actor-num-gpus-per-node {per_node} x --actor-num-nodes {nodes or 1}"
+        return Derived(number=(nodes or 1) * per_node, option="actor_num_gpus_per_node", how=product)
+    if nodes is not None and ranks % nodes:
+        raise ConfigError(
+            f"{ranks} trainer ranks are not the same number on each of {nodes} nodes",
+            where="--num-train-ranks and --actor-num-nodes",
+            expected=f"a multiple of {nodes}",
+            hint="or --actor-num-gpus-per-node N, in place of --num-train-ranks",
+        )
+    return None
+
+
+def _external(args: Any) -> Derived | None:
+    count, option = len(args.rollout_external_engine_addrs), "rollout_external_engine_addrs"
+    return Derived(number=count, option=option, how=f"{flag_of(option)} with {count} addresses") if count else None
+
+
+def _engines(args: Any, ranks: int) -> Derived | None:
+    gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if gpus is not None:
+        _require_whole_engines(gpus, per_engine, "--rollout-num-gpus")
+        how = f"--rollout-num-gpus {gpus} / --rollout-num-gpus-per-engine {per_engine}"
+        return Derived(number=gpus // per_engine, option="rollout_num_gpus", how=how)
+    given = "rollout_num_engines" in args.model_fields_set or ENGINE in replicas_of(args)
+    if not args.colocate or given or ranks % per_engine:
+        return None
+    how = f"--colocate with {ranks} ranks / --rollout-num-gpus-per-engine {per_engine}"
+    return Derived(number=ranks // per_engine, option="colocate", how=how)
+
+
+def _engines_of_resource(args: Any) -> Derived | None:
+    replicas, per_engine = replicas_of(args), args.rollout_num_gpus_per_engine
+    if ENGINE not in replicas:
+        return None
+    count, gpus = replicas[ENGINE]
+    _require_whole_engines(gpus, per_engine, "--resource")
+    how = f"--resource [{count}, {gpus}] of the engines / --rollout-num-gpus-per-engine {per_engine}"
+    return Derived(number=count * max(gpus // per_engine, 1), option="resource", how=how)
+
+
+def _require_whole_engines(gpus: int, per_engine: int, flag: str) -> None:
+    if gpus % per_engine:
+        whole = sorted({max(1, gpus // per_engine) * per_engine, (gpus // per_engine + 1) * per_engine})
+        raise ConfigError(
+            f"{gpus} GPUs are not whole engines of {per_engine} GPUs",
+            where=f"{flag} and --rollout-num-gpus-per-engine",
+            expected=f"a multiple of {per_engine}, such as {' or '.join(map(str, whole))}",
+        )
+
+
+def _one_device_each(args: Any, role: str) -> Derived | None:
+    """The processes that ``--resource`` gives a role whose processes have one device each, or none."""
+    replicas = replicas_of(args)
+    if role not in replicas:
+        return None
+    if (row := PLACED.get(role)) is not None and row.asked_by and not getattr(args, row.asked_by):
+        flag = flag_of(row.asked_by)
+        raise ConfigError(f"the role {role!r} is counted, and there is none", where="--resource", hint=f"add {flag}")
+    count, devices = replicas[role]
+    return Derived(number=count * max(devices, 1), option="resource", how=f"--resource [{count}, {devices}] of {role}")

@@ -1,0 +1,265 @@
+"""What a run does, as data: its schedule, its roles, its end."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from buffer_rl.errors import ConfigError
+from buffer_rl.kinds.marks import Scope
+from buffer_rl.plan.algorithm import (
+    estimator_scope,
+    frozen_models_of_trainer,
+    is_supervised,
+    old_log_probs_pass,
+    uses_critic,
+)
+from buffer_rl.plan.roles import (
+    ACTOR,
+    ADVANTAGE_FIELDS,
+    CRITIC,
+    DEDICATED,
+    FIELD_OF_MODEL,
+    Restart,
+    Role,
+    worker_counts,
+)
+
+
+class Mode(StrEnum):
+    """The modes that ``--schedule`` takes."""
+
+    LOCKSTEP = "lockstep"
+    PIPELINED = "pipelined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """max_staleness (S): rollout r may start once the weights of version ``r - S`` are published, so at most
+    S + 1 rollouts hold slots at a time. With S = 0 every sample is of exactly the version that trains on it.
+    """
+
+    mode: Mode
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness must not be negative, it is {self.max_staleness}")
+        if self.max_staleness != 0:
+            raise ValueError(f"{self.mode} trains on samples of exactly the current version: max_staleness is 0")
+
+    @classmethod
+    def named(cls, name: str) -> Schedule:
+        """The schedule that ``--schedule name`` means. Raises ``ValueError`` for an unknown name."""
+        return cls(mode=Mode(name))
+
+    @property
+    def streams(self) -> bool:
+        """Whether roles work on a rollout's finished groups while the rest of it is still generated; else they start
+        after its last group."""
+        return self.mode is not Mode.LOCKSTEP
+
+    def may_start(self, rollout_id: int, published_version: int) -> bool:
+        """Whether rollout ``rollout_id`` may start while ``published_version`` is the newest published one."""
+        return rollout_id <= published_version + self.max_staleness
+
+
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+_EXPRESSION = re.compile(r"\s*([\w./-]+)\s*(>=|<=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStop:
+    """``metric op value``, for example ``eval/dev >= 0.25``; ``op`` is one of ``>= <= > <``."""
+
+    metric: str
+    op: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}{self.op}{self.value:g}"
+
+    def met(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the metric is there and fulfils the condition (NaN never does)."""
+        found = metrics.get(self.metric)
+        return found is not None and bool(_OPERATORS[self.op](found, self.value))
+
+
+def parse_early_stop(text: str) -> EarlyStop:
+    """Read the expression. Raises ConfigError."""
+    match = _EXPRESSION.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{text!r} is no condition on a metric",
+            where="--early-stop",
+            expected="METRIC, one of >= <= > <, and a number, for example 'eval/dev>=0.25'",
+        )
+    metric, op, value = match.groups()
+    return EarlyStop(metric=metric, op=op, value=float(value))
+
+
+def train_only(args: Any) -> bool:
+    """Whether the run trains on recorded rollouts, without engines and rollout workers."""
+    return bool(args.debug_train_only or args.load_debug_rollout_data is not None)
+
+
+def rollout_only(args: Any) -> bool:
+    """Whether the run generates without a trainer."""
+    return bool(args.debug_rollout_only)
+
+
+def reads_data_source(args: Any) -> bool:
+    """Whether the run takes groups from ``--data-source-path``. An evaluation (no rollout) does not."""
+    return args.data_source_path is not None and args.num_rollout != 0 and not train_only(args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """Which role computes which field of each rollout, and which are trained on it.
+
+    trained: roles that take optimizer steps, the actor first; none where the run only generates. passes: forward passes
+    of trained roles before the optimizer step, each a role and the model whose field it computes (``FIELD_OF_MODEL``).
+    dedicated_roles: roles with processes of their own, each the name of its reading task. external_fields: fields that
+    they add. estimates: the actor's advantage estimator is called once, with all rows of the rollout.
+    critic_only_steps: rollouts at the start of the run that only the critic takes an optimizer step on.
+    stream_gradients: trained roles go on to forward and backward while the rollout still runs.
+    max_restarts: how often the dead processes of each role, and rollout workers, are replaced in place.
+    restarted_globally: the dedicated roles that are not.
+    """
+
+    trained: tuple[str, ...] = (ACTOR,)
+    passes: tuple[tuple[str, str], ...] = ()
+    dedicated_roles: tuple[str, ...] = ()
+    external_fields: tuple[str, ...] = ()
+    estimates: bool = False
+    critic_only_steps: int = 0
+    stream_gradients: bool = False
+    max_restarts: int = 0
+    restarted_globally: tuple[str, ...] = ()
+
+    def awaited_by(self, role: str) -> list[str]:
+        """Fields of other roles that a trained role waits for, group by group, before its forward and backward."""
+        given = set(self.external_fields)
+        if role == CRITIC:  # which computes advantages itself, from its values
+            given -= ADVANTAGE_FIELDS
+        elif CRITIC in self.trained:
+            given |= {*ADVANTAGE_FIELDS, FIELD_OF_MODEL[CRITIC]}
+        return sorted(given)
+
+    def steps_on(self, rollout_id: int) -> list[str]:
+        """The trained roles that take an optimizer step on a rollout."""
+        return [role for role in self.trained if role == CRITIC or rollout_id >= self.critic_only_steps]
+
+    def num_updates(self, role: str, num_rollouts: int) -> int:
+        """On how many of the run's rollouts a trained role takes optimizer steps."""
+        return num_rollouts if role == CRITIC else max(0, num_rollouts - self.critic_only_steps)
+
+    def models_of(self, role: str) -> list[str]:
+        """The models whose fields a trained role computes."""
+        return [model for owner, model in self.passes if owner == role]
+
+
+def critic_only_steps(args: Any) -> int:
+    """On how many rollouts the critic alone is trained, at the beginning of a run."""
+    return max(args.num_critic_only_steps, args.num_freeze_actor_steps) if uses_critic(args) else 0
+
+
+def role_plan(args: Any, estimator: object, own: Sequence[Role] = (), backend: object = None) -> RolePlan:
+    """The roles that the options ask for, and what is left to the trainer. estimator: of advantages. own: the roles of
+    ``--role-path``. backend: a trainer backend that is not the default one."""
+    counts = worker_counts(args)
+    rows = [*(row for role, row in DEDICATED.items() if counts[role]), *own]
+    dedicated = tuple(row.name for row in rows)
+    models = frozen_models_of_trainer(args)
+    if old_log_probs_pass(args, estimator, backend) and "actor_fwd" not in dedicated:
+        models.append("actor")
+    critic = (CRITIC,) if uses_critic(args) else ()
+    return RolePlan(
+        trained=(ACTOR, *critic),
+        passes=(*((ACTOR, model) for model in models), *((role, role) for role in critic)),
+        dedicated_roles=dedicated,
+        external_fields=tuple(name for row in rows for name in row.fields),
+        restarted_globally=tuple(row.name for row in rows if row.restart is Restart.GLOBAL),
+        # An estimator of scope row is called by each rank on its own rows, unless it reads those of another role.
+        estimates=not (is_supervised(args) or "advantages" in dedicated or args.stream_gradients)
+        and (estimator_scope(args, estimator) is not Scope.ROW or bool(critic)),
+        critic_only_steps=critic_only_steps(args),
+        stream_gradients=args.stream_gradients,
+        max_restarts=args.role_max_restarts,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a run does, as data.
+
+    first_rollout: 0, or the step of the checkpoint that the run continues from.
+    publish_each_step: false where rollouts never ask the engine; weights are then published for evaluations only.
+    compare_log_probs: whether engine and trainer are compared before the first optimizer step.
+    ref_update_interval: the reference model takes the actor's weights after every so many rollouts.
+    roles: the roles that add fields to each rollout's groups, and those that are trained. Without the latter nothing is
+    published, and every rollout comes from the initial weights.
+    owes_evaluation: whether a death came between the checkpoint that the run continues from and its evaluation.
+    offload_train, offload_rollout: trained roles, or the engines, free their memory while the other side works.
+    saves: whether checkpoints are written. async_save: while the run goes on.
+    records: whether each rollout's rows are kept, for debugging.
+    max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
+    passes_on_tickets: whether a rollout worker can go on where another died; not where functions see the whole rollout,
+    which is then produced again.
+    """
+
+    num_rollouts: int
+    schedule: Schedule
+    first_rollout: int = 0
+    publish_at_start: bool = False
+    publish_each_step: bool = True
+    compare_log_probs: bool = False
+    ref_update_interval: int | None = None
+    roles: RolePlan = field(default_factory=RolePlan)
+    evaluate: bool = False
+    eval_interval: int | None = None
+    eval_before_train: bool = True
+    owes_evaluation: bool = False
+    offload_train: bool = False
+    offload_rollout: bool = False
+    saves: bool = False
+    save_interval: int | None = None
+    async_save: bool = False
+    records: bool = False
+    early_stop: EarlyStop | None = None
+    max_rollout_retries: int = 0
+    passes_on_tickets: bool = True
+    rollout_timeout_s: float
+    train_timeout_s: float
+    publish_timeout_s: float
+    save_timeout_s: float
+    buffer_timeout_s: float
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether an evaluation follows ``step`` optimizer steps."""
+        if not self.evaluate:
+            return False
+        is_due = self.eval_interval is not None and step % self.eval_interval == 0
+        if step == self.first_rollout and step < self.num_rollouts:  # the run that saved this step evaluated it
+            return (self.eval_before_train and step == 0) or (self.owes_evaluation and is_due)
+        return step >= self.num_rollouts or is_due
+
+    def saves_at(self, step: int, *, stopped_early: bool) -> bool:
+        """Whether a checkpoint follows ``step`` optimizer steps."""
+        if not self.saves:
+            return False
+        is_last = step == self.num_rollouts or stopped_early
+        return is_last or (self.save_interval is not None and step % self.save_interval == 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResult:
+    """How a run ended: trained steps, the newest evaluation, and whether ``--early-stop`` ended it."""
+
+    steps: int
+    evaluation: dict[str, float] = field(default_factory=dict)
+    stopped_early: bool = False

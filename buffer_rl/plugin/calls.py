@@ -1,0 +1,276 @@
+"""Calling plugins, and the one style of errors about them: kind, reference, origin; what is wrong; expected; names.
+
+Code of a user may raise anything. All of it is called inside ``contained``, or ``awaited`` if it is asynchronous, and
+so raises subclasses of Exception alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from buffer_rl.errors import BufferRLError, EndedBySignal, PluginError
+from buffer_rl.kinds.table import PluginKind, kind_named
+
+_MOST_NAMES_SHOWN = 12
+TAIL_LINES = 12
+_CALLERS = frozenset({__name__, "buffer_rl.rollout.user_functions", "asyncio.threads", "concurrent.futures.thread"})
+Answer = TypeVar("Answer")
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name most like ``name``, or None. ``cutoff`` is difflib's ratio, from 0 to 1."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Names for a message, shortened after the first dozen."""
+    ordered = sorted(set(names))
+    shown = ", ".join(ordered[:_MOST_NAMES_SHOWN])
+    left = len(ordered) - _MOST_NAMES_SHOWN
+    return f"{shown} and {left} more" if left > 0 else shown
+
+
+def plugin_error(
+    kind: PluginKind | None,
+    reference: str,
+    what: str,
+    *,
+    origin: str = "",
+    actual: str = "",
+    suggestion: str | None = None,
+    known: Iterable[str] = (),
+    hint: str = "",
+) -> PluginError:
+    """Build the error; the caller raises it.
+
+    kind: None where none was named: for a whole pluggy plugin (``-p NAME``), or while the kind is guessed.
+    origin: file, line, distribution, as far as known.
+    actual: the signature that was found. suggestion: the reference that was probably meant.
+    """
+    named = list_names(known)
+    question = f"did you mean {suggestion!r}?" if suggestion else ""
+    facts = "; ".join(part for part in (f"known names: {named}" if named else "", hint) if part)
+    if kind is None:
+        subject = "plugin"
+        expected = "package.module:name, ./file.py:name, or a name that is installed or registered"
+    else:
+        subject = kind.name
+        expected = f"{kind.signature}, for {' or '.join(kind.flags)}"
+    return PluginError(
+        f"{what}; found {actual}" if actual else what,
+        where=f"{subject} {reference!r}" + (f" ({origin})" if origin else ""),
+        expected=expected,
+        hint=f"{question} {facts}".strip(),
+    )
+
+
+def short_repr(value: object) -> str:
+    """A value for a message: its shortened ``repr`` and its type."""
+    text = repr(value)
+    return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"
+
+
+class UncommonError(Exception):
+    """Stands for an exception (``__cause__``) that ``except Exception`` does not catch, or a future cannot carry."""
+
+
+class contained:
+    """For a block that runs code of a user: SystemExit, KeyboardInterrupt, CancelledError and StopIteration of that
+    code become UncommonError. A signal that ends the run passes (EndedBySignal), and so do ``passing``."""
+
+    def __init__(self, *passing: type[BaseException]) -> None:
+        self._passing: tuple[type[BaseException], ...] = (EndedBySignal, *passing)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        common = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        if error is not None and not common and not isinstance(error, self._passing):
+            raise UncommonError(error_name(error)) from error
+
+
+async def contained_task(work: Awaitable[Answer]) -> Answer:
+    """Await ``work`` as a task of its own: only the cancellation of that task passes."""
+    with contained(asyncio.CancelledError, GeneratorExit):
+        return await work
+
+
+async def awaited(work: Awaitable[Answer]) -> Answer:
+    """Await ``work`` of a user, in a task of its own. It is cancelled with the caller; a CancelledError of its own is
+    an UncommonError."""
+    task, caller = asyncio.ensure_future(contained_task(work)), asyncio.current_task()
+    assert caller is not None
+    before = caller.cancelling()  # in Python 3.11 a task group that failed leaves a count behind
+    try:
+        return await task
+    except asyncio.CancelledError as error:
+        if caller.cancelling() > before or not task.cancelled():
+            raise
+        raise UncommonError(error_name(error)) from error
+
+
+def original(error: BaseException) -> BaseException:
+    """What the code raised."""
+    return error.__cause__ or error if isinstance(error, UncommonError) else error
+
+
+def error_name(error: BaseException) -> str:
+    """``ValueError: its text``, of what the code raised."""
+    error = original(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def error_text(error: BaseException, *, skip_frames: int = 1) -> str:
+    """``error_name`` and the end of the traceback."""
+    return f"{error_name(error)}\n{traceback_tail(original(error), skip_frames=skip_frames)}"
+
+
+def traceback_tail(error: BaseException, *, skip_frames: int = 1) -> str:
+    """The last lines of the traceback, without the first ``skip_frames`` frames (the caller's own), and without those
+    of the functions that call users' code."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        if skip_frames <= 0 and frames.tb_frame.f_globals.get("__name__") not in _CALLERS:
+            break
+        frames, skip_frames = frames.tb_next, skip_frames - 1
+    lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().splitlines()
+    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+
+
+def place(kind: str, reference: object, at: str = "") -> str:
+    """``filter 'my_module:fn', group ...``: the ``where`` of an error about a plugin that was called."""
+    return f"{kind} {reference!r}" + (f", {at}" if at else "")
+
+
+def raised(
+    kind: str,
+    reference: object,
+    error: BaseException,
+    *,
+    at: str = "",
+    error_class: type[BufferRLError] = PluginError,
+    skip_frames: int = 1,
+) -> BufferRLError:
+    """The error that says that a plugin raised ``error``, with the end of its traceback; the caller raises it."""
+    text = f"it raised {error_text(error, skip_frames=skip_frames)}"
+    return error_class(text, where=place(kind, reference, at))
+
+
+def returned(
+    kind: str,
+    reference: object,
+    value: object,
+    expected: str,
+    *,
+    at: str = "",
+    hint: str = "",
+    error_class: type[BufferRLError] = PluginError,
+) -> BufferRLError:
+    """The error that says that a plugin returned something that it must not; the caller raises it."""
+    if value is None and not hint:
+        hint = "a function without a return statement returns None"
+    return error_class(
+        f"it returned {short_repr(value)}", where=place(kind, reference, at), expected=expected, hint=hint
+    )
+
+
+def call(
+    kind: str,
+    reference: object,
+    function: Callable[..., Answer],
+    *arguments: Any,
+    at: str = "",
+    error_class: type[BufferRLError] = PluginError,
+) -> Answer:
+    """``function(*arguments)``; what it raises becomes ``raised``, errors of ``buffer_rl.errors`` pass as they are."""
+    try:
+        with contained():
+            return function(*arguments)
+    except BufferRLError:
+        raise
+    except Exception as error:  # fault boundary: a plugin's code
+        raise raised(kind, reference, error, at=at, error_class=error_class) from error
+
+
+def construct(
+    kind: str,
+    reference: object,
+    factory: Callable[..., Any],
+    *arguments: Any,
+    error_class: type[BufferRLError] = PluginError,
+) -> Any:
+    """What the class or factory of a constructed kind builds, behind ``Guarded``.
+
+    Raises PluginError if it raises, or if what it builds lacks a method of the kind.
+    """
+    row = kind_named(kind)
+    built = call(kind, reference, factory, *arguments, at="while it was constructed")
+    missing = [name for name in row.methods if not callable(getattr(built, name, None))]
+    if missing:
+        expected = f"an object with {', '.join(row.methods)}"
+        hint = row.changed_hint(built) or f"no {missing[0]}"
+        raise returned(kind, reference, built, expected, at="while it was constructed", hint=hint)
+    return Guarded(kind, reference, built, error_class, row.methods)
+
+
+class Guarded:
+    """An object of a constructed kind; whatever a method of the kind raises names the plugin and the method, and so
+    does a PluginError that it raises without a place.
+
+    Everything else is the object's own. What an iterator raises on the way counts as the method's.
+    methods: those that are guarded.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        reference: object,
+        built: Any,
+        error_class: type[BufferRLError],
+        methods: tuple[str, ...],
+    ) -> None:
+        self.kind = kind
+        self.reference = reference
+        self.built = built
+        self._error_class = error_class
+        self._methods = methods
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.built, name)
+        if name not in self._methods:
+            return value
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            answer = self._run(name, lambda: value(*args, **kwargs))
+            return self._iterate(name, answer) if isinstance(answer, Iterator) else answer
+
+        return guarded
+
+    def _iterate(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
+        while (item := self._run(name, lambda: next(items, _END))) is not _END:
+            yield item
+
+    def _run(self, name: str, step: Callable[[], Any]) -> Any:
+        try:
+            with contained():
+                return step()
+        except BufferRLError as error:
+            if isinstance(error, PluginError) and not error.where:
+                error.where = place(self.kind, self.reference, name)
+            raise
+        except Exception as error:  # fault boundary: a plugin's code
+            raise raised(
+                self.kind, self.reference, error, at=name, error_class=self._error_class, skip_frames=2
+            ) from error
+
+
+_END = object()

@@ -1,0 +1,7 @@
+"""What travels between processes, as data.
+
+ids      uids of groups, and the ids of their samples
+sample   a prompt and its response: tokens, reward, status, versions of the weights
+groups   groups of samples, tickets, training rows, and the other records of a run
+utf8     text that UTF-8 cannot encode: refused in data, written as an escape
+"""

@@ -1,0 +1,284 @@
+"""The records that travel between the parts of buffer_rl (standard library and numpy only).
+
+``Sample`` and what it consists of are in ``buffer_rl.records.sample``, and are found here too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast, overload
+
+import numpy as np
+
+from buffer_rl.records.ids import NO_UID as NO_UID
+from buffer_rl.records.ids import GroupUid as GroupUid
+from buffer_rl.records.ids import RowId as RowId
+from buffer_rl.records.ids import VersionSpan as VersionSpan
+from buffer_rl.records.ids import tile as tile
+from buffer_rl.records.lazy_list import LazyList
+from buffer_rl.records.sample import Prompt as Prompt
+from buffer_rl.records.sample import Sample as Sample
+from buffer_rl.records.sample import Status as Status
+
+Column = np.ndarray | list[np.ndarray]
+"""One field of several rows: an array ``[num_rows]``, or one array ``[num_tokens]`` per row."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleGroup(Sequence[Sample]):
+    """The samples of one prompt, leased together. Iterates, indexes and counts as the list of its samples.
+
+    attempt and incarnation identify the lease: the Buffer refuses a report whose lease is not the live one.
+    foreign: the rollout function made the group, and did not lease it; the framework sets it. Such a group may leave
+    out its uid and those of its samples.
+    data_set names the evaluation set that the group comes from; it is empty for training groups.
+    sampling_params: what that set says about sampling, under the names of SGLang's protocol; it is stronger than the
+    options. rm_type: the registered reward that the set's configuration, and no row, names; empty where it names none.
+    """
+
+    uid: GroupUid = NO_UID
+    samples: list[Sample]
+    attempt: int = 1
+    incarnation: str = ""
+    data_set: str = ""
+    sampling_params: dict[str, Any] = field(default_factory=dict)
+    rm_type: str = ""
+    foreign: bool = False
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        return self.samples[index]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the samples are copies of one prompt that were not read yet, so that nothing was generated."""
+        return isinstance(self.samples, LazyList) and not self.samples.is_made
+
+    def by_sample(self) -> list[list[Sample]]:
+        """The rows of each sample: its parts if it fanned out, else one."""
+        if not any(sample.part for sample in self):
+            return [[sample] for sample in self]
+        rows: dict[int, list[Sample]] = {}
+        for sample in self:
+            rows.setdefault(sample.sample_index, []).append(sample)
+        return list(rows.values())
+
+    def rewards(self, args: Any) -> list[float]:
+        """The reward of each sample that has one: the mean over its parts."""
+        known = [[row.get_reward_value(args) for row in rows if row.reward is not None] for rows in self.by_sample()]
+        return [math.fsum(values) / len(values) for values in known if values]
+
+    def as_prompts(self, **changes: Any) -> SampleGroup:
+        """A copy with the prompts alone: responses, rewards and versions are gone. changes: its other fields."""
+        samples = cast(Any, self.samples).unmade() if self.is_fresh else [s.as_prompt() for s in self if s.part == 0]
+        return replace(self, samples=samples, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueHeader:
+    """What a buffer filter sees of one queued group.
+
+    admitted: running number that the data source gave the group. prompt_length: characters of its text (the Buffer
+    has no tokenizer). attempts: leases so far.
+    reward: mean reward of an earlier attempt; None if there is none.
+    version: the oldest weights that its tokens were sampled from; None for a group without tokens.
+    """
+
+    uid: GroupUid
+    admitted: int
+    prompt_length: int
+    attempts: int = 0
+    reward: float | None = None
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """What ``Buffer.generate`` hands to the driver, and the driver to a rollout worker: one rollout to produce.
+
+    num_groups: how many groups the step still needs (for an evaluation: how many prompts there are).
+    version: the weights that the rollout starts from.
+    max_staleness: S of the schedule: a trained token is of version ``version - S`` or later, with S = 0 of exactly
+    ``version``. None where no weights are published, and versions say nothing.
+    keeps_tokens: a group that is given back keeps what was generated of it so far.
+    worker: number of the rollout worker; that of one that goes on where another died, or makes it again, is greater.
+    The Buffer refuses calls of an earlier one.
+    """
+
+    rollout_id: int
+    evaluation: bool
+    num_groups: int
+    version: int
+    incarnation: str
+    max_staleness: int | None = 0
+    keeps_tokens: bool = False
+    worker: int = 1
+
+    @property
+    def task(self) -> str:
+        """Name of the pool that the rollout fills: ``train_{rollout_id}`` or ``eval_{rollout_id}``."""
+        return f"{'eval' if self.evaluation else 'train'}_{self.rollout_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutReport:
+    """How a rollout ended, counted by the Buffer when it was closed.
+
+    num_groups, num_rows: what the step trains on (or what was evaluated).
+    drops: rejected groups by reason; ``unreported`` counts leased groups that were never mentioned again.
+    surplus: finished groups that the step does not need; they went back to the queue as prompts. Foreign ones, which
+    have no place there, are among the drops.
+    """
+
+    ticket: Ticket
+    num_groups: int
+    num_rows: int
+    drops: dict[str, int]
+    surplus: int
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutOutput:
+    """What a rollout function returns. A bare list of groups is accepted in its place.
+
+    groups: finished groups that were not yet reported with ``buffer.finish``; may be empty.
+    metrics: flat numbers, logged under ``rollout/``.
+    """
+
+    groups: list[SampleGroup] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterDecision:
+    """A dynamic sampling filter's answer; ``reason`` is counted and shown for dropped groups.
+
+    keep_when_insufficient: keep a group that is not wanted where another would have to be generated in its place, that
+    is, once ``--over-sampling-batch-size`` leaves no more groups than the step needs.
+    """
+
+    keep: bool
+    reason: str = ""
+    keep_when_insufficient: bool = False
+
+
+SAMPLE_SIZES = ("sample_total_tokens", "sample_parts")
+"""Columns of a sample's size that the Buffer writes (see ``TrainBatch``)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainBatch:
+    """The rows of one task that one data-parallel rank trains on.
+
+    columns: per row, in the order of ``row_ids``:
+        ``tokens`` list of ``[num_tokens]`` int32 (prompt and response);
+        ``response_length`` ``[num_rows]`` int32;
+        ``loss_mask`` list of ``[response_length]`` float32;
+        ``reward`` ``[num_rows]`` float32 after post-processing, ``raw_reward`` before it;
+        ``baseline_reward`` ``[num_rows]`` float32, the reward of a greedy response, where the estimator needs it;
+        ``rollout_log_probs``, ``ref_log_probs``, ``teacher_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
+        lists of ``[response_length]`` float32, where they exist;
+        ``kept_counts`` list of ``[response_length]`` int32 and ``kept_tokens`` list of ``[sum of its counts]`` int32,
+        under ``--replay-kept-tokens``: see ``Sample.rollout_kept_tokens``;
+        ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's
+        sample over all its parts, and how many these are, written by the Buffer.
+    """
+
+    rollout_id: int
+    task: str
+    row_ids: list[RowId]
+    columns: dict[str, Column]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each row."""
+        return [len(tokens) for tokens in self.columns.get("tokens", ())]
+
+    def rows_without(self, name: str) -> list[RowId]:
+        """The rows whose column ``name`` has NaN, which stands for a value that the rollout did not give, where a token
+        is trained on. None for a column that is not there, or does not hold fractions."""
+        masks = self.columns.get("loss_mask", self.row_ids)
+        return [
+            row_id
+            for row_id, values, mask in zip(
+                self.row_ids, map(np.asarray, self.columns.get(name, ())), masks, strict=False
+            )
+            if values.dtype.kind == "f"
+            and np.isnan(values if values.shape != np.shape(mask) else values[np.asarray(mask) != 0]).any()
+        ]
+
+    def select(self, indices: Iterable[int]) -> TrainBatch:
+        """The rows at ``indices``."""
+        chosen = list(indices)
+        return replace(
+            self,
+            row_ids=[self.row_ids[i] for i in chosen],
+            columns={name: take_rows(column, chosen) for name, column in self.columns.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """One rank's place among the ranks of a trainer.
+
+    dp_rank, dp_size: the replica that the rank belongs to, of so many. All ranks of a replica get the same rows.
+    is_head: the one rank of each replica whose sums, metrics and log-probabilities count (the last pipeline stage,
+        tensor rank 0, context rank 0).
+    in_step: a forward pass has a collective over replicas. All replicas then get their rows together, perhaps none, as
+        often as each other; how many micro-batches each makes of them they agree on themselves.
+    """
+
+    dp_rank: int
+    dp_size: int
+    is_head: bool = True
+    in_step: bool = False
+
+    @property
+    def is_source(self) -> bool:
+        """Whether the rank has the tensors of ``Trainer.export``: the head of replica 0."""
+        return self.is_head and self.dp_rank == 0
+
+
+def sample_means(samples: Iterable[Hashable], values: Iterable[float]) -> list[float]:
+    """The mean of ``values`` over the parts of each sample, so that a sample counts once however many rows it is.
+
+    samples: which sample each value belongs to, ``[num_rows]``. Returns ``[num_samples]``, in the order in which the
+    samples first occur."""
+    parts: dict[Hashable, list[float]] = {}
+    for sample, value in zip(samples, values, strict=True):
+        parts.setdefault(sample, []).append(value)
+    return [float(own[0] if len(own) == 1 else np.mean(sorted(own))) for own in parts.values()]
+
+
+REWARD_STD = 1e-6
+"""Rewards that deviate by no more count as equal."""
+
+
+def equal_rewards(rewards: Sequence[float] | np.ndarray) -> bool:
+    """Whether rewards differ by rounding at most, ``[num_samples]``: their standard deviation (divisor n - 1) is at
+    most ``REWARD_STD``, or 1e-9 of the largest of them. The one definition of filters, metrics and algorithms."""
+    rewards_n = np.asarray(rewards, dtype=np.float64)
+    if rewards_n.size < 2:
+        return True
+    return bool(rewards_n.std(ddof=1) <= max(REWARD_STD, 1e-9 * float(np.abs(rewards_n).max())))
+
+
+def take_rows(column: Column, indices: Sequence[int]) -> Column:
+    """The rows of ``column`` at ``indices``, in that order."""
+    if isinstance(column, np.ndarray):
+        return column[np.asarray(indices, dtype=np.int64)]
+    return [column[i] for i in indices]

@@ -1,0 +1,171 @@
+"""Which engine each request reaches: the real router under its policies, in front of scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from buffer_rl.engines.client import EngineClient
+from buffer_rl.engines.fleet import EngineFleet
+from buffer_rl.engines.router import Router, router_arguments
+from buffer_rl.errors import ConfigError
+from buffer_rl.testing.fake_engine import FakeEngine
+from harness.processes import holds_within
+
+NUM_ENGINES = 3
+
+
+class Held(FakeEngine):
+    """Answers while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    async def _aborted(self, row: dict[str, Any]) -> bool:
+        while not self.is_open.is_set():  # noqa: ASYNC110 (set by another thread)
+            await asyncio.sleep(0.01)
+        return False
+
+
+class Routed:
+    """A router and its engines. Each call of ``ask`` tells which engine it reached."""
+
+    def __init__(self, client: EngineClient, engines: list[Held]) -> None:
+        self._client, self._engines, self._asked = client, engines, 0
+
+    async def ask(self, prompt: int, key: str | None, num_rows: int = 1) -> int:
+        self._asked += 1
+        rid, ids = f"r{self._asked}-", [prompt] * 64
+        if num_rows > 1:
+            await self._client.agenerate_rows(rid, ids, num_rows, {}, routing_key=key)
+        else:
+            await self._client.agenerate(rid, ids, {}, routing_key=key)
+        logs = [[body["rid"].startswith(rid) for body in engine.log.requests] for engine in self._engines]
+        (reached,) = [index for index, found in enumerate(logs) if any(found)]
+        return reached
+
+    async def at_once(self, *asked: tuple[int, str | None]) -> list[int]:
+        """All have come before the first is answered."""
+        for engine in self._engines:
+            engine.is_open.clear()
+        before = self._num_requests()
+        answers = asyncio.gather(*(self.ask(*each) for each in asked))
+        try:
+            assert await asyncio.to_thread(holds_within, 30, lambda: self._num_requests() == before + len(asked))
+        finally:
+            for engine in self._engines:
+                engine.is_open.set()
+        return await answers
+
+    def _num_requests(self) -> int:
+        return sum(len(engine.log.requests) for engine in self._engines)
+
+
+@pytest.fixture
+def routed(tmp_path: Path) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def start(policy: str, **arguments: Any) -> AsyncIterator[Routed]:
+        with ExitStack() as stack:
+            engines = [stack.enter_context(Held()) for _ in range(NUM_ENGINES)]
+            router = Router(str(tmp_path / "log"), request_timeout_s=30, policy=policy, arguments=arguments)
+            stack.callback(router.stop)
+            await asyncio.to_thread(router.wait_ready, 30)
+            await asyncio.to_thread(router.add, *(engine.url for engine in engines))
+            async with EngineClient(router.url, []) as client:
+                yield Routed(client, engines)
+
+    return start
+
+
+KEYS = [f"session {number}" for number in range(12)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["manual", "consistent_hashing"])
+async def test_equal_keys_reach_one_engine_whatever_the_prompts_are(routed: Any, policy: str) -> None:
+    async with routed(policy) as router:
+        first = await router.at_once(*((number, key) for number, key in enumerate(KEYS)))
+        assert await router.at_once(*((90 - number, key) for number, key in enumerate(KEYS))) == first
+        assert [await router.ask(50, key, num_rows=4) for key in KEYS[:4]] == first[:4]
+        if policy == "manual":  # a new key begins where the fewest requests are
+            assert sorted(first) == [0] * 4 + [1] * 4 + [2] * 4
+        else:
+            assert len(set(first)) > 1
+        without = await router.at_once(*[(7, None)] * 6)  # by the prompt
+        assert len(set(without)) == 1
+
+
+@pytest.mark.slow
+async def test_round_robin_takes_the_engines_in_turns_whatever_the_keys_are(routed: Any) -> None:
+    async with routed("round_robin") as router:
+        reached = [await router.ask(1, "same") for _ in range(6)]
+    assert reached[:3] == reached[3:]
+    assert sorted(reached[:3]) == [0, 1, 2]
+
+
+async def test_cache_aware_sends_a_prompt_where_it_was_unless_that_engine_has_much_more_to_do(routed: Any) -> None:
+    async with routed("cache_aware") as router:
+        assert len(set(await router.at_once(*((5, key) for key in KEYS)))) == 1
+    async with routed("cache_aware", balance_abs_threshold=2, balance_rel_threshold="1.1") as router:
+        assert set(await router.at_once(*((5, key) for key in KEYS))) == {0, 1, 2}
+
+
+async def test_power_of_two_spreads_requests_though_no_engine_is_there_when_the_router_starts(routed: Any) -> None:
+    async with routed("power_of_two") as router:
+        assert len(set(await router.at_once(*[(5, "same")] * 12))) > 1
+
+
+def test_the_router_of_a_run_has_the_policy_and_the_arguments_of_its_options(
+    engine_args: Callable[..., Any], tmp_path: Path
+) -> None:
+    def started(args: Any, index: int, log_path: str) -> Any:
+        nothing = lambda *_: None  # noqa: E731
+        return SimpleNamespace(url=engines[index].url, wait_ready=nothing, stop=nothing, check=nothing)
+
+    with ExitStack() as stack:
+        engines = [stack.enter_context(FakeEngine()) for _ in range(2)]
+        options = {"router_policy": "round_robin", "router_args": {"log_dir": str(tmp_path / "own")}}
+        fleet = stack.enter_context(EngineFleet(engine_args(rollout_num_engines=2, **options), str(tmp_path), started))
+        fleet.wait_ready()
+
+        async def ask_twice() -> None:
+            async with EngineClient(fleet.router_url, []) as client:
+                for rid in ("a", "b"):
+                    await client.agenerate(rid, [5], {})
+
+        asyncio.run(ask_twice())
+        assert [engine.log.num_posts for engine in engines] == [1, 1]
+    assert (tmp_path / "own").is_dir()
+
+
+def test_arguments_of_the_router_have_its_names_and_form() -> None:
+    given = {"cache_threshold": "0.5", "max_idle_secs": 60, "disable_health_check": True, "dp_aware": False}
+    flags = ["--cache-threshold", "0.5", "--max-idle-secs", "60", "--disable-health-check"]
+    assert router_arguments(given) == flags
+    assert router_arguments({}) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cache_treshold": 0.5}, "unrecognized arguments: --router-cache-treshold 0.5"),
+        ({"cache_threshold": "high"}, "--router-cache-threshold: invalid float value: 'high'"),
+        ({"assignment_mode": "best"}, "--router-assignment-mode: invalid choice: 'best'"),
+        ({"port": 1}, "unrecognized arguments: --router-port"),
+        ({"request_timeout_secs": 5}, "use --generate-timeout-s"),
+    ],
+)
+def test_an_argument_that_the_router_refuses_or_the_run_sets_is_refused_before_it_starts(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        router_arguments(given)

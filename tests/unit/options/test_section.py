@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from typing import ClassVar, Literal
+
+import pytest
+from pydantic import ValidationError
+
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.data.options import DataOptions
+from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import Section, compose, did_you_mean, dump_args, load_args, option
+from buffer_rl.rollout.options import RolloutOptions
+
+
+class Fruit(Section):
+    heading: ClassVar[str] = "Fruit"
+    apples: int = option(1, "how many", ge=1)
+    sort: Literal["red", "green"] = option("red", "which")
+
+
+class Twin(Section):
+    apples: int = option(2, "a clash")
+
+
+def test_composed_args_are_instances_of_every_section() -> None:
+    args = compose(CORE_SECTIONS)()
+    assert isinstance(args, RolloutOptions)
+    assert isinstance(args, DataOptions)
+
+
+def test_fields_keep_the_order_of_the_sections() -> None:
+    names = list(compose([Fruit, DataOptions]).model_fields)
+    assert names == [*Fruit.model_fields, *DataOptions.model_fields]
+
+
+def test_composed_args_are_frozen_and_refuse_unknown_names() -> None:
+    args = compose([Fruit])()
+    with pytest.raises(ValidationError, match="frozen"):
+        args.apples = 3  # type: ignore[attr-defined]
+    with pytest.raises(ValidationError, match="pears"):
+        compose([Fruit])(pears=1)  # type: ignore[call-arg]
+
+
+def test_two_sections_with_one_name_are_an_error_that_names_both() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([Fruit, Twin])
+    assert "apples" in str(caught.value)
+    assert ":Fruit" in str(caught.value)
+    assert ":Twin" in str(caught.value)
+
+
+def test_equal_sections_give_the_same_class() -> None:
+    assert compose(CORE_SECTIONS) is compose(list(CORE_SECTIONS))
+
+
+@pytest.mark.parametrize(
+    "reference", ["buffer_rl.data.options:Nothing", "no.such:Thing", "buffer_rl.errors:ConfigError", ""]
+)
+def test_a_reference_that_is_no_section_is_an_error(reference: str) -> None:
+    with pytest.raises(ConfigError):
+        compose([reference])
+
+
+def test_infinite_and_undefined_numbers_are_refused() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValidationError):
+            compose(CORE_SECTIONS)(lr=value)  # type: ignore[call-arg]
+
+
+def test_dumped_args_load_as_equal_args_of_the_same_class() -> None:
+    args = compose(CORE_SECTIONS)(lr=0.1 + 0.2, rollout_stop=["ü", "\n"], num_rollout=None)  # type: ignore[call-arg]
+    again = load_args(dump_args(args))
+    assert again == args
+    assert type(again) is type(args)
+
+
+def test_another_process_rebuilds_the_same_args() -> None:
+    args = compose(CORE_SECTIONS)(rollout_batch_size=7)  # type: ignore[call-arg]
+    program = (
+        "import sys\nfrom buffer_rl.options.section import load_args\n"
+        "from buffer_rl.rollout.options import RolloutOptions\n"
+        "args = load_args(sys.stdin.read())\n"
+        "assert isinstance(args, RolloutOptions)\nprint(args.rollout_batch_size)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=dump_args(args), capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "7"
+
+
+def test_args_can_be_pickled() -> None:
+    args = compose(CORE_SECTIONS)(seed=5)  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(args)) == args
+
+
+def test_a_section_inside_a_function_cannot_be_sent() -> None:
+    class Local(Section):
+        value: int = option(1, "something")
+
+    with pytest.raises(ConfigError, match="defined inside a function"):
+        dump_args(compose([Local])())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", json.dumps({"sections": list(CORE_SECTIONS), "options": {"lr": "x"}})]
+)
+def test_damaged_text_is_a_config_error(text: str) -> None:
+    with pytest.raises(ConfigError):
+        load_args(text)
+
+
+def test_the_nearest_name_is_suggested_only_if_it_is_near() -> None:
+    assert did_you_mean("rolout_seed", ["rollout_seed", "seed"]) == "did you mean rollout_seed?"
+    assert did_you_mean("zebra", ["rollout_seed"]) == ""

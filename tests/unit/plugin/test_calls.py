@@ -1,0 +1,132 @@
+"""What code of a user raises, at the boundaries that all callers share: named, never more than an error."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import EndedBySignal, PluginError, RolloutError, WorkerError
+from buffer_rl.plugin.calls import call
+from buffer_rl.rollout.user_functions import call_plugin
+from buffer_rl.rollout.worker import LoopGuard
+
+ENDING = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration(), GeneratorExit()]
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def raises() -> None:
+        raise error
+
+    return raises
+
+
+async def plugin(function: Callable[[], Any]) -> Any:
+    async with asyncio.timeout(30):
+        return await call_plugin("generate", "my:fn", function, at="row 1")
+
+
+@pytest.mark.parametrize("error", ENDING, ids=repr)
+async def test_whatever_code_raises_is_an_error_that_names_it(error: BaseException) -> None:
+    with pytest.raises(PluginError, match=f"loss 'my:fn': it raised {type(error).__name__}") as caught:
+        call("loss", "my:fn", raising(error))
+    assert "in raises" in str(caught.value)
+    with pytest.raises(RolloutError, match=f"generate 'my:fn', row 1: it raised {type(error).__name__}") as threaded:
+        await plugin(raising(error))
+    assert "in raises" in str(threaded.value)
+    assert "user_functions.py" not in str(threaded.value)
+
+
+@pytest.mark.parametrize("error", ENDING[:3], ids=repr)
+async def test_so_is_what_asynchronous_code_and_its_tasks_raise(error: BaseException) -> None:
+    async def raises() -> None:
+        raising(error)()
+
+    async def gathers() -> None:
+        await asyncio.gather(asyncio.sleep(60), raises())
+
+    guard = LoopGuard()
+    try:
+        for function in (raises, gathers, lambda: raises()):
+            with pytest.raises(RolloutError, match=f"it raised .*{type(error).__name__}"):
+                await guard.guarded(plugin(function))
+    finally:
+        guard.close()
+
+
+async def test_code_that_cancels_its_own_task_has_failed_and_its_caller_goes_on() -> None:
+    async def cancels_itself() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(60)
+
+    with pytest.raises(RolloutError, match="it raised CancelledError"):
+        await plugin(cancels_itself)
+    await asyncio.sleep(0)
+
+
+async def test_a_deadline_and_a_cancellation_of_the_caller_cancel_the_code() -> None:
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await plugin(waits)
+    caller = asyncio.create_task(plugin(waits))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended == ["cancelled"] * 2
+
+
+async def test_a_signal_that_ends_the_run_ends_it_in_the_code_too() -> None:
+    with pytest.raises(EndedBySignal):
+        call("logger", "mine", raising(EndedBySignal(signal.SIGTERM)))
+
+
+def test_a_callback_that_ends_the_event_loop_fails_the_work_that_waits_for_it() -> None:
+    """As in the worker: the loop runs in a thread of its own, which ``run_forever`` would end."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    guards: list[LoopGuard] = []
+
+    async def work(first: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        guards[:] = guards or [LoopGuard()]
+        await guards[0].guarded(first())
+
+    async def exits_later() -> None:
+        async def one() -> None:
+            asyncio.get_running_loop().call_soon(sys.exit, 3)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            await asyncio.sleep(60)
+
+        async with asyncio.TaskGroup() as inner:
+            for _ in range(4):
+                inner.create_task(one())
+
+    try:
+        for _ in range(2):  # the next work is told as well
+            running = asyncio.run_coroutine_threadsafe(work(exits_later), loop)
+            with pytest.raises(WorkerError, match="code ended the event loop of the process: SystemExit: 3"):
+                running.result(30)
+    finally:
+        guards[0].close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
