@@ -111,3 +111,9 @@ class EndedBySignal(SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
+
+
+def short_repr(value: object) -> str:
+    """A value for a message: its shortened ``repr`` and its type."""
+    text = repr(value)
+    return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"

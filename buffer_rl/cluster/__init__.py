@@ -9,6 +9,7 @@ placement     bundles that are reserved, and the actor options of each member
 actor_group   the members of a role: started, called, replaced, stopped; their failures and log files
 dispatch      which members a call goes to, and how their answers become one
 fused         several roles in one process
+locality      what must be on one machine
 process       server processes and their API key
 parent        a process that ends with the one that started it
 signals       signals that end a run or a command, as an exception

@@ -24,7 +24,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from buffer_rl.data.dataset import PromptRow, RowKeys
 from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.options.section import did_you_mean
-from buffer_rl.options.yaml_file import parse_yaml, plain_value, where_of
+from buffer_rl.options.values import parse_yaml, plain_value, where_of
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.rewards import rewards_kind
+from buffer_rl.cluster.locality import require_local_engines
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
 from buffer_rl.driver.algorithm_checks import check_algorithm
@@ -28,7 +29,6 @@ from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.weights.tensor import require_local_engines
 
 
 def check_options(args: Any) -> None:

@@ -19,6 +19,7 @@ from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.environment import direct_variables, variables
+from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.cluster.signals import signals_as_exceptions
@@ -69,7 +70,6 @@ from buffer_rl.weights.options import engines_may_differ
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.roles import FolderUpdates, RoleBroadcasts, RolePublisher
 from buffer_rl.weights.sender import Senders
-from buffer_rl.weights.tensor import require_local_trainer
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args

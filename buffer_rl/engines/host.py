@@ -23,6 +23,7 @@ import ray
 from buffer_rl.cluster.actor_group import name_failure
 from buffer_rl.cluster.devices import Node
 from buffer_rl.cluster.environment import direct_variables
+from buffer_rl.cluster.locality import require_local_engines
 from buffer_rl.cluster.placement import Placement, is_node_gone
 from buffer_rl.cluster.process import STOP_TIMEOUT_S, refuses_connections, starts_engines
 from buffer_rl.engines.fleet import named_launcher
@@ -31,7 +32,6 @@ from buffer_rl.kinds.contracts import EngineLauncher, EngineProcess
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.weights.tensor import require_local_engines
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ checker for authors.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import NEW_FORM, Sums
@@ -18,6 +18,8 @@ from buffer_rl.records.groups import Topology as Topology
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from buffer_rl.plan.roles import Role
 
 
 def __getattr__(name: str) -> Any:
@@ -336,6 +338,21 @@ class Trainer(Protocol):
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""
+
+
+class FieldRole(Protocol):
+    """A role of the user's own (``--role-path``), constructed as ``cls(args)`` in each of its processes.
+
+    role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``,
+    and ``restart``.
+    """
+
+    role: ClassVar[Role]
+
+    def compute(self, batch: TrainBatch) -> Mapping[str, Column]:
+        """The role's fields for some finished groups: of each a list of ``[response_length]`` arrays or an array
+        ``[num_rows]``. Called again for rows whose process died; losses and estimators read the fields by name."""
+        ...
 
 
 class EngineProcess(Protocol):

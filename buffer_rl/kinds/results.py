@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from buffer_rl.errors import RewardError, RolloutError
-from buffer_rl.plugin.calls import short_repr
+from buffer_rl.errors import RewardError, RolloutError, short_repr
 from buffer_rl.records.groups import NO_UID, FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup, Status
 
 _log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from buffer_rl.kinds.contracts import (
     DynamicSamplingFilter,
     EngineLauncher,
     EvalRolloutLogFunction,
+    FieldRole,
     GenerateFunction,
     GroupRewardModel,
     MetricLogger,
@@ -30,7 +31,6 @@ from buffer_rl.kinds.contracts import (
     Trainer,
     WeightTransport,
 )
-from buffer_rl.plan.roles import FieldRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

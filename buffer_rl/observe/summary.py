@@ -92,17 +92,14 @@ def run_files(run_dir: str | Path) -> dict[str, Path]:
 
 
 def run_report(run_dir: str | Path, console: Console | None = None, title: str = "Learning curve") -> list[EvalGain]:
-    """Print what the run in ``run_dir`` learned and where its files are, draw its picture and write its page.
+    """Print what the run in ``run_dir`` learned and where its files are, draw its picture.
 
     Returns the gains that the table shows. Raises DataError if the run has no metrics.
     """
-    from buffer_rl.observe.report import write_report  # its page shows the gains of this module
-
     out = console or Console()
     records = read_metrics(run_dir)
     gains = eval_gains(records)
     write_curve(run_dir, title)
-    write_report(run_dir)
     out.print()
     if gains:
         out.print(gain_table(gains))

@@ -2,8 +2,7 @@
 
 section        a section of options, and the composition of several
 help           options as argparse flags, and their help texts
-values         from text to an option's value and type
-yaml_file      the file of options, every key with its line
+values         from text, or a YAML file, to options' values and types
 sources        the merge of file, environment and flags, with the origin of each value
 unknown_flags  flags that are no options: accepted with a word, or refused all at once
 user_args      the options as code of the user receives them

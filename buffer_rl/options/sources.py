@@ -16,8 +16,7 @@ from pydantic_core import ErrorDetails
 from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.options.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
 from buffer_rl.options.section import ENV_PREFIX, Options, declared, did_you_mean, env_of, flag_of
-from buffer_rl.options.values import Raw, convert, mapping_of, option_type
-from buffer_rl.options.yaml_file import read_yaml
+from buffer_rl.options.values import Raw, convert, mapping_of, option_type, read_yaml
 
 # Variables of the program itself, which are no options.
 RESERVED_VARIABLES = ("BUFFER_RL_TRACEBACK", "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD")

@@ -7,12 +7,9 @@ the built-in ones are rows here and stages of ``buffer_rl.train.worker``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
-
-from buffer_rl.records.groups import Column, TrainBatch
+from typing import Any
 
 ACTOR = "train"
 """The trained role whose weights are published, by the name that the driver calls it with."""
@@ -50,21 +47,6 @@ class Role:
     called_by: str = ""
     processes: int = 1
     restart: Restart = Restart.IN_PLACE
-
-
-class FieldRole(Protocol):
-    """A role of the user's own (``--role-path``), constructed as ``cls(args)`` in each of its processes.
-
-    role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``,
-    and ``restart``.
-    """
-
-    role: ClassVar[Role]
-
-    def compute(self, batch: TrainBatch) -> Mapping[str, Column]:
-        """The role's fields for some finished groups: of each a list of ``[response_length]`` arrays or an array
-        ``[num_rows]``. Called again for rows whose process died; losses and estimators read the fields by name."""
-        ...
 
 
 ROLES = {

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from buffer_rl.errors import BufferRLError, EndedBySignal, PluginError
+from buffer_rl.errors import BufferRLError, EndedBySignal, PluginError, short_repr
 from buffer_rl.kinds.table import PluginKind, kind_named
 
 _MOST_NAMES_SHOWN = 12
@@ -68,12 +68,6 @@ def plugin_error(
         expected=expected,
         hint=f"{question} {facts}".strip(),
     )
-
-
-def short_repr(value: object) -> str:
-    """A value for a message: its shortened ``repr`` and its type."""
-    text = repr(value)
-    return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"
 
 
 class UncommonError(Exception):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pluggy
 
-from buffer_rl.errors import BufferRLError, PluginError
-from buffer_rl.plugin.calls import contained, error_name, nearest, plugin_error, raised, short_repr
+from buffer_rl.errors import BufferRLError, PluginError, short_repr
+from buffer_rl.plugin.calls import contained, error_name, nearest, plugin_error, raised
 from buffer_rl.plugin.entry_points import EntryPoints, join_sources
 from buffer_rl.plugin.hookspecs import PROJECT_NAME, Hooks, hookimpl
 from buffer_rl.plugin.locate import Search, import_module, import_object

@@ -6,9 +6,9 @@ import functools
 import inspect
 from typing import Any
 
-from buffer_rl.errors import PluginError
+from buffer_rl.errors import PluginError, short_repr
 from buffer_rl.kinds.table import KINDS, PluginKind, kind_named
-from buffer_rl.plugin.calls import plugin_error, short_repr
+from buffer_rl.plugin.calls import plugin_error
 
 # A class is a function that returns an object: right for kinds whose result is an object, and for rollouts,
 # where the class is constructed and the instance is called.

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
-from buffer_rl.errors import BufferRLError, RolloutError
+from buffer_rl.errors import BufferRLError, RolloutError, short_repr
 from buffer_rl.kinds.contracts import RewardPostProcess, SamplesToTrainData
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plan.algorithm import is_supervised
-from buffer_rl.plugin.calls import call, contained, error_text, place, returned, short_repr
+from buffer_rl.plugin.calls import call, contained, error_text, place, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, RowId, Sample, SampleGroup
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader

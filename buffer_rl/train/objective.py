@@ -17,7 +17,7 @@ from buffer_rl.algo.kl import kl_estimate
 from buffer_rl.algo.kl_target import MEASURED_KL
 from buffer_rl.algo.returns import masks_of, whitened_tokens
 from buffer_rl.algo.value import value_loss
-from buffer_rl.errors import DataError, PluginError
+from buffer_rl.errors import DataError, PluginError, short_repr
 from buffer_rl.kinds.contracts import AdvantageEstimator, Correction, LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.kinds.marks import Scope, Unit, needs_of, unit_of
 from buffer_rl.kinds.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
@@ -32,7 +32,7 @@ from buffer_rl.plan.algorithm import (
     uses_critic,
 )
 from buffer_rl.plan.roles import ACTOR, CRITIC, DERIVED_FIELDS, MODEL_FIELDS
-from buffer_rl.plugin.calls import call, place, returned, short_repr
+from buffer_rl.plugin.calls import call, place, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, TrainBatch
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes

@@ -253,9 +253,11 @@ def _trial(args: Any, registry: PluginRegistry, sources: Sequence[RowSource], en
 
 def _launch(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any]]) -> int:
     from buffer_rl.driver.launch import launch_training
+    from buffer_rl.observe.report import write_report
     from buffer_rl.observe.summary import run_report
 
     make_folders(args)
     launch_training(args, registry, data)
+    write_report(args.run_dir)
     run_report(args.run_dir)
     return 0

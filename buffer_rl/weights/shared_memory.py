@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from buffer_rl.cluster.locality import has_memory_files
 from buffer_rl.errors import ConfigError, EngineError, TrainError
-from buffer_rl.weights.tensor import has_memory_files
 
 NAME = "buffer_rl_weights"
 """What the memory is called in ``/proc``; a reader refuses other files."""

@@ -6,9 +6,12 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +47,40 @@ def imported_names(source: str) -> set[str]:
 
 def modules() -> list[Path]:
     return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def circle(imports: Mapping[str, Iterable[str]]) -> list[str]:
+    """The modules of a circle of imports, the first one at both ends; empty if there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_neither_modules_nor_packages_import_each_other_in_a_circle():
+    """Imports inside functions count, those for type checking alone do not."""
+    plugins = [path.name for path in (ROOT / "plugins").iterdir() if (path / "__init__.py").exists()]
+    graph = grimp.build_graph(*PACKAGES, *plugins, exclude_type_checking_imports=True)
+    modules = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert circle(modules) == []
+    packages: dict[str, set[str]] = {}
+    for module, imported in modules.items():
+        own = packages.setdefault(package_of(module), set())
+        own.update(package_of(name) for name in imported if package_of(name) != package_of(module))
+    assert circle(packages) == []
+    assert circle({"a": ["b"], "b": ["c"], "c": ["a"]}) in (
+        ["a", "c", "b", "a"],
+        ["b", "a", "c", "b"],
+        ["c", "b", "a", "c"],
+    )
+
+
+def package_of(module: str) -> str:
+    """``buffer_rl.train`` for a module of it; the first part of others."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "buffer_rl" else parts[0]
 
 
 def test_ray_is_imported_only_where_processes_meet():

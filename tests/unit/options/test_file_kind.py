@@ -14,7 +14,7 @@ import pytest
 
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import ConfigError, DataError
-from buffer_rl.options.yaml_file import parse_yaml
+from buffer_rl.options.values import parse_yaml
 
 ROWS = [{"prompt": "a \u00fc, b", "label": "x"}, {"prompt": "c", "label": "y"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)

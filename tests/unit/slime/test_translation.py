@@ -16,7 +16,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options.help import default_text
 from buffer_rl.options.section import Section, compose, flag_of, option
 from buffer_rl.options.sources import resolve
-from buffer_rl.options.yaml_file import read_yaml
+from buffer_rl.options.values import read_yaml
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl_sglang.options import OWN, SglangOptions
 from buffer_rl_slime.scripts import flags as slime_flags

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from buffer_rl.cluster.locality import is_this_machine, require_local_engines, require_local_trainer
 from buffer_rl.errors import ConfigError
-from buffer_rl.weights.tensor import is_this_machine, require_local_engines, require_local_trainer
 
 ELSEWHERE = "192.0.2.7"  # RFC 5737: an address for documentation, which no machine has
 
