@@ -24,13 +24,13 @@ ROOT = Path(__file__).parents[1]
 WITH_RAY = ("tests/integration", "tests/conformance", "tests/gpu")
 FAST = "not slow and not sglang and not megatron"
 ALL = "not campaign and not sglang and not megatron"
-EMBEDDED = "tests/unit/engines/embedded"
+EMBEDDED = "tests/unit/embedded"
 OF_SERVERS = (
     *("engine_thread", "generate_route", "openai_routes", "released_memory", "server", "sglang_service"),
     *("sglang_update", "streams", "weight_groups", "weight_update"),
 )
 NUMERICAL = (
-    *("tests/unit/algo", "tests/unit/train", EMBEDDED, "tests/unit/megatron"),
+    *("tests/unit/algo", "tests/unit/plan", "tests/unit/train", EMBEDDED, "tests/unit/megatron"),
     *("tests/unit/examples/test_losses.py", "tests/unit/examples/test_trainer_backends.py"),
     *(f"--ignore={EMBEDDED}/test_{name}.py" for name in OF_SERVERS),
 )
@@ -89,7 +89,7 @@ def halves(with_slow: bool) -> tuple[Sequence[str], Sequence[str]]:
     """The folders of each process, as arguments of pytest."""
     if with_slow:
         return (*WITH_RAY, "tests/golden"), ("tests/unit",)
-    beside = [f"tests/unit/{name}" for name in ("engine", "weights", "plugins", "driver")]
+    beside = [f"tests/unit/{name}" for name in ("engines", "embedded", "weights", "plugin", "driver", "megatron")]
     return (*WITH_RAY, *beside), ("tests/unit", *(f"--ignore={path}" for path in beside), "tests/golden")
 
 

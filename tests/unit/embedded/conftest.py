@@ -16,6 +16,9 @@ from buffer_rl.embedded.model import FastDecoder
 from buffer_rl.embedded.sampling import SamplingParams
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.engines.control import EngineControlClient
+from harness.engine_fixtures import engine_args as engine_args
+from harness.engine_fixtures import model_folder as model_folder
+from harness.engine_fixtures import one_thread as one_thread
 
 
 @pytest.fixture(scope="session")
