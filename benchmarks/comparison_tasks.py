@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from buffer_rl.embedded.model import FastDecoder
+from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.embedded.sampling import SamplingParams
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.testing.tiny import make_tiny_model

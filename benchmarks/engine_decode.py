@@ -35,8 +35,8 @@ import torch
 from servers import options_for, served
 from transformers import AutoModelForCausalLM
 
+from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.embedded.launcher import launch
-from buffer_rl.embedded.model import FastDecoder
 from buffer_rl.embedded.sampling import SamplingParams
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.engines.client import EngineClient

@@ -31,7 +31,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.embedded.model import FastDecoder
+from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.embedded.sampling import SamplingParams
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.options.section import Options, compose

@@ -19,8 +19,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from buffer_rl.cluster.demands import Seating, seating
 from buffer_rl.cluster.devices import Device, Node, Seat, Unit
+from buffer_rl.cluster.requirements import Seating, seating
 from buffer_rl.errors import DeadlineError
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plan.layout import grouping

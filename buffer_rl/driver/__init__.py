@@ -11,7 +11,7 @@ algorithm_checks  those of estimator, loss, critic, teacher, rewards
 role_checks  the same, for what depends on imported plugins
 session      what a run keeps when its processes are started again
 restart      when and how they are
-process      signals, and locks of folders
+folders      locks of the folders that only one driver may write to
 provenance   versions, plugins, code and data of a run
 resume       what differs from the run that wrote the checkpoint
 options      flags

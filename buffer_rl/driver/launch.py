@@ -24,8 +24,8 @@ from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.cluster.signals import signals_as_exceptions
 from buffer_rl.driver.driver import Driver
+from buffer_rl.driver.folders import check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
-from buffer_rl.driver.process import check_lineage, folder_lock, save_lock
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
@@ -61,14 +61,14 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import start_rollout_workers
-from buffer_rl.train.group import start_train_group
 from buffer_rl.train.learning_rate import with_decay_iters
+from buffer_rl.train.rank import start_train_group
 from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
-from buffer_rl.train.worker import start_roles
+from buffer_rl.train.role_worker import start_roles
 from buffer_rl.weights.confirm import LogProbCheck
 from buffer_rl.weights.options import engines_may_differ
 from buffer_rl.weights.publish import Publisher
-from buffer_rl.weights.roles import FolderUpdates, RoleBroadcasts, RolePublisher
+from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts, RolePublisher
 from buffer_rl.weights.sender import Senders
 
 if TYPE_CHECKING:

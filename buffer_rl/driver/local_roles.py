@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
     from buffer_rl.cluster.actor_group import Call
     from buffer_rl.engines.fleet import EngineFleet
-    from buffer_rl.weights.roles import FolderUpdates
+    from buffer_rl.weights.role_weights import FolderUpdates
 
 SAVE_POLL_S = 0.5
 """How often ranks are asked whether they have written: each time is a call between their others."""

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
-from buffer_rl.driver.process import later_checkpoint
+from buffer_rl.driver.folders import later_checkpoint
 from buffer_rl.driver.runtime import LocalTarget
 from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError

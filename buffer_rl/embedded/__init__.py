@@ -17,7 +17,7 @@ scheduler      a request, and continuous batching of the running ones
 sampling       sampling parameters, and the draw of a token
 log_probs      log-probabilities of prompts, of likeliest tokens and of named ones
 cache          memory of keys and values, and of prompts that several requests share
-model          the fast decoder, for the architectures that it knows
+fast_decoder   the decoder for the architectures that it knows
 fallback       the decoder for every other model
 decode_check   compares a decoder with the model's own forward pass, on a small copy
 weight_groups  groups in which a sender broadcasts weights to engines

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 from buffer_rl.embedded.decode_check import UnsupportedModelError as UnsupportedModelError
 from buffer_rl.embedded.decode_check import check_decoding, unsupported
-from buffer_rl.embedded.model import PROMPT_LOGITS_ROWS, ROW_BLOCK, pad_vocab
+from buffer_rl.embedded.fast_decoder import PROMPT_LOGITS_ROWS, ROW_BLOCK, pad_vocab
 from buffer_rl.files.hf_config import length_problem
 
 

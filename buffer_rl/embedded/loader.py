@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from buffer_rl.embedded.fallback import FallbackDecoder
-from buffer_rl.embedded.model import FastDecoder
+from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.errors import EngineError
 from buffer_rl.weights.shared_bucket import open_bucket
 from buffer_rl.weights.shared_memory import bytes_view

@@ -12,7 +12,7 @@ replica         the states of one engine
 router          the router and its list of workers
 router_process  ``python -m buffer_rl.engines.router_process``, the router's process
 loop_thread     an event loop in a thread of its own, for synchronous code
-rows            requests of several rows: ids and seeds
+row_ids         requests of several rows: ids and seeds
 server_info     what an engine says of itself
 supervisor      takes dead engines off the router's list and replaces them
 text            text of token ids, and stop strings

@@ -20,7 +20,7 @@ import aiohttp
 import orjson
 
 from buffer_rl.engines.control import EngineFanOut, HttpSession, decode_json, status_error
-from buffer_rl.engines.rows import ROWS, RowSeeds, row_rid
+from buffer_rl.engines.row_ids import ROWS, RowSeeds, row_rid
 from buffer_rl.engines.server_info import ServerInfo
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
@@ -219,7 +219,7 @@ class EngineClient:
         *,
         routing_key: str | None = None,
     ) -> list[GenerateResult]:
-        """Generate ``num_rows`` answers for ``input_ids`` with one request, in order; see ``buffer_rl.engines.rows``
+        """Generate ``num_rows`` answers for ``input_ids`` with one request, in order; see ``buffer_rl.engines.row_ids``
         for their ids and seeds. They arrive together. Retries and errors are those of ``agenerate``, of all rows at
         once.
         """

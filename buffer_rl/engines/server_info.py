@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from buffer_rl.engines.rows import RowSeeds
+from buffer_rl.engines.row_ids import RowSeeds
 from buffer_rl.errors import EngineError
 
 EMBEDDED = "buffer_rl.embedded"

@@ -12,7 +12,7 @@ prompts         the tokenizer, chat templates, prompts to token ids
 scoring         chooses each sample's reward function and computes the reward within a deadline
 reward_pool     the processes of synchronous rewards: batches, deadlines, kills
 reward_process  the process that computes synchronous rewards and can be killed
-reward_model    calls on the processes of the reward model
+reward_model_client  calls on the processes of the reward model
 failures        kinds and domains of failed attempts
 failure_policy  requeue, quarantine or the end of the run after a failed attempt
 baseline        the reward of a greedy response to each prompt, where an estimator needs it

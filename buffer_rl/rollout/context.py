@@ -15,7 +15,7 @@ from buffer_rl.errors import RolloutError
 from buffer_rl.options.user_args import user_args
 from buffer_rl.rollout.baseline import needs_baseline
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
-from buffer_rl.rollout.reward_model import RewardModelClient
+from buffer_rl.rollout.reward_model_client import RewardModelClient
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import resolve_function
 

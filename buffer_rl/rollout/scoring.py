@@ -24,7 +24,7 @@ from buffer_rl.rollout.user_functions import call_user, is_async
 
 if TYPE_CHECKING:
     from buffer_rl.plugin.registry import PluginRegistry
-    from buffer_rl.rollout.reward_model import RewardModelClient
+    from buffer_rl.rollout.reward_model_client import RewardModelClient
 
 
 MODEL = RewardTarget("--rm-model", registered=False)

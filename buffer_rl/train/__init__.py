@@ -11,13 +11,14 @@ stream         rows of a rollout that still runs: the torch dataset, the stages 
 model          loading, exporting and writing models
 save_dtype     the number format of the folders of models that are written for others
 converter      base class of model converters; reading a folder tensor by tensor
-state          files of a rank in a checkpoint
+rank_files     files of a rank in a checkpoint
 torch_trainer  the default trainer backend
 kl_control     the KL coefficient of a run with --kl-target, in a rank
 logprob_gate   comparison of the engine's log-probabilities with the trainer's
-group          ranks as Ray actors, and where they meet
+rank           a rank as a Ray actor
+peers          how ranks meet: at the start, before a forward pass, in sums
 reward_model   processes of the reward model
-worker         processes of the roles ref, teacher, actor_fwd and advantages
+role_worker    processes of the roles ref, teacher, actor_fwd and advantages
 role_model     the model of such a process, and the versions that it takes
 options        flags
 """

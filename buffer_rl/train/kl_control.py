@@ -11,7 +11,7 @@ import numpy as np
 from buffer_rl.algo.kl_target import MEASURED_KL, adapted_coefficient
 from buffer_rl.errors import CheckpointError
 from buffer_rl.plan.algorithm import adapted_option
-from buffer_rl.train.ranks import summed_over_ranks
+from buffer_rl.train.peers import summed_over_ranks
 from buffer_rl.train.steps import StepReport
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from buffer_rl.cluster.actor_group import PATIENCE_S, ActorGroup, redirect_outpu
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.errors import ConfigError, WorkerDiedError
 from buffer_rl.options.section import dump_args, load_args
-from buffer_rl.rollout.reward_model import FLAG, ROLE, answers_of
+from buffer_rl.rollout.reward_model_client import FLAG, ROLE, answers_of
 
 if TYPE_CHECKING:
     import torch

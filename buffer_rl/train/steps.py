@@ -19,7 +19,7 @@ from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.observe.terminal import say
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.ranks import summed_over_ranks
+from buffer_rl.train.peers import summed_over_ranks
 
 if TYPE_CHECKING:
     from buffer_rl.train.objective import Objective

@@ -35,7 +35,7 @@ from buffer_rl.train.model import (
 )
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.packing import is_packed
-from buffer_rl.train.state import load_state, save_state
+from buffer_rl.train.rank_files import load_state, save_state
 
 
 class TorchTrainer:
@@ -117,7 +117,7 @@ class TorchTrainer:
             self._models.save_hf(self._actor, self._tokenizer, path)
 
     def save(self, path: str) -> None:
-        """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.state``); under
+        """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.rank_files``); under
         ``--async-save`` on a thread.
 
         Raises TrainError between ``accumulate`` and ``optimizer_step``: gradients are not saved."""

@@ -16,7 +16,7 @@ from buffer_rl.options.redaction import mask_secrets, mask_url
 from buffer_rl.options.section import load_section
 from buffer_rl.options.sources import Resolved
 from buffer_rl.verbs.resources import Needs, bytes_text
-from buffer_rl.verbs.rows import RowSource, Trial, TriedRow, is_evaluation
+from buffer_rl.verbs.row_sources import RowSource, Trial, TriedRow, is_evaluation
 
 MAX_PROMPT = 200  # characters of the first prompt
 

@@ -24,7 +24,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Prompt
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
-from buffer_rl.verbs.rows import RowSource, encode_row, is_evaluation
+from buffer_rl.verbs.row_sources import RowSource, encode_row, is_evaluation
 
 ASK_TIMEOUT_S = 20.0
 MAX_REPORTED = 10

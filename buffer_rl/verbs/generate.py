@@ -29,7 +29,7 @@ from buffer_rl.records.lazy_list import prompt_copies
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
 from buffer_rl.verbs.engine_checks import check_engines
 from buffer_rl.verbs.preflight import check_folders
-from buffer_rl.verbs.rows import RowSource, encode_row
+from buffer_rl.verbs.row_sources import RowSource, encode_row
 from buffer_rl.verbs.train import plugins_named, sections_of
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import apply_filter
 from buffer_rl.verbs.dry_run import score_lines
 from buffer_rl.verbs.reward_trial import NUM_SCORED, answers_to, judged, label_text, score_answers
-from buffer_rl.verbs.rows import RowSource, TriedRow
+from buffer_rl.verbs.row_sources import RowSource, TriedRow
 
 if TYPE_CHECKING:
     from buffer_rl.testing.fake_engine import FakeEngine

@@ -10,9 +10,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from buffer_rl.cluster.demands import counts_devices, seating
 from buffer_rl.cluster.devices import Node
-from buffer_rl.driver.process import check_lineage
+from buffer_rl.cluster.requirements import counts_devices, seating
+from buffer_rl.driver.folders import check_lineage
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.files.checkpoint import make_folder, read_manifest
 from buffer_rl.files.hf_config import DOWNLOAD, json_object, max_positions, read_config, require_short_rows, vocab_size

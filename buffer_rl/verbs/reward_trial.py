@@ -19,7 +19,7 @@ from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.scoring import MODEL
 from buffer_rl.rollout.user_functions import is_async
-from buffer_rl.verbs.rows import RowSource, Trial, TriedRow, at_row
+from buffer_rl.verbs.row_sources import RowSource, Trial, TriedRow, at_row
 
 NUM_SCORED = 3
 """Rows of a source whose answers are scored."""

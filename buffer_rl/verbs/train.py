@@ -20,7 +20,7 @@ from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.data.source import read_sources
 from buffer_rl.driver.checks import check_options, notices
-from buffer_rl.driver.process import with_start
+from buffer_rl.driver.folders import with_start
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, DataError, PluginError
 from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
@@ -48,7 +48,7 @@ from buffer_rl.verbs.preflight import (
     with_special_tokens,
 )
 from buffer_rl.verbs.resources import check_resources
-from buffer_rl.verbs.rows import RowSource, Trial
+from buffer_rl.verbs.row_sources import RowSource, Trial
 
 _DESCRIPTION = """\
 Train a model.

@@ -26,7 +26,7 @@ from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.sft import SFTRollout, fill
 from buffer_rl.verbs.preflight import MODEL_FOLDERS
 from buffer_rl.verbs.reward_trial import score_sources
-from buffer_rl.verbs.rows import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation
+from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation
 
 MAX_WALKED = 50_000
 """Rows of a source among which the longest is looked for."""

@@ -1,7 +1,7 @@
 """Weights by broadcast: a process group of the trainer's source rank and all ranks of all engines, on any machines.
 
 The processes of role ``actor_fwd`` are receivers as engines are, of a transport and in a group of their own
-(``buffer_rl.weights.roles``): what fails in one group is nothing to the other.
+(``buffer_rl.weights.role_weights``): what fails in one group is nothing to the other.
 
 Who waits for whom: the source listens before an engine is asked to join. For what both sides do together, the driver
 starts the trainer's side, then calls the engines, and only then waits for the trainer. A side that fails leaves the

@@ -7,7 +7,7 @@ one, which connects again and sends what was prepared once. Engines of the run's
 or that leave a call open which others answer, are dropped and replaced, and the others continue; any other failure ends
 the run, with the engines paused.
 
-Roles take the actor's weights after the engines have them: see ``buffer_rl.weights.roles``.
+Roles take the actor's weights after the engines have them: see ``buffer_rl.weights.role_weights``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from buffer_rl.train.model import (
     weight_buckets,
 )
 from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.state import load_state, save_state
+from buffer_rl.train.rank_files import load_state, save_state
 
 
 class InStepTrainer:

@@ -113,7 +113,7 @@ def test_a_worker_that_cannot_be_set_up_ends_the_start_with_its_own_words_and_no
 def test_a_folder_that_another_run_uses_is_refused_before_anything_starts(
     train: Run, make_options: MakeOptions
 ) -> None:
-    from buffer_rl.driver.process import folder_lock
+    from buffer_rl.driver.folders import folder_lock
 
     args = make_options()
     with folder_lock(Path(args.run_dir)), pytest.raises(ConfigError, match="another run is at work"):

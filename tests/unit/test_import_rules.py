@@ -27,7 +27,7 @@ RAY_MODULES = (
     "buffer_rl/cluster/*.py",
     "buffer_rl/driver/runtime.py",
     "buffer_rl/rollout/data_source.py",
-    "buffer_rl/train/group.py",
+    "buffer_rl/train/rank.py",
     "buffer_rl/train/reward_model.py",
     "buffer_rl/weights/distributed.py",
 )

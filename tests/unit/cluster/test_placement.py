@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.cluster.demands import seating
 from buffer_rl.cluster.devices import Node, Unit
 from buffer_rl.cluster.placement import Placement
+from buffer_rl.cluster.requirements import seating
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose
 from buffer_rl.plan.counts import with_counts

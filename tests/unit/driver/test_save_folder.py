@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.process import check_lineage, folder_lock, save_lock, with_start
+from buffer_rl.driver.folders import check_lineage, folder_lock, save_lock, with_start
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options.section import compose, dump_args
 from harness.checkpoints import write_checkpoint
@@ -106,7 +106,7 @@ def test_a_url_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, mon
 HOLD = """
 import sys
 from buffer_rl.options.section import load_args
-from buffer_rl.driver.process import save_lock
+from buffer_rl.driver.folders import save_lock
 with save_lock(load_args(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from buffer_rl.embedded.fallback import FallbackDecoder
+from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.embedded.launcher import EmbeddedEngine, launch
-from buffer_rl.embedded.model import FastDecoder
 from buffer_rl.embedded.sampling import SamplingParams
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.engines.control import EngineControlClient

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from buffer_rl.embedded.fallback import FallbackDecoder, UnsupportedModelError
-from buffer_rl.embedded.model import FastDecoder
+from buffer_rl.embedded.fast_decoder import FastDecoder
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gpt_neox", "gemma3")
 PROMPT_LENGTHS = (1, 5, 17, 60, 63, 64, 65, 130)

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from buffer_rl.engines.client import MAX_RETRIES, EngineClient, parse_answer
 from buffer_rl.engines.control import EngineControlClient, EngineFanOut
-from buffer_rl.engines.rows import RowSeeds, row_seeds
+from buffer_rl.engines.row_ids import RowSeeds, row_seeds
 from buffer_rl.engines.server_info import ServerInfo
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.records.groups import Status, VersionSpan

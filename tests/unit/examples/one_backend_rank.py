@@ -17,8 +17,8 @@ from buffer_rl.errors import CheckpointError, NonFiniteError
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.group import build_trainer
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.rank import build_trainer
 from buffer_rl.train.steps import summed_over_ranks
 
 

@@ -13,7 +13,7 @@ from buffer_rl.plan.layout import (
     layout_of,
     topology_of,
 )
-from buffer_rl.train.ranks import check_topologies
+from buffer_rl.train.peers import check_topologies
 
 # (pp, dp, tp) of ranks 0, 1, 2, …
 COORDINATES: dict[str, tuple[Layout, list[tuple[int, int, int]]]] = {

@@ -17,7 +17,7 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.engines.fleet import EngineFleet
-from buffer_rl.engines.rows import RowSeeds
+from buffer_rl.engines.row_ids import RowSeeds
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.kinds.table import KINDS
 from buffer_rl.observe.observer import RunObserver
@@ -45,9 +45,9 @@ from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_roles import FakeEngines
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
-from buffer_rl.train.group import build_trainer
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.worker import own_stage
+from buffer_rl.train.rank import build_trainer
+from buffer_rl.train.role_worker import own_stage
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders
 from harness.trainers import make_trainer

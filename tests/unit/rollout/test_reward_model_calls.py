@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from buffer_rl.records.groups import SampleGroup, Status
 from buffer_rl.rollout.failures import FailureKind
-from buffer_rl.rollout.reward_model import RewardRows
+from buffer_rl.rollout.reward_model_client import RewardRows
 from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}:{{ m['content'] }}]{% endfor %}"

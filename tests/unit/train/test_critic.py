@@ -21,9 +21,9 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_values
-from buffer_rl.train.group import build_trainer
 from buffer_rl.train.model import load_model, prepare_torch, with_value_head
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.rank import build_trainer
 from buffer_rl.train.torch_trainer import TorchTrainer
 
 MakeArgs = Callable[..., Options]

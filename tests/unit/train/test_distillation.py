@@ -20,8 +20,8 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.role_model import RoleModel
+from buffer_rl.train.role_worker import RoleWorker
 from buffer_rl.train.stream import Stage, gradient_stage
-from buffer_rl.train.worker import RoleWorker
 from harness.losses import objective_of, outcome, rows_of
 from harness.trainers import make_trainer
 

@@ -22,9 +22,9 @@ from buffer_rl.plan.algorithm import estimator_needs
 from buffer_rl.plan.roles import SAMPLED_FIELDS
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
-from buffer_rl.train.group import TrainRank, splitting
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.worker import RoleWorker
+from buffer_rl.train.rank import TrainRank, splitting
+from buffer_rl.train.role_worker import RoleWorker
 
 MINE = """
 import numpy as np

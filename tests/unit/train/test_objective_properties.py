@@ -20,8 +20,8 @@ from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import Metric, Reduction
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch, take_rows
 from buffer_rl.train.collate import row_blocks
-from buffer_rl.train.group import splitting
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.rank import splitting
 from harness.losses import (
     MODES,
     Outcome,

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.train.ranks import Rendezvous
+from buffer_rl.train.peers import Rendezvous
 
 RANK = """
 import sys
 from datetime import timedelta
 from buffer_rl.kinds.contracts import Topology
 from buffer_rl.errors import BufferRestartedError, TrainError
-from buffer_rl.train.ranks import Peers, Rendezvous, summed_over_ranks
+from buffer_rl.train.peers import Peers, Rendezvous, summed_over_ranks
 
 rank = int(sys.argv[1])
 mine = Rendezvous()

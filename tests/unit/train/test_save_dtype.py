@@ -17,7 +17,7 @@ from buffer_rl.cli import main
 from buffer_rl.options.section import Options
 from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.group import TrainRank
+from buffer_rl.train.rank import TrainRank
 from buffer_rl.train.save_dtype import cast_folder
 from buffer_rl.train.torch_trainer import TorchTrainer
 from buffer_rl_megatron.hf_folder import write_folder

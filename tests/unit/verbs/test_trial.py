@@ -17,7 +17,7 @@ from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl.verbs.rows import Trial
+from buffer_rl.verbs.row_sources import Trial
 from buffer_rl.verbs.train import read_data
 from buffer_rl.verbs.trial import try_rows
 

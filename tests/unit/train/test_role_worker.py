@@ -16,7 +16,7 @@ from buffer_rl.errors import DeadlineError, PluginError, TrainError, WorkerDiedE
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plan.roles import Role as Row
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.train.worker import RoleWorker, own_stage
+from buffer_rl.train.role_worker import RoleWorker, own_stage
 from harness.recorded_rows import recorded_rows
 
 

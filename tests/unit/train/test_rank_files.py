@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from buffer_rl.errors import CheckpointError
 from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.state import load_state, save_state
+from buffer_rl.train.rank_files import load_state, save_state
 from harness.processes import holds_within
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.driver.process import folder_lock
+from buffer_rl.driver.folders import folder_lock
 from buffer_rl.errors import ConfigError
 
 HOLD = """
 import sys
 from pathlib import Path
-from buffer_rl.driver.process import folder_lock
+from buffer_rl.driver.folders import folder_lock
 with folder_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -37,7 +37,8 @@ from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.kl_control import KLControl
 from buffer_rl.train.logprob_gate import LogProbGap, batch_of, compare_log_probs
 from buffer_rl.train.options import TrainOptions
-from buffer_rl.train.ranks import Peers, Rendezvous
+from buffer_rl.train.peers import Peers, Rendezvous
+from buffer_rl.train.role_worker import joined_reports
 from buffer_rl.train.steps import (
     NON_FINITE_FOLDER,
     NonFiniteGuard,
@@ -47,7 +48,6 @@ from buffer_rl.train.steps import (
     train_steps,
 )
 from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
-from buffer_rl.train.worker import joined_reports
 from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
