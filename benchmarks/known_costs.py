@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 from safetensors.torch import load_file
 
-from buffer_rl.kinds.contracts import Topology
 from buffer_rl.kinds.token_loss import Sums
-from buffer_rl.records.groups import TrainBatch
+from buffer_rl.records.groups import Topology, TrainBatch
 
 SAMPLES = 4
 
@@ -67,7 +66,7 @@ SETTINGS = {
 
 class SleepingTrainer:
     """A trainer that sleeps, and publishes the weights that it began with. See
-    ``buffer_rl.kinds.contracts.Trainer``."""
+    ``buffer_rl.kinds.trainer.Trainer``."""
 
     setting: ClassVar[Setting]
 

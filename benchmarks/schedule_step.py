@@ -32,7 +32,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.embedded.launcher import EmbeddedEngine, launch
-from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.objective import Objective
 from buffer_rl.observe.timeline import read_trace
 from buffer_rl.observe.timeline_stats import Overlap, StepStats, step_stats, step_windows
 from buffer_rl.options.section import compose

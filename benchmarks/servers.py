@@ -9,7 +9,7 @@ from typing import Any
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.embedded.launcher import launch
-from buffer_rl.kinds.contracts import EngineProcess
+from buffer_rl.kinds.engine import EngineProcess
 from buffer_rl.options.section import compose
 from buffer_rl_sglang.launcher import launch as launch_sglang
 from buffer_rl_sglang.options import SglangOptions

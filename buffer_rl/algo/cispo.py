@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.losses import clip_range, ratio_of
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import Unit, loss_unit
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
 
 @loss_unit(Unit.TOKEN)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.algo.aggregation import mask_out
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import Unit, loss_unit
-from buffer_rl.kinds.token_loss import Metric, Reduction
+from buffer_rl.kinds.token_loss import LossInputs, Metric, Reduction, TokenLoss
 from buffer_rl.records.groups import equal_rewards
 
 

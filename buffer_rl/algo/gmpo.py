@@ -6,8 +6,8 @@ from typing import Any
 
 from buffer_rl.algo.aggregation import row_mean
 from buffer_rl.algo.losses import clip_range, ratio_of
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import Unit, loss_unit
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
 
 @loss_unit(Unit.ROW)

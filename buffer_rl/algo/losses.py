@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import Unit, loss_unit
-from buffer_rl.kinds.token_loss import Metric, Reduction
+from buffer_rl.kinds.token_loss import LossInputs, Metric, Reduction, TokenLoss
 
 if TYPE_CHECKING:
     import torch

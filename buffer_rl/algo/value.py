@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import Unit, loss_unit
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
 
 @loss_unit(Unit.TOKEN, needs=("returns", "values"))

@@ -44,7 +44,7 @@ class BatchSource(Protocol):
 
 
 class RolloutClient:
-    """The ``buffer`` of one rollout (see ``buffer_rl.kinds.contracts.RolloutBuffer``).
+    """The ``buffer`` of one rollout (see ``buffer_rl.kinds.rollout.RolloutBuffer``).
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself.
     """

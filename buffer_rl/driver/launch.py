@@ -74,7 +74,7 @@ from buffer_rl.weights.sender import Senders
 if TYPE_CHECKING:
     from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
-    from buffer_rl.kinds.contracts import EngineLauncher, WeightTransport
+    from buffer_rl.kinds.engine import EngineLauncher, WeightTransport
 
 CLOSE_TIMEOUT_S = 10.0
 """For rollout workers to close what they opened, and for a checkpoint that is being written to fail and be removed."""

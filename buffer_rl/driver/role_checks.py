@@ -148,7 +148,7 @@ def _check_trainer(args: Any, registry: PluginRegistry) -> None:
             raise ConfigError(
                 f"the trainer {args.train_backend!r} {what}: it has no method {method}",
                 where=f"{flag} and --train-backend",
-                hint=f"add {other}, or the method (see buffer_rl.kinds.contracts.Trainer)",
+                hint=f"add {other}, or the method (see buffer_rl.kinds.trainer.Trainer)",
             )
 
 

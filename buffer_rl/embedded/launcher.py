@@ -11,7 +11,7 @@ from buffer_rl.files.hf_config import max_positions, read_config, require_short_
 
 
 class EmbeddedEngine:
-    """An embedded engine that was started; meets ``buffer_rl.kinds.contracts.EngineProcess``."""
+    """An embedded engine that was started; meets ``buffer_rl.kinds.engine.EngineProcess``."""
 
     def __init__(self, url: str, process: ChildProcess) -> None:
         self._url = url
@@ -37,7 +37,7 @@ class EmbeddedEngine:
 
 
 class EmbeddedLauncher:
-    """Starts embedded engines; meets ``buffer_rl.kinds.contracts.EngineLauncher``. extra: more arguments of the
+    """Starts embedded engines; meets ``buffer_rl.kinds.engine.EngineLauncher``. extra: more arguments of the
     server."""
 
     def __init__(self, *extra: str, deterministic: bool = True) -> None:

@@ -15,7 +15,7 @@ POLL_S = 0.5
 
 
 class ExternalEngine:
-    """An engine at ``url``; meets ``buffer_rl.kinds.contracts.EngineProcess``. It is never ended."""
+    """An engine at ``url``; meets ``buffer_rl.kinds.engine.EngineProcess``. It is never ended."""
 
     def __init__(self, url: str) -> None:
         self.url = url

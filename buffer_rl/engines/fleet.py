@@ -23,7 +23,7 @@ from buffer_rl.engines.replica import EngineEvent, EngineState, Replica
 from buffer_rl.engines.router import Router
 from buffer_rl.engines.supervisor import Supervisor
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
-from buffer_rl.kinds.contracts import EngineLauncher, EngineProcess
+from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.plugin.calls import Guarded, call, returned
 from buffer_rl.plugin.registry import PluginRegistry
 

@@ -28,7 +28,7 @@ from buffer_rl.cluster.placement import Placement, is_node_gone
 from buffer_rl.cluster.process import STOP_TIMEOUT_S, refuses_connections, starts_engines
 from buffer_rl.engines.fleet import named_launcher
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, WorkerDiedError
-from buffer_rl.kinds.contracts import EngineLauncher, EngineProcess
+from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plugin.registry import PluginRegistry
@@ -99,7 +99,7 @@ class EngineHost:
 
 
 class PlacedEngine:
-    """An engine behind its actor, as the driver sees it; meets ``buffer_rl.kinds.contracts.EngineProcess``.
+    """An engine behind its actor, as the driver sees it; meets ``buffer_rl.kinds.engine.EngineProcess``.
 
     It is on its node of ``placement``; where Ray has found that one gone, on any that has the devices.
     notice: called with a line while no node has room for it.

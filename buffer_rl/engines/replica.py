@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from buffer_rl.errors import BufferRLError
-from buffer_rl.kinds.contracts import EngineProcess
+from buffer_rl.kinds.engine import EngineProcess
 
 
 class EngineState(StrEnum):

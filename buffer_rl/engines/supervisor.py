@@ -23,7 +23,7 @@ from buffer_rl.engines.registry import EngineRegistry, no_engine_left
 from buffer_rl.engines.replica import SERVES, EngineEvent, EngineState, Replica
 from buffer_rl.engines.router import Router
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
-from buffer_rl.kinds.contracts import EngineProcess
+from buffer_rl.kinds.engine import EngineProcess
 
 INTERVAL_S = 0.25
 LIST_TIMEOUT_S = 5.0

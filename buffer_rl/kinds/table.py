@@ -6,31 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.kinds.contracts import (
-    AdvantageEstimator,
+from buffer_rl.kinds.data import DataSource, SamplesToTrainData
+from buffer_rl.kinds.engine import EngineLauncher, WeightTransport
+from buffer_rl.kinds.objective import AdvantageEstimator, Correction, PolicyLoss
+from buffer_rl.kinds.reward import GroupRewardModel, RewardModel, RewardPostProcess
+from buffer_rl.kinds.rollout import (
     AllSamplesProcess,
     BufferFilter,
-    Correction,
-    DataSource,
     DynamicSamplingFilter,
-    EngineLauncher,
     EvalRolloutLogFunction,
-    FieldRole,
     GenerateFunction,
-    GroupRewardModel,
     MetricLogger,
-    ModelConverter,
-    ModelProvider,
-    PolicyLoss,
-    RewardModel,
-    RewardPostProcess,
     RolloutFunction,
     RolloutLogFunction,
     SampleFilter,
-    SamplesToTrainData,
-    Trainer,
-    WeightTransport,
 )
+from buffer_rl.kinds.trainer import FieldRole, ModelConverter, ModelProvider, Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +216,7 @@ _KIND_ROWS: tuple[PluginKind, ...] = (
         name="trainer",
         flags=("--train-backend",),
         protocol=Trainer,
-        signature="class (args, rank, world_size, objective) with what buffer_rl.kinds.contracts.Trainer has",
+        signature="class (args, rank, world_size, objective) with what buffer_rl.kinds.trainer.Trainer has",
         positional=("args", "rank", "world_size", "objective"),
         methods=("log_probs", "accumulate", "optimizer_step", "zero_grad", "export", "save_hf", "save", "load"),
         constructed=True,

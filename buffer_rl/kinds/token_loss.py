@@ -18,7 +18,7 @@ from buffer_rl.records.groups import RowId
 
 NEW_FORM = """a loss returns a number for each token, and the framework masks, weighs, sums and divides:
 
-    from buffer_rl.kinds.contracts import TokenLoss
+    from buffer_rl.kinds.token_loss import TokenLoss
 
     def my_loss(args, inputs):
         values = -inputs.advantages * (inputs.log_probs - inputs.old_log_probs).exp()  # [num_rows, max_response]

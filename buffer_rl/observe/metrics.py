@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.kinds.contracts import MetricLogger
+from buffer_rl.kinds.rollout import MetricLogger
 from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, records_before
 
 METRICS_FILE = "metrics.jsonl"

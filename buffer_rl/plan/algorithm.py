@@ -131,7 +131,7 @@ def old_log_probs_pass(args: Any, estimator: object, backend: object = None) -> 
     there is one step; ``--use-rollout-logprobs`` takes the engine's; the supervised loss has no ratio.
 
     backend: what ``--train-backend`` names, where it is not the default one (see
-    ``buffer_rl.kinds.contracts.Trainer``)."""
+    ``buffer_rl.kinds.trainer.Trainer``)."""
     if args.stream_gradients or args.use_rollout_logprobs:
         return ""
     has_ratio = not is_supervised(args)

@@ -11,7 +11,8 @@ import numpy as np
 
 from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
 from buffer_rl.errors import BufferRLError, RolloutError, short_repr
-from buffer_rl.kinds.contracts import RewardPostProcess, SamplesToTrainData
+from buffer_rl.kinds.data import SamplesToTrainData
+from buffer_rl.kinds.reward import RewardPostProcess
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plugin.calls import call, contained, error_text, place, returned

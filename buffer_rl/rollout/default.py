@@ -28,7 +28,7 @@ from typing import Any
 
 from buffer_rl.buffer.partial import check_spans, check_versions, is_complete
 from buffer_rl.errors import BufferRLError, RolloutError
-from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
 from buffer_rl.rollout.baseline import baseline_of, greedy_group, set_baseline
 from buffer_rl.rollout.context import RolloutContext, current_context

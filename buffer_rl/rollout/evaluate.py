@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import BufferRLError, RolloutError
-from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy

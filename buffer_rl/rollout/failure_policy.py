@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import BufferRLError, RolloutError
-from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.observe.run_folder import SURROGATES
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.records.groups import GroupUid, RowId, SampleGroup, Ticket

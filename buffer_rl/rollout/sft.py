@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from buffer_rl.errors import DataError, RolloutError
-from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.records.groups import RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate

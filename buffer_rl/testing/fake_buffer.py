@@ -11,7 +11,7 @@ from buffer_rl.records.groups import GroupUid, SampleGroup, Ticket
 
 
 class FakeBuffer:
-    """Implements ``buffer_rl.kinds.contracts.RolloutBuffer`` over ``groups``, in their order.
+    """Implements ``buffer_rl.kinds.rollout.RolloutBuffer`` over ``groups``, in their order.
 
     Unlike the real one it runs out: it then leases fewer groups than asked, and at last none.
 

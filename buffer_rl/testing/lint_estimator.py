@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import PluginError
-from buffer_rl.kinds.contracts import AdvantageEstimator
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.kinds.objective import AdvantageEstimator
 from buffer_rl.plugin.calls import call
 from buffer_rl.plugin.signature import describe
 from buffer_rl.records.groups import Column, TrainBatch

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from buffer_rl.errors import BufferRLError, PluginError
-from buffer_rl.kinds.contracts import LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.kinds.marks import Unit, needs_of, unit_of
-from buffer_rl.kinds.token_loss import Metric
+from buffer_rl.kinds.objective import PolicyLoss
+from buffer_rl.kinds.token_loss import LossInputs, Metric, TokenLoss
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.plugin.signature import describe
 from buffer_rl.records.groups import RowId, TrainBatch

@@ -2,7 +2,7 @@
 of folders.
 
 A converter whose parameters hold several tensors of the folder (fused attention, stacked experts) implements
-``buffer_rl.kinds.contracts.ModelConverter`` itself, with ``folder_tensors`` and ``buffer_rl.train.model.unique_state``.
+``buffer_rl.kinds.trainer.ModelConverter`` itself, with ``folder_tensors`` and ``buffer_rl.train.model.unique_state``.
 """
 
 from __future__ import annotations

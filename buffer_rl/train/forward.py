@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from buffer_rl.errors import TrainError
 from buffer_rl.files.hf_config import length_problem
-from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.objective import Objective
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
 from buffer_rl.train.packing import is_packed

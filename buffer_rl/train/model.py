@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.errors import ConfigError, PluginError, short_repr
-from buffer_rl.kinds.contracts import ModelConverter
+from buffer_rl.kinds.trainer import ModelConverter
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.plugin.calls import call, construct, contained, place, raised, returned

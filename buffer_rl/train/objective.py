@@ -18,9 +18,9 @@ from buffer_rl.algo.kl_target import MEASURED_KL
 from buffer_rl.algo.returns import masks_of, whitened_tokens
 from buffer_rl.algo.value import value_loss
 from buffer_rl.errors import DataError, PluginError, short_repr
-from buffer_rl.kinds.contracts import AdvantageEstimator, Correction, LossInputs, PolicyLoss, TokenLoss
 from buffer_rl.kinds.marks import Scope, Unit, needs_of, unit_of
-from buffer_rl.kinds.token_loss import NEW_FORM, Metric, Reduction, Sums, hint_for
+from buffer_rl.kinds.objective import AdvantageEstimator, Correction, PolicyLoss
+from buffer_rl.kinds.token_loss import NEW_FORM, LossInputs, Metric, Reduction, Sums, TokenLoss, hint_for
 from buffer_rl.plan.algorithm import (
     adapted_option,
     estimator_needs,
@@ -93,7 +93,7 @@ class Objective:
         values: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Sums]:
         """The loss of a micro-batch, summed over ``rows`` and not divided, and its sums (see
-        ``buffer_rl.kinds.contracts.Objective``). Raises PluginError if the loss raises or returns something else,
+        ``buffer_rl.kinds.objective.Objective``). Raises PluginError if the loss raises or returns something else,
         TrainError for a column that is needed and not there."""
         mask_bt = response_mask(rows, cast(torch.Tensor, values if self.critic else log_probs))
         inputs = self._inputs(log_probs, entropy, rows, values, mask_bt)
@@ -280,9 +280,9 @@ class Objective:
         wrong = partial(returned, kind, name, answer)
         outputs_bt = inputs.values if self.critic else inputs.log_probs
         shape = tuple(outputs_bt.shape)
-        expected = f"buffer_rl.kinds.contracts.TokenLoss with values {list(shape)} or {list(shape[:1])}"
+        expected = f"buffer_rl.kinds.token_loss.TokenLoss with values {list(shape)} or {list(shape[:1])}"
         if not isinstance(answer, TokenLoss):
-            raise wrong("buffer_rl.kinds.contracts.TokenLoss", hint=NEW_FORM)
+            raise wrong("buffer_rl.kinds.token_loss.TokenLoss", hint=NEW_FORM)
         values, weights = answer.values, answer.weights
         if not isinstance(values, torch.Tensor) or tuple(values.shape) not in (shape, shape[:1]):
             hint = NEW_FORM if getattr(values, "ndim", 1) == 0 else f"the values are {_shown(values)}"

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from buffer_rl.errors import BufferRLError, TrainError
-from buffer_rl.kinds.contracts import Topology
+from buffer_rl.records.groups import Topology
 
 
 class Peers:

@@ -24,16 +24,16 @@ from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
-from buffer_rl.kinds.contracts import Topology, Trainer
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.kinds.trainer import Trainer
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import loss_of, role_args
 from buffer_rl.plan.roles import ACTOR, CRITIC, FIELD_OF_MODEL
 from buffer_rl.plugin.calls import construct, returned
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import TrainBatch
+from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.train.kl_control import KLControl
 from buffer_rl.train.logprob_gate import LogProbGap, batch_of, compare_log_probs
 from buffer_rl.train.options import TrainOptions
@@ -335,7 +335,7 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
     backend = registry.resolve("trainer", name)
     built = construct("trainer", name, backend, args, rank, world_size, objective, error_class=TrainError)
     if not isinstance(place_of_rank := getattr(built, "topology", None), Topology):
-        expected = "topology: a buffer_rl.kinds.contracts.Topology"
+        expected = "topology: a buffer_rl.records.groups.Topology"
         raise returned("trainer", name, place_of_rank, expected, at="topology", error_class=TrainError)
     if objective.critic and not callable(getattr(built, "values", None)):
         raise ConfigError(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.algo.kl_target import MEASURED_KL
 from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
 from buffer_rl.files.row_file import write_rollout
-from buffer_rl.kinds.contracts import Trainer
 from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.kinds.trainer import Trainer
 from buffer_rl.observe.terminal import say
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.records.groups import TrainBatch

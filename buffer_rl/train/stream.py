@@ -19,8 +19,8 @@ import numpy as np
 
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import BufferRLError
-from buffer_rl.kinds.contracts import Trainer
 from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.kinds.trainer import Trainer
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_FIELDS, SAMPLED_FIELDS
 from buffer_rl.records.groups import Column, TrainBatch

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from buffer_rl.errors import TrainError
-from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plan.layout import topology_of
@@ -39,7 +39,7 @@ from buffer_rl.train.rank_files import load_state, save_state
 
 
 class TorchTrainer:
-    """Implements ``buffer_rl.kinds.contracts.Trainer``, for the policy and for a critic.
+    """Implements ``buffer_rl.kinds.trainer.Trainer``, for the policy and for a critic.
 
     Raises ConfigError if the model, the tokenizer or the device is not there, PluginError if a plugin of
     the trainer does not resolve, or model provider or converter do something wrong.

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.kinds.contracts import LossInputs
+from buffer_rl.kinds.token_loss import LossInputs
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, QueueHeader, RowId, Sample, SampleGroup, TrainBatch
 from buffer_rl.testing.lint import failures

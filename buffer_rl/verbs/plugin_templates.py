@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.kinds.contracts import EngineProcess, LossInputs, Objective, RolloutBuffer, TokenLoss
+from buffer_rl.kinds.engine import EngineProcess
 from buffer_rl.kinds.marks import loss_unit, scoped
-from buffer_rl.kinds.token_loss import Metric
+from buffer_rl.kinds.objective import Objective
+from buffer_rl.kinds.rollout import RolloutBuffer
+from buffer_rl.kinds.token_loss import LossInputs, Metric, TokenLoss
 from buffer_rl.plan.roles import Role
 from buffer_rl.records.groups import (
     Column,
@@ -203,7 +205,7 @@ def my_model_provider(args: Any) -> Any:
 
 
 class MyTrainer(TorchTrainer):
-    """The built-in trainer with one metric more; see buffer_rl.kinds.contracts.Trainer for all that can be replaced."""
+    """The built-in trainer with one metric more; see buffer_rl.kinds.trainer.Trainer for all that can be replaced."""
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
         super().__init__(args, rank, world_size, objective)

@@ -16,7 +16,7 @@ from buffer_rl.weights.options import WeightOptions
 
 if TYPE_CHECKING:
     from buffer_rl.engines.control import EngineControlClient
-    from buffer_rl.kinds.contracts import Topology
+    from buffer_rl.records.groups import Topology
     from buffer_rl.weights.sender import Senders
 
 VERSION_GLOB = "v" + "[0-9]" * 6

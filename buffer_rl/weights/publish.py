@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from buffer_rl.errors import BufferRLError, EngineError
-from buffer_rl.kinds.contracts import WeightTransport
+from buffer_rl.kinds.engine import WeightTransport
 from buffer_rl.weights.sender import Senders
 
 if TYPE_CHECKING:

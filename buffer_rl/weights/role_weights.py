@@ -28,7 +28,7 @@ from buffer_rl.weights.publish import ATTEMPTS
 
 if TYPE_CHECKING:
     from buffer_rl.cluster.actor_group import ActorGroup
-    from buffer_rl.kinds.contracts import WeightTransport
+    from buffer_rl.kinds.engine import WeightTransport
     from buffer_rl.weights.publish import Publisher
     from buffer_rl.weights.sender import Senders
 

@@ -9,9 +9,9 @@ from typing import Any
 from buffer_rl.cluster.actor_group import Call
 from buffer_rl.cluster.dispatch import all_answers
 from buffer_rl.errors import PluginError
-from buffer_rl.kinds.contracts import Topology
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plugin.calls import call, place
+from buffer_rl.records.groups import Topology
 
 KIND = "weight_transport"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import loss_unit
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
 
 @loss_unit("row")

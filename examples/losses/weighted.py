@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.algo.losses import policy_loss
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import loss_unit
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 from buffer_rl.records.groups import Column, Sample, SampleGroup, sample_means
 from buffer_rl.rollout.conversion import GroupConverter
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.algo.losses import policy_loss
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import loss_unit
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 from buffer_rl.plan.roles import Role
 from buffer_rl.records.groups import Column, TrainBatch
 

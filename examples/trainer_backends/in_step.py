@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from buffer_rl.errors import TrainError
-from buffer_rl.kinds.contracts import Objective, Topology
+from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import TrainBatch
+from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.train.collate import collate, row_blocks, split_rows
 from buffer_rl.train.forward import response_log_probs
 from buffer_rl.train.model import (
@@ -35,7 +35,7 @@ from buffer_rl.train.rank_files import load_state, save_state
 
 
 class InStepTrainer:
-    """Implements ``buffer_rl.kinds.contracts.Trainer``; the ranks have joined the default process group."""
+    """Implements ``buffer_rl.kinds.trainer.Trainer``; the ranks have joined the default process group."""
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
         self.topology = Topology(dp_rank=rank, dp_size=world_size, in_step=True)

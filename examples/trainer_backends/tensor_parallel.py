@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
-from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plan.layout import topology_of
@@ -87,7 +87,7 @@ def split_dimension(name: str) -> int | None:
 
 
 class TensorParallelTrainer:
-    """Implements ``buffer_rl.kinds.contracts.Trainer``; the ranks have joined the default process group."""
+    """Implements ``buffer_rl.kinds.trainer.Trainer``; the ranks have joined the default process group."""
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
         self.topology = topology_of(rank, world_size, tp_size=world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from buffer_rl.kinds.contracts import Objective
+    from buffer_rl.kinds.objective import Objective
     from buffer_rl_megatron.trainer import MegatronTrainer
 
 

@@ -38,8 +38,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from buffer_rl.errors import TrainError
-from buffer_rl.kinds.contracts import Objective
 from buffer_rl.kinds.marks import Unit
+from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks

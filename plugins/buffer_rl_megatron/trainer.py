@@ -20,7 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from buffer_rl.errors import ConfigError, TrainError
-from buffer_rl.kinds.contracts import Objective
+from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
@@ -49,7 +49,7 @@ from buffer_rl_megatron.optimizer import Optimizer, data_parallel
 
 
 class MegatronTrainer:
-    """Implements ``buffer_rl.kinds.contracts.Trainer``, for the policy and for a critic.
+    """Implements ``buffer_rl.kinds.trainer.Trainer``, for the policy and for a critic.
 
     Raises ConfigError if the model, the tokenizer or the device is not there, or Megatron cannot split the model so."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from buffer_rl.data.json_text import with_arguments
 from buffer_rl.errors import DataError, DeadlineError
-from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.records.groups import GroupUid, RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context

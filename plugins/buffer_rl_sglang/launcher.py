@@ -28,7 +28,7 @@ _SOCKET_ROOM = len("/sglang_01234567/tmp01234567")  # what a server's sockets ar
 
 
 class SglangServer:
-    """A SGLang server that was started; meets ``buffer_rl.kinds.contracts.EngineProcess``.
+    """A SGLang server that was started; meets ``buffer_rl.kinds.engine.EngineProcess``.
 
     Its temporary files are in a folder of its own, which ``stop`` removes, as it does the shared memory of a server
     that was killed."""
@@ -80,7 +80,7 @@ class SglangServer:
 
 
 class SglangLauncher:
-    """Starts SGLang servers; meets ``buffer_rl.kinds.contracts.EngineLauncher``."""
+    """Starts SGLang servers; meets ``buffer_rl.kinds.engine.EngineLauncher``."""
 
     def check(self, args: Any) -> None:
         """Raises ConfigError if there is no server to start, or it refuses its arguments (``check_server``)."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from buffer_rl.engines.client import GenerateResult
 from buffer_rl.errors import ConfigError
-from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.plugin.signature import takes_evaluation
 from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context, current_scope

@@ -38,7 +38,7 @@ def mask_some(args, groups):
 
 def half_loss(args, inputs):
     """The plain policy gradient, halved."""
-    from buffer_rl.kinds.contracts import TokenLoss
+    from buffer_rl.kinds.token_loss import TokenLoss
 
     return TokenLoss(-inputs.log_probs * inputs.advantages / 2)
 

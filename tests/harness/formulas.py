@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 from buffer_rl.records.groups import GroupUid, RowId
 from harness.losses import loss_args
 

@@ -29,9 +29,9 @@ from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import EngineRegistry, FleetControl
 from buffer_rl.engines.replica import EngineState, Replica
 from buffer_rl.errors import WorkerDiedError
-from buffer_rl.kinds.contracts import Topology
 from buffer_rl.options.section import compose, dump_args, load_args
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Topology
 from buffer_rl.train.model import weight_buckets
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders

@@ -26,7 +26,7 @@ from buffer_rl.cli import main
 from buffer_rl.cluster.placement import Placement, cluster_nodes
 from buffer_rl.engines.host import placed_launcher
 from buffer_rl.errors import ConfigError, EngineError
-from buffer_rl.kinds.contracts import EngineProcess
+from buffer_rl.kinds.engine import EngineProcess
 from buffer_rl.options.section import dump_args
 from harness.nodes import Nodes
 from harness.processes import Process, descendants, holds_within

@@ -103,7 +103,7 @@ def test_passes_and_the_steps_of_a_batch_size_multiply(train: Run, make_options:
 OVER_THE_ROLLOUT = """
 import numpy as np
 
-from buffer_rl.kinds.contracts import TokenLoss
+from buffer_rl.kinds.token_loss import TokenLoss
 from buffer_rl.kinds.marks import loss_unit
 
 

@@ -216,7 +216,7 @@ def test_replicas_with_other_numbers_of_micro_batches_count_the_tokens_of_expert
 
 
 WEIGHTED = """
-from buffer_rl.kinds.contracts import TokenLoss
+from buffer_rl.kinds.token_loss import TokenLoss
 
 
 def by_rewards(args, inputs):

@@ -383,7 +383,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(
 
 
 WEIGHTED = """
-from buffer_rl.kinds.contracts import TokenLoss
+from buffer_rl.kinds.token_loss import TokenLoss
 
 
 def by_log_probs(args, inputs):

@@ -12,8 +12,8 @@ import torch
 from buffer_rl.algo.corrections import truncated_weights
 from buffer_rl.driver.algorithm_checks import UNCORRECTED, _check_correction
 from buffer_rl.errors import ConfigError, PluginError, TrainError
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import Unit, loss_unit
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 from buffer_rl.records.groups import TrainBatch
 from harness.formulas import inputs_of
 from harness.losses import MODES, Outcome, loss_args, objective_of, outcome, rows_of

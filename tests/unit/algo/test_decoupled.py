@@ -9,7 +9,7 @@ from buffer_rl.algo.corrections import truncated_weights
 from buffer_rl.algo.decoupled import decoupled_ppo
 from buffer_rl.algo.losses import policy_loss
 from buffer_rl.errors import TrainError
-from buffer_rl.kinds.contracts import LossInputs
+from buffer_rl.kinds.token_loss import LossInputs
 from harness.formulas import at_ratios, check_gradient, slope
 from harness.losses import loss_args, objective_of, outcome, rows_of
 

@@ -9,8 +9,7 @@ import torch
 
 from buffer_rl.algo.losses import MAX_LOG_RATIO, policy_loss, sft_loss
 from buffer_rl.errors import TrainError
-from buffer_rl.kinds.contracts import LossInputs
-from buffer_rl.kinds.token_loss import Metric
+from buffer_rl.kinds.token_loss import LossInputs, Metric
 from buffer_rl.records.groups import GroupUid, RowId
 
 LOG_2 = math.log(2)

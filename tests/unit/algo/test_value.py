@@ -7,8 +7,7 @@ import torch
 
 from buffer_rl.algo.value import value_loss
 from buffer_rl.errors import DataError
-from buffer_rl.kinds.contracts import LossInputs
-from buffer_rl.kinds.token_loss import Reduction, Sums, Total
+from buffer_rl.kinds.token_loss import LossInputs, Reduction, Sums, Total
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.lint import Result
 from buffer_rl.testing.lint_loss import lint_loss

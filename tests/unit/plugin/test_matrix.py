@@ -284,7 +284,7 @@ rows = [np.full(2, 0.25, dtype=np.float32) for _ in batch.row_ids]
 batch.columns["advantages"] = batch.columns["returns"] = rows
 """
 TRAINER = """
-from buffer_rl.kinds.contracts import Topology
+from buffer_rl.records.groups import Topology
 class plug:
     def __init__(self, args, rank, world_size, objective):
         self.rank, self.topology = rank, Topology(dp_rank=rank, dp_size=world_size)
@@ -368,8 +368,9 @@ CASES = {
         expected="None, with batch.columns['advantages'] and ['returns'] set",
     ),
     "loss": Case(
-        call=train, head="args, inputs", effect=(2.5, 1.0, False, True), expected="buffer_rl.kinds.contracts.TokenLoss",
-        body="from buffer_rl.kinds.contracts import TokenLoss\n"
+        call=train, head="args, inputs", effect=(2.5, 1.0, False, True),
+        expected="buffer_rl.kinds.token_loss.TokenLoss",
+        body="from buffer_rl.kinds.token_loss import TokenLoss\n"
         "return TokenLoss(-inputs.log_probs, metrics={'mine': 0 * inputs.log_probs + 2.5})",
     ),
     "correction": Case(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from buffer_rl.errors import BufferStateError
-from buffer_rl.kinds.contracts import RolloutBuffer
+from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
 from buffer_rl.testing.fake_buffer import FakeBuffer
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import loss_unit
-from buffer_rl.kinds.token_loss import Metric
+from buffer_rl.kinds.token_loss import LossInputs, Metric, TokenLoss
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.lint import Finding, Result, failures
 from buffer_rl.testing.lint_loss import lint_loss

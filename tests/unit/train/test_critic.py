@@ -13,12 +13,11 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from buffer_rl.errors import CheckpointError, ConfigError
-from buffer_rl.kinds.contracts import Topology
 from buffer_rl.options.section import Options
 from buffer_rl.plan.algorithm import role_args
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import TrainBatch
+from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_values
 from buffer_rl.train.model import load_model, prepare_torch, with_value_head

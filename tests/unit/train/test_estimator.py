@@ -15,13 +15,13 @@ from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferStateError, PluginError
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss, Topology
 from buffer_rl.kinds.marks import Scope, Unit, loss_unit
+from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 from buffer_rl.options.section import Options
 from buffer_rl.plan.algorithm import estimator_needs
 from buffer_rl.plan.roles import SAMPLED_FIELDS
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
+from buffer_rl.records.groups import Column, GroupUid, RowId, Topology, TrainBatch
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.rank import TrainRank, splitting
 from buffer_rl.train.role_worker import RoleWorker

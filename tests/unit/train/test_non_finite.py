@@ -22,7 +22,7 @@ MakeBatch = Callable[..., TrainBatch]
 
 LOSSES = """
 import torch
-from buffer_rl.kinds.contracts import TokenLoss
+from buffer_rl.kinds.token_loss import TokenLoss
 
 
 def infinite(args, inputs):

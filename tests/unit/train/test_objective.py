@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.pool import DataPool
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
-from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.kinds.token_loss import LossInputs, Sums, TokenLoss
 from buffer_rl.options.section import Options
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from harness.losses import MODES, PARTS, WAYS, gradient, two_groups
@@ -23,7 +22,7 @@ from harness.trainers import make_trainer
 
 MakeArgs = Callable[..., Options]
 OWN = """
-from buffer_rl.kinds.contracts import TokenLoss
+from buffer_rl.kinds.token_loss import TokenLoss
 
 
 def negative_entropy(args, inputs):

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from buffer_rl.errors import ConfigError, DataError, PluginError, TrainError
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss, Topology
 from buffer_rl.kinds.marks import loss_unit, scoped
-from buffer_rl.kinds.token_loss import NEW_FORM, Metric, Sums
-from buffer_rl.records.groups import TrainBatch
+from buffer_rl.kinds.token_loss import NEW_FORM, LossInputs, Metric, Sums, TokenLoss
+from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.train.steps import NonFiniteGuard, StepReport, take_step
 from harness.losses import objective_of, outcome, rows_of
 
@@ -37,7 +36,7 @@ def problem_of(loss: Loss | str) -> PluginError:
 
 @pytest.mark.parametrize(
     "line",
-    ["from buffer_rl.kinds.contracts import LossOutputs", "from buffer_rl.algo.aggregation import aggregate"],
+    ["from buffer_rl.contracts import LossOutputs", "from buffer_rl.algo.aggregation import aggregate"],
 )
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_loss_that_imports_what_the_earlier_form_needed_is_shown_the_new_one(

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import Unit, loss_unit
-from buffer_rl.kinds.token_loss import Metric, Reduction
+from buffer_rl.kinds.token_loss import LossInputs, Metric, Reduction, TokenLoss
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch, take_rows
 from buffer_rl.train.collate import row_blocks
 from buffer_rl.train.objective import Objective

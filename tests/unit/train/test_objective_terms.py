@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from buffer_rl.errors import DataError
-from buffer_rl.kinds.contracts import LossInputs, TokenLoss
 from buffer_rl.kinds.marks import loss_unit
-from buffer_rl.kinds.token_loss import Metric, Sums
+from buffer_rl.kinds.token_loss import LossInputs, Metric, Sums, TokenLoss
 from buffer_rl.records.groups import TrainBatch
 from harness.losses import MODES, objective_of, outcome, rows_of
 

@@ -8,11 +8,10 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, TrainError
-from buffer_rl.kinds.contracts import Topology
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Reduction, Sums, Total
 from buffer_rl.options.section import compose
-from buffer_rl.records.groups import TrainBatch
+from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.train.peers import check_topologies
 from buffer_rl.train.rank import check_groups, named_metrics, streamed_rows
 from buffer_rl.train.steps import StepReport

@@ -15,7 +15,7 @@ from buffer_rl.train.peers import Rendezvous
 RANK = """
 import sys
 from datetime import timedelta
-from buffer_rl.kinds.contracts import Topology
+from buffer_rl.records.groups import Topology
 from buffer_rl.errors import BufferRestartedError, TrainError
 from buffer_rl.train.peers import Peers, Rendezvous, summed_over_ranks
 

@@ -20,7 +20,7 @@ from harness.trainers import LARGE_EPS, make_trainer
 DEADLINE_S = 120
 INFINITE = """
 import torch
-from buffer_rl.kinds.contracts import TokenLoss
+from buffer_rl.kinds.token_loss import TokenLoss
 
 
 def infinite(args, inputs):

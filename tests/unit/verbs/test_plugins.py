@@ -81,7 +81,7 @@ def test_what_fits_no_kind_is_an_error(folder: Path) -> None:
 
 def test_a_check_lints_losses_and_estimators(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "my_linted.py").write_text(
-        "from buffer_rl.kinds.contracts import TokenLoss\n"
+        "from buffer_rl.kinds.token_loss import TokenLoss\n"
         "def by_rows(args, inputs):\n"
         "    return TokenLoss(-inputs.log_probs / len(inputs.row_ids))\n"
         "def rewards(args, batch):\n"

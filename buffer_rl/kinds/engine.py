@@ -1,0 +1,61 @@
+"""What engine launchers and weight transports receive and return."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class EngineProcess(Protocol):
+    """A rollout engine that was started: a server that speaks SGLang's HTTP protocol at ``url``.
+
+    ``check`` raises EngineError once the server has ended. It is called several times a second, and waits for nothing.
+    A server that hangs is found by its silence: ``GET /server_info`` must be answered by what decodes. For
+    ``--offload-rollout`` it has ``/release_memory_occupation`` and ``/resume_memory_occupation``, with tags."""
+
+    @property
+    def url(self) -> str: ...
+    def wait_ready(self, timeout_s: float) -> None: ...
+    def check(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class EngineLauncher(Protocol):
+    """Starts one rollout engine, without waiting for it. Called on its node, in a process whose environment names its
+    devices: the server listens on a free port of ``args.engine_host`` and ends with that process, as a child does that
+    ``buffer_rl.cluster.process.ChildProcess`` starts; ``ServerProcess`` there finds the port of a server that cannot
+    inherit a socket.
+
+    The launcher may have ``deterministic``, true if under ``args.deterministic`` an answer depends on the request and
+    its ``sampling_seed`` alone, and ``check(args)``, which is called before anything starts and raises ConfigError for
+    options that its engines cannot serve."""
+
+    def __call__(self, args: Any, index: int, log_path: str) -> EngineProcess: ...
+
+
+class WeightTransport(Protocol):
+    """Brings the weights from the trainer to the engines, version by version. Constructed as ``cls(args)``.
+
+    sender: its side in the trainer, a class constructed as ``sender(args, topology)`` in each rank of the actor. Its
+    methods get ``Trainer.export()``, which all ranks iterate to the end or none does, and the arguments of ``start``.
+    staged: ``publish`` runs within one ``begin_weight_update`` and ``end_weight_update`` of the engines.
+    It may also have ``release(version)``: all engines that go on have the version, so free what it took.
+    """
+
+    sender: type[Any]
+    staged: bool
+
+    def connect(self, trainer: Any, engines: Any) -> None:
+        """Fix what is sent to whom; idempotent. Called first, before each retry, and when engines joined or left.
+
+        trainer: ``start(method, *arguments)`` calls every rank's sender; the ``wait()`` of what it returns has the
+        answers in rank order; ``send`` does both. engines: ``buffer_rl.engines.control.EngineControlClient``, whose
+        calls wait for all engines: start the trainer's side of an exchange first."""
+
+    def prepare(self, version: int) -> None:
+        """Copy the version to where the engines can take it, while they still generate. Once for all retries."""
+
+    def publish(self, version: int) -> None:
+        """Have the engines, which are paused, take it. Raises EngineError if one refuses: it is called again then."""
+
+    def close(self) -> None:
+        """Free everything: the run ends, or a publication failed for good. May be called twice."""

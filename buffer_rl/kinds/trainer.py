@@ -1,0 +1,109 @@
+"""What trainer backends, own roles, model converters and model providers receive and return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.records.groups import Column, Topology, TrainBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from buffer_rl.plan.roles import Role
+
+
+class Trainer(Protocol):
+    """One rank of a trainer backend. Constructed as ``cls(args, rank, world_size, objective)`` in the rank's process,
+    where ``torch.distributed`` joins all ranks if there are several.
+
+    Every rank gets the same calls in the same order. What a rank that is not the head of its replica returns is not
+    used, but for ``log_probs`` on ranks that call the objective: it goes into their rows.
+    For ``--ref-update-interval`` it also has ``load_ref(path)``, unless ``--num-ref-workers`` have the reference: the
+    model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote.
+    For ``--offload-train`` it also has ``sleep()``, which frees the device's memory and keeps the state elsewhere, and
+    ``wake_up()``, its inverse. ``sleep`` is called between two steps, and no other method before ``wake_up``.
+    Where ``save`` returns under ``args.async_save`` before all is written, it has ``is_saved()``, which says whether it
+    is, or raises CheckpointError. All ranks are asked, between their other calls, asleep too.
+
+    Unless the class, or the function that makes it, has ``reads_old_log_probs = False``, rows have that column. The
+    objective needs it with several optimizer steps a rollout alone, and has it then.
+    """
+
+    @property
+    def topology(self) -> Topology:
+        """The rank's place; it never changes."""
+
+    def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
+        """Log-probabilities of the response tokens under ``model`` ("actor", "ref" or "teacher"): per row
+        ``[response_length]`` float32, in nats; None on ranks that do not have them. A backend for a critic has
+        ``values(batch)`` beside it, the same of the value model before each token (see ``Objective.critic``)."""
+
+    def accumulate(self, batch: TrainBatch) -> Sums:
+        """Forward and backward of the rows, in micro-batches: adds their gradient, which is not divided by anything, to
+        that of the step. Called any number of times for one step, with zero rows only where ``in_step``."""
+
+    def optimizer_step(self, scale: float) -> dict[str, float]:
+        """Sum the gradients over replicas, multiply by ``scale``, clip, step, zero them. Metrics: ``grad_norm``,
+        ``lr``, equal on all ranks.
+
+        Raises NonFiniteError, on every rank or on none and with nothing changed, if the gradient is not finite: the
+        step is then left out (``--max-non-finite-steps``)."""
+
+    def zero_grad(self) -> None:
+        """Drop what was accumulated of a step that is not taken."""
+
+    def export(self) -> Iterator[dict[str, Any]]:
+        """The weights under Hugging Face names, in buckets of bounded size; every rank iterates to the end, as
+        gathering a bucket may need all, and the head of replica 0 has the tensors. They may be the weights themselves:
+        they are read before the next ``optimizer_step``."""
+
+    def save_hf(self, path: str) -> None:
+        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, tokenizer included."""
+
+    def save(self, path: str) -> None:
+        """Write this rank's weights, optimizer, schedule and random state into the folder ``path``."""
+
+    def load(self, path: str) -> None:
+        """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""
+
+
+class FieldRole(Protocol):
+    """A role of the user's own (``--role-path``), constructed as ``cls(args)`` in each of its processes.
+
+    role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``,
+    and ``restart``.
+    """
+
+    role: ClassVar[Role]
+
+    def compute(self, batch: TrainBatch) -> Mapping[str, Column]:
+        """The role's fields for some finished groups: of each a list of ``[response_length]`` arrays or an array
+        ``[num_rows]``. Called again for rows whose process died; losses and estimators read the fields by name."""
+        ...
+
+
+class ModelConverter(Protocol):
+    """Loads a Hugging Face folder into the trainer's model and exports its weights. Constructed as ``cls(args)``.
+    ``buffer_rl.train.converter.NameMap`` is the base class for what maps one tensor at a time."""
+
+    def load(self, model: Any, folder: str) -> None:
+        """Copy the folder's weights into the model, without gradient. Every element of every floating-point weight
+        must be written: it holds NaN before."""
+
+    def export(self, model: Any) -> Iterator[tuple[str, Any]]:
+        """The weights under the folder's names, each name once, one tensor at a time, so that a large model is never
+        gathered whole. A tensor may be the model's own memory; it stays as it is until the next optimizer step."""
+
+
+class ModelProvider(Protocol):
+    """Builds the model of the torch trainer, or its reference model, from the folder ``args.hf_checkpoint``. A trainer
+    that splits the model over ranks may call it with the names ``pre_process``, ``post_process`` and, where it takes
+    that, ``vp_stage`` in place of ``args``, for the part that a rank has: its documentation says so.
+
+    It is a torch module with ``forward(input_ids, use_cache)``, whose answer has ``logits``
+    ``[num_rows, num_tokens, vocabulary]``, with ``get_output_embeddings()`` and causal attention. It is moved to the
+    trainer's device and to float32."""
+
+    def __call__(self, args: Any) -> Any: ...
