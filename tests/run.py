@@ -89,7 +89,7 @@ def halves(with_slow: bool) -> tuple[Sequence[str], Sequence[str]]:
     """The folders of each process, as arguments of pytest."""
     if with_slow:
         return (*WITH_RAY, "tests/golden"), ("tests/unit",)
-    beside = [f"tests/unit/{name}" for name in ("engine", "weights", "plugins", "driver")]
+    beside = [f"tests/unit/{name}" for name in ("engine", "weights", "plugins", "driver", "megatron")]
     return (*WITH_RAY, *beside), ("tests/unit", *(f"--ignore={path}" for path in beside), "tests/golden")
 
 
