@@ -20,9 +20,8 @@ def test_there_are_a_hundred_requests_and_no_case_twice(reference):
     assert sum(step.path != "" for case in cases for step in case.steps) >= 100
 
 
-@pytest.mark.parametrize(
-    "imitate", [pytest.param(False, id="embedded", marks=pytest.mark.slow), pytest.param(True, id="as SGLang")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("imitate", [False, True], ids=["embedded", "as SGLang"])
 def test_every_case_is_answered_as_it_says(reference, tmp_path, imitate):
     cases, log = all_cases(reference), str(tmp_path / "log")
     with free_url() as url, serving(embedded_command(reference.folder("0"), url, imitate=imitate), url, log):

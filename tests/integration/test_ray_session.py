@@ -39,6 +39,7 @@ with ray_session(sys.argv[1], code):
 """
 
 
+@pytest.mark.slow
 def test_ray_starts_below_a_temporary_folder_whose_path_is_too_long_for_sockets(tmp_path: Path) -> None:
     folder = tmp_path / ("t" * 120)
     folder.mkdir()

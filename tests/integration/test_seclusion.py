@@ -60,6 +60,7 @@ with ray_session(None):
 """
 
 
+@pytest.mark.slow
 def test_every_listener_of_ray_is_on_the_loopback_interface():
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-c", FRESH, __file__]

@@ -183,7 +183,7 @@ async def test_an_engine_that_fails_in_a_publication_samples_no_token_that_is_tr
     run.check_accounts()
 
 
-@pytest.mark.parametrize("back_after", [1, 4])
+@pytest.mark.parametrize("back_after", [1, pytest.param(4, marks=pytest.mark.slow)])
 async def test_a_replacement_with_the_initial_weights_is_found_out_by_its_first_tokens(
     kit: Any, tmp_path: Path, undisturbed: Any, back_after: int
 ) -> None:

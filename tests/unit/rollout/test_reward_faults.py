@@ -116,8 +116,14 @@ def options_of(place: str, behaviour: str, url: str) -> dict[str, Any]:
     return {**chosen, "rm_url": f"{url}/{behaviour}", "rm_timeout_s": 0.7 if behaviour == "hang" else 10.0}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+@pytest.mark.parametrize(
+    ("place", "behaviour"),
+    [
+        pytest.param(place, behaviour, marks=[pytest.mark.slow] if (place, behaviour) == ("group", "hang") else [])
+        for behaviour in BEHAVIOURS
+        for place in PLACES
+    ],
+)
 async def test_a_prompt_without_a_reward_is_tried_twice_and_is_no_label(
     kit: Any, tmp_path: Path, behaviour: str, place: str
 ) -> None:

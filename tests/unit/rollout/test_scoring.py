@@ -281,8 +281,8 @@ async def test_groups_are_scored_by_as_many_processes_as_allowed(kit: Any) -> No
 
 
 async def test_the_deadline_is_of_each_sample_not_of_the_group(kit: Any) -> None:
-    labels = ["0.8", "0.8", "0.8", "3600", "0.8"]
-    group, (failure,) = await score_labels(kit, labels, "block_for_label", rm_timeout_s=2.0)
+    labels = ["0.4", "0.4", "0.4", "3600", "0.4"]
+    group, (failure,) = await score_labels(kit, labels, "block_for_label", rm_timeout_s=1.2)
     assert [sample.reward for sample in group] == [1.0, 1.0, 1.0, None, 1.0]
     assert failure.kind is FailureKind.TIMEOUT
     assert "row source:6:0/3.0" in str(failure.error)
