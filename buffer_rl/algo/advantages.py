@@ -5,7 +5,7 @@ Each column holds one array ``[response_length]`` float32 for each row.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from buffer_rl.errors import DataError
 from buffer_rl.kinds.marks import scoped
 from buffer_rl.records.groups import TrainBatch
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @scoped("row")
-def grpo(args: Any, batch: TrainBatch) -> None:
+def grpo(args: Args, batch: TrainBatch) -> None:
     """Group-relative advantages: each response token gets its sample's normalised reward.
 
     DeepSeekMath (arXiv 2402.03300) section 4.1.2, outcome supervision. The normalisation over the samples of a prompt

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.losses import clip_range, ratio_of
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @loss_unit(Unit.TOKEN)
-def cispo(args: Any, inputs: LossInputs) -> TokenLoss:
+def cispo(args: Args, inputs: LossInputs) -> TokenLoss:
     """Equations 4 and 5, with the negative sign: ``-sg[clip(r, 1 - eps_clip, 1 + eps_clip_high)] A log pi`` for each
     token, ``[num_rows, max_response]``; ``sg``: without a gradient.
 

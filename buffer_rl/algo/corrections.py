@@ -10,7 +10,7 @@ entropy bonus are not multiplied. Suffix legend: ``_bt`` is ``[num_rows, max_res
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,10 @@ from buffer_rl.algo.aggregation import per_row
 from buffer_rl.algo.losses import ratio_of
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import LossInputs, Metric
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 TOKEN_MODES = ("truncate", "token")
 """Values of ``--tis-mode`` that look at a token by itself; the others look at all tokens of a row."""
@@ -29,7 +33,7 @@ def log_weights(inputs: LossInputs) -> torch.Tensor:
     return found
 
 
-def truncated_weights(args: Any, inputs: LossInputs) -> torch.Tensor:
+def truncated_weights(args: Args, inputs: LossInputs) -> torch.Tensor:
     """The weights ``[num_rows, max_response]`` by ``--tis-mode``, with the bounds ``--tis-clip-low`` and
     ``--tis-clip``:
 
@@ -55,7 +59,7 @@ def truncated_weights(args: Any, inputs: LossInputs) -> torch.Tensor:
     return torch.where((gate_bt >= low) & (gate_bt <= high), weight_bt, 0.0)
 
 
-def correction_unit(args: Any) -> Unit:
+def correction_unit(args: Args) -> Unit:
     """What the built-in correction must see together."""
     return Unit.TOKEN if args.tis_mode in TOKEN_MODES else Unit.ROW
 

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.losses import clipped_surrogate, ratio_of
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @loss_unit(Unit.TOKEN, needs=("rollout_log_probs",))
-def decoupled_ppo(args: Any, inputs: LossInputs) -> TokenLoss:
+def decoupled_ppo(args: Args, inputs: LossInputs) -> TokenLoss:
     """``w max(-A r, -A clip(r))`` for each token ``[num_rows, max_response]``, with three policies: ``r = pi /
     pi_prox`` is clipped as PPO's ratio is; ``w = pi_prox / pi_behave`` is the importance weight of the engine's token,
     without a gradient.

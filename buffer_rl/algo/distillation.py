@@ -3,17 +3,21 @@ Numpy only."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.returns import masks_of, spread, unmasked
 from buffer_rl.plan.algorithm import policy_field
 from buffer_rl.records.groups import TrainBatch
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 REVERSE_KL = "opd_reverse_kl"
 """The column of log-ratios: a row that has it has its teacher's part in its advantages."""
 
 
-def distil(args: Any, batch: TrainBatch) -> None:
+def distil(args: Args, batch: TrainBatch) -> None:
     """Subtract ``opd_kl_coef * (log pi - log teacher)`` from the advantages of unmasked tokens, and set the log-ratio
     as the column ``opd_reverse_kl``: per row ``[response_length]`` float32, 0 for masked tokens.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.aggregation import mask_out
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, Metric, Reduction, TokenLoss
 from buffer_rl.records.groups import equal_rewards
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @loss_unit(Unit.GROUP, needs=("reward", "ref_log_probs"))
-def dpo(args: Any, inputs: LossInputs) -> TokenLoss:
+def dpo(args: Args, inputs: LossInputs) -> TokenLoss:
     """``-log sigmoid(beta (d_chosen - d_rejected))`` (equation 7) for each prompt, with ``d = log pi(y) - log
     pi_ref(y)``, a sum over unmasked tokens of all parts of a sample; the mean over pairs.
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.returns import discounted_sums, masks_of, spread, token_rewards, unmasked
 from buffer_rl.kinds.marks import scoped
 from buffer_rl.records.groups import TrainBatch
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @scoped("row", needs=("values",))
-def gae(args: Any, batch: TrainBatch) -> None:
+def gae(args: Args, batch: TrainBatch) -> None:
     """Advantages of response tokens from their values, with ``--gamma`` and ``--lambd``.
 
     Schulman et al. (arXiv 1506.02438): ``delta_t = r_t + gamma V_(t+1) - V_t`` and ``A_t = delta_t +

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.aggregation import row_mean
 from buffer_rl.algo.losses import clip_range, ratio_of
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @loss_unit(Unit.ROW)
-def gmpo(args: Any, inputs: LossInputs) -> TokenLoss:
+def gmpo(args: Args, inputs: LossInputs) -> TokenLoss:
     """``-A (prod_t c_t)^(1 / length)`` for each row ``[num_rows]``, with the negative sign, a mean over samples
     whatever ``--loss-agg-mode`` says; ``c_t`` is the ratio of a token, clipped on the side where its advantage
     pulls, as the minimum in PPO's surrogate does.

@@ -8,16 +8,19 @@ is ``[num_rows]``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.aggregation import row_mean
 from buffer_rl.algo.losses import clipped_surrogate, ratio_of
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @loss_unit(Unit.ROW)
-def gspo(args: Any, inputs: LossInputs) -> TokenLoss:
+def gspo(args: Args, inputs: LossInputs) -> TokenLoss:
     """Equation 5, with the negative sign: a number for each row ``[num_rows]``, a mean over samples whatever
     ``--loss-agg-mode`` says.
 
@@ -33,7 +36,7 @@ def gspo(args: Any, inputs: LossInputs) -> TokenLoss:
 
 
 @loss_unit(Unit.ROW)
-def gspo_token(args: Any, inputs: LossInputs) -> TokenLoss:
+def gspo_token(args: Args, inputs: LossInputs) -> TokenLoss:
     """GSPO-token (equations 13 and 14), with the negative sign: a number for each token.
 
     ``s_{i,t} = sg[s_i] pi(y_t) / sg[pi(y_t)]`` has the value of the row's ratio and the gradient of the token alone

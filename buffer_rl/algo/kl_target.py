@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import required
 from buffer_rl.plan.algorithm import is_supervised, uses_critic
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 MEASURED_KL = "ref_kl"
 """The metric that ``--kl-target`` is compared with: the mean over unmasked tokens of the penalty's own estimate."""
@@ -14,18 +19,19 @@ MAX_ERROR = 0.2
 """Bound of the relative error that ``adapted_coefficient`` answers."""
 
 
-def adapted_coefficient(args: Any, coefficient: float, kl: float) -> float:
+def adapted_coefficient(args: Args, coefficient: float, kl: float) -> float:
     """The coefficient after a rollout whose KL divergence from the reference was ``kl`` nats a token.
 
     It is multiplied by ``1 + K e`` with the relative error ``e = (kl - target) / target``, clipped to -0.2 and 0.2:
     Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2. There K is
     0.1; as in its code, in verl and in OpenRLHF, K is the samples of a rollout divided by ``--kl-horizon``.
     """
-    error = max(-MAX_ERROR, min(MAX_ERROR, (kl - args.kl_target) / args.kl_target))
+    target = required(args.kl_target, "kl_target")
+    error = max(-MAX_ERROR, min(MAX_ERROR, (kl - target) / target))
     return float(coefficient * (1 + error * _samples(args) / args.kl_horizon))
 
 
-def check_kl_target(args: Any) -> None:
+def check_kl_target(args: Args) -> None:
     """Raises ConfigError where no coefficient, or more than one, could be adapted, or could not stay above 0."""
     if args.kl_target is None:
         return
@@ -65,5 +71,5 @@ def check_kl_target(args: Any) -> None:
         )
 
 
-def _samples(args: Any) -> int:
+def _samples(args: Args) -> int:
     return int(args.rollout_batch_size * args.n_samples_per_prompt)

@@ -8,13 +8,15 @@ Suffix legend: ``_bt`` is ``[num_rows, max_response]``; torch float32; log-proba
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, Metric, Reduction, TokenLoss
 
 if TYPE_CHECKING:
     import torch
+
+    from buffer_rl.args import Args
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this many nats before ``exp`` (e^20 is about 5e8, far from overflow in float32). Where the
@@ -26,13 +28,13 @@ def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clip_range(args: Any) -> tuple[float, float]:
+def clip_range(args: Args) -> tuple[float, float]:
     """The lower and upper width of the clip range: ``--eps-clip`` and ``--eps-clip-high``, which is ``--eps-clip``
     where absent (DAPO, arXiv 2503.14476, section 3.1, has two widths)."""
     return args.eps_clip, args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
 
 
-def clipped_surrogate(args: Any, advantages: torch.Tensor, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def clipped_surrogate(args: Args, advantages: torch.Tensor, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high))`` in the shape of ``ratio`` (PPO, arXiv 1707.06347,
     with the negative sign), and where the clip acts.
 
@@ -50,7 +52,7 @@ def clipped_surrogate(args: Any, advantages: torch.Tensor, ratio: torch.Tensor) 
 
 
 @loss_unit(Unit.TOKEN)
-def policy_loss(args: Any, inputs: LossInputs) -> TokenLoss:
+def policy_loss(args: Args, inputs: LossInputs) -> TokenLoss:
     """The clipped surrogate of PPO, with the ratio of new to old probability (``clipped_surrogate``).
 
     Metrics: ``pg_loss``, weighed as the loss is; ``pg_clipfrac`` and ``ppo_kl`` (k1 estimate of KL(old || new)), means
@@ -71,6 +73,6 @@ def policy_loss(args: Any, inputs: LossInputs) -> TokenLoss:
 
 
 @loss_unit(Unit.TOKEN)
-def sft_loss(args: Any, inputs: LossInputs) -> TokenLoss:
+def sft_loss(args: Args, inputs: LossInputs) -> TokenLoss:
     """The negative log-likelihood of each response token."""
     return TokenLoss(-inputs.log_probs)

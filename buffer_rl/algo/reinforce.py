@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,9 +11,12 @@ from buffer_rl.algo.returns import discounted_sums, masks_of, spread, token_rewa
 from buffer_rl.kinds.marks import scoped
 from buffer_rl.records.groups import TrainBatch, equal_rewards
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @scoped("rollout")
-def reinforce_plus_plus(args: Any, batch: TrainBatch) -> None:
+def reinforce_plus_plus(args: Args, batch: TrainBatch) -> None:
     """Discounted returns of token rewards, normalised over all unmasked tokens of the rollout.
 
     Hu et al. (arXiv 2501.03262): the token reward is the sample's reward at the end of the response, minus
@@ -29,7 +32,7 @@ def reinforce_plus_plus(args: Any, batch: TrainBatch) -> None:
 
 
 @scoped("rollout")
-def reinforce_plus_plus_baseline(args: Any, batch: TrainBatch) -> None:
+def reinforce_plus_plus_baseline(args: Args, batch: TrainBatch) -> None:
     """The reward minus the mean of its prompt, normalised over all unmasked tokens of the rollout.
 
     Hu et al. (arXiv 2501.03262), the variant with a baseline for several samples a prompt. The mean was subtracted when
@@ -42,7 +45,7 @@ def reinforce_plus_plus_baseline(args: Any, batch: TrainBatch) -> None:
 
 
 @scoped("row", needs=("baseline_reward",))
-def remax(args: Any, batch: TrainBatch) -> None:
+def remax(args: Args, batch: TrainBatch) -> None:
     """The sum of token rewards from each token on, minus the reward of the prompt's greedy response.
 
     Li et al. (arXiv 2310.10505), with the penalty of ``--kl-coef`` in the token rewards. The
@@ -59,7 +62,7 @@ def remax(args: Any, batch: TrainBatch) -> None:
 
 
 @scoped("rollout")
-def gpg(args: Any, batch: TrainBatch) -> None:
+def gpg(args: Args, batch: TrainBatch) -> None:
     """The reward minus the mean of its prompt, times ``samples / samples of prompts whose rewards differ``.
 
     Chu et al. (arXiv 2504.02546), with ``F_norm = 1``: prompts whose samples are all right or all wrong have no

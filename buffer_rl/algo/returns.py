@@ -7,7 +7,7 @@ belongs to it, and its advantage is 0. Suffix ``_u``: ``[num_unmasked]`` of one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,11 +16,15 @@ from buffer_rl.errors import DataError
 from buffer_rl.plan.algorithm import policy_field
 from buffer_rl.records.groups import Column, TrainBatch
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 EPS = 1e-8
 """Added to the variance, as in slime's and verl's ``masked_whiten``."""
 
 
-def token_rewards(args: Any, batch: TrainBatch) -> list[np.ndarray]:
+def token_rewards(args: Args, batch: TrainBatch) -> list[np.ndarray]:
     """Per row ``[num_unmasked]`` float64: the sample's reward on its last unmasked token, and on each token
     ``-kl_coef * (log pi - log ref)``, the penalty of REINFORCE++, arXiv 2501.03262 (the k1 estimator).
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,8 +15,11 @@ from buffer_rl.plan.algorithm import estimator_of
 from buffer_rl.plan.algorithms import Rewards, algorithm_of
 from buffer_rl.records.groups import equal_rewards
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
-def shaped(args: Any, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarray:
+
+def shaped(args: Args, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarray:
     """What is normalised in place of raw rewards, ``[num_samples]`` float64: clipped to ``--reward-clip``, times
     ``--reward-scale``, minus the penalties of long responses, which are neither clipped nor scaled."""
     bounds = reward_bounds(args)
@@ -28,7 +31,7 @@ def shaped(args: Any, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarra
     return shaped_n
 
 
-def reward_bounds(args: Any) -> tuple[float, float] | None:
+def reward_bounds(args: Args) -> tuple[float, float] | None:
     """The lowest and the highest reward; None where they are not clipped. Raises ConfigError for bounds without a
     number between them, and for more than two."""
     if not args.reward_clip:
@@ -41,7 +44,7 @@ def reward_bounds(args: Any) -> tuple[float, float] | None:
     return bounds[0], bounds[1]
 
 
-def length_penalties(args: Any, lengths_n: np.ndarray) -> np.ndarray:
+def length_penalties(args: Args, lengths_n: np.ndarray) -> np.ndarray:
     """What is added for lengths, ``[num_samples]`` float64: ``--length-penalty`` times -1 for a response of
     ``--rollout-max-response-len`` tokens, in proportion for others. All response tokens count, masked ones too.
 
@@ -50,7 +53,7 @@ def length_penalties(args: Any, lengths_n: np.ndarray) -> np.ndarray:
     return penalties_n
 
 
-def overlong_penalties(args: Any, lengths_n: np.ndarray) -> np.ndarray:
+def overlong_penalties(args: Args, lengths_n: np.ndarray) -> np.ndarray:
     """What is added to rewards of responses of ``lengths_n`` tokens, ``[num_samples]`` float64, 0 or less.
 
     DAPO (arXiv 2503.14476) equation 13, soft overlong punishment: 0 up to ``L_max - L_cache`` tokens, from there on
@@ -64,7 +67,7 @@ def overlong_penalties(args: Any, lengths_n: np.ndarray) -> np.ndarray:
     return share_n * -float(args.overlong_penalty_factor)
 
 
-def rewards_kind(args: Any) -> Rewards:
+def rewards_kind(args: Args) -> Rewards:
     """The normalisation of a run's rewards: its algorithm's, as far as ``--disable-rewards-normalization`` and
     ``--grpo-std-normalization`` leave it."""
     kind = algorithm_of(estimator_of(args)[1]).rewards

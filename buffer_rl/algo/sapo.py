@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.losses import ratio_of
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @loss_unit(Unit.TOKEN)
-def sapo(args: Any, inputs: LossInputs) -> TokenLoss:
+def sapo(args: Args, inputs: LossInputs) -> TokenLoss:
     """``-A f(r)`` for each token ``[num_rows, max_response]``, with ``f(r) = 4 / tau x sigmoid(tau (r - 1))`` and
     ``tau`` of the sign of the advantage: ``--sapo-tau-pos``, or ``--sapo-tau-neg`` (zero included).
 

@@ -5,16 +5,19 @@ Suffix legend: ``_bt`` is ``[num_rows, max_response]``; torch float32; values in
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 @loss_unit(Unit.TOKEN, needs=("returns", "values"))
-def value_loss(args: Any, inputs: LossInputs) -> TokenLoss:
+def value_loss(args: Args, inputs: LossInputs) -> TokenLoss:
     """Half the squared distance of the values to the returns that the estimator sets.
 
     With ``--value-clip`` c it is ``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2``, the form of PPO's

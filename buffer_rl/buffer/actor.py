@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 import ray
@@ -36,6 +36,10 @@ from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError
 from buffer_rl.options.section import load_args
 from buffer_rl.records.groups import Column
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 MAX_WAITERS = 64
 """Readers that can wait for rows at one time; more would wait for each other."""
 
@@ -46,7 +50,7 @@ class BufferActor:
     """Hosts one ``BufferState``. Called through ``buffer_rl.buffer.client.BufferClient``."""
 
     def __init__(self, args_text: str, place: LedgerPlace) -> None:
-        args: Any = load_args(args_text)
+        args = load_args(args_text)
         source: PromptDataSource | DeliveredFeed | None = None
         if args.data_source_path:  # it may read --prompt-data in its own way, and is not to be second-guessed
             source = DeliveredFeed(args.data_source_path)
@@ -188,7 +192,7 @@ def start_buffer(args_text: str) -> Any:
     """Start the Buffer's process on this node, where its ledger is. Returns its handle, for ``BufferClient``.
 
     Raises ConfigError if the ledger cannot be where the options say."""
-    args: Any = load_args(args_text)
+    args = load_args(args_text)
     place = new_ledger(args)
     node = ray.get_runtime_context().get_node_id()
     remote = cast(Any, ray.remote)(
@@ -200,7 +204,7 @@ def start_buffer(args_text: str) -> Any:
     return remote(BufferActor).remote(args_text, place)
 
 
-def can_restart(args: Any) -> bool:
+def can_restart(args: Args) -> bool:
     """Whether a Buffer that died is replaced. Its groups are made again from the data files, so not where they come
     from a data source of the user's own or from recorded rollouts: its death is then a global restart."""
     recorded = args.debug_train_only or args.load_debug_rollout_data is not None

@@ -21,9 +21,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 FILE_NAME = "ledger.sqlite"
 IN_MEMORY = ":memory:"
@@ -249,7 +253,7 @@ class LedgerPlace:
     run: str
 
 
-def new_ledger(args: Any) -> LedgerPlace:
+def new_ledger(args: Args) -> LedgerPlace:
     """Make room for the ledger of a run that begins, in ``args.run_dir`` or ``args.ledger_dir``. The caller is on the
     Buffer's node and has the run's folder to itself.
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import orjson
 
 from buffer_rl.buffer.codec import group_to_json
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import Sample, SampleGroup, Status, Ticket, VersionSpan, sample_means, tile
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 DONE = (Status.COMPLETED, Status.TRUNCATED)
 
@@ -35,7 +39,7 @@ class RequeueRule:
     replays: bool = False
 
     @classmethod
-    def from_args(cls, args: Any) -> RequeueRule:
+    def from_args(cls, args: Args) -> RequeueRule:
         """From ``--partial-rollout``, ``--mask-offpolicy-in-partial-rollout``, ``--reward-key`` and
         ``--replay-kept-tokens``."""
         return cls(

@@ -9,8 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 NO_PROXY = ("no_proxy", "NO_PROXY")
 NO_GRPC_PROXY = "no_grpc_proxy"
@@ -37,7 +41,7 @@ def _set(changes: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def direct_variables(args: Any, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def direct_variables(args: Args, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables with which a process and its children reach this machine, and the engines and the router that
     ``args`` name, without a proxy. The user's own exceptions stay: the union of both spellings of ``no_proxy``."""
     hosts = list(dict.fromkeys([*LOOPBACK, args.engine_host, *_hosts_of(args)]))
@@ -48,7 +52,7 @@ def direct_variables(args: Any, environ: Mapping[str, str] = os.environ) -> dict
     return found
 
 
-def _hosts_of(args: Any) -> list[str]:
+def _hosts_of(args: Args) -> list[str]:
     urls = [args.router_url, *args.engine_urls, *args.rollout_external_engine_addrs]
     found = [urlsplit(url if "://" in url else f"//{url}").hostname for url in urls if url]
     return [host for host in found if host]

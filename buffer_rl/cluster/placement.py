@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -25,6 +25,10 @@ from buffer_rl.errors import DeadlineError
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plan.layout import grouping
 from buffer_rl.plan.roles import ACTOR
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 NODE_LABEL = "ray.io/node-id"
 NODE_POLL_S = 1.0
@@ -52,7 +56,7 @@ class Placement:
     notices: lines for the user about what was chosen. groups: what is reserved; empty where nothing is.
     """
 
-    def __init__(self, args: Any, nodes: Sequence[Node], chosen: Seating) -> None:
+    def __init__(self, args: Args, nodes: Sequence[Node], chosen: Seating) -> None:
         self.notices = chosen.notices
         self.groups: list[BundleGroup] = []
         self._args = args
@@ -65,7 +69,7 @@ class Placement:
         self._make_groups()
 
     @classmethod
-    def of(cls, args: Any, nodes: Sequence[Node], *, engines: bool = True) -> Placement:
+    def of(cls, args: Args, nodes: Sequence[Node], *, engines: bool = True) -> Placement:
         """The placement of a run.
 
         engines: whether the run generates. Raises ConfigError, with the arithmetic, where the options ask for more
@@ -260,7 +264,7 @@ def _numbers(address: str) -> tuple[int, str]:
 
 
 @contextmanager
-def placed(args: Any, engines: bool, notice: Callable[[str], None]) -> Iterator[Placement]:
+def placed(args: Args, engines: bool, notice: Callable[[str], None]) -> Iterator[Placement]:
     """The placement of a run on the cluster that this process is connected to, its devices reserved for the length of
     the block; chosen again where a node is gone by then. Raises what ``Placement.of`` and entering it do."""
     with ExitStack() as stack:

@@ -342,7 +342,7 @@ def arguments_of(items: Mapping[str, Any], prefix: str, own: Mapping[str, str]) 
     return found
 
 
-def starts_engines(args: Any) -> bool:
+def starts_engines(args: Args) -> bool:
     """Whether the run starts its engines; else others run them."""
     return args.router_url is None and not args.rollout_external_engine_addrs
 

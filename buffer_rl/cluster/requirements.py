@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.devices import Demand, Node, NoRoomError, Seat, Unit, all_devices, allocate
 from buffer_rl.errors import ConfigError
@@ -15,6 +15,10 @@ from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import uses_critic
 from buffer_rl.plan.counts import ENGINE, replicas_of, roles_in_resource
 from buffer_rl.plan.roles import ACTOR, CRITIC, DEDICATED, PLACED, worker_counts
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 WITH_ACTOR = ("ref", "actor_fwd")
 """Roles that ``--colocate-actor-ref`` puts on the devices of the trainer."""
@@ -31,7 +35,7 @@ class Seating:
     notices: list[str]
 
 
-def seating(args: Any, nodes: Sequence[Node], *, engines: bool) -> Seating:
+def seating(args: Args, nodes: Sequence[Node], *, engines: bool) -> Seating:
     """Which devices of ``nodes`` each member of each role gets.
 
     GPUs first: ranks have one each where ``--train-device`` allows it and there are enough, and so do the workers of
@@ -65,13 +69,13 @@ def seating(args: Any, nodes: Sequence[Node], *, engines: bool) -> Seating:
     return Seating(seats=seats, notices=notices)
 
 
-def counts_devices(args: Any) -> bool:
+def counts_devices(args: Args) -> bool:
     """Whether options ask for devices by number: too few are an error then."""
     asked = (args.actor_num_nodes, args.actor_num_gpus_per_node, args.rollout_num_gpus, args.resource)
     return any(value is not None for value in asked)
 
 
-def _trainer_demands(args: Any) -> list[Demand]:
+def _trainer_demands(args: Args) -> list[Demand]:
     if args.debug_rollout_only:
         return []
     ranks, together = args.num_train_ranks, 1
@@ -81,7 +85,7 @@ def _trainer_demands(args: Any) -> list[Demand]:
     return [Demand(role=role, members=ranks, together=together) for role in roles]
 
 
-def _role_demands(args: Any) -> list[Demand]:
+def _role_demands(args: Args) -> list[Demand]:
     """Of the workers of roles with a model, and of the roles of ``--resource`` that have devices."""
     trains = not args.debug_rollout_only and args.num_rollout != 0
     counts = {
@@ -104,7 +108,7 @@ def _role_demands(args: Any) -> list[Demand]:
     return demands
 
 
-def _engine_demand(args: Any, unit: Unit) -> Demand:
+def _engine_demand(args: Args, unit: Unit) -> Demand:
     each = args.rollout_num_gpus_per_engine if unit is Unit.GPU else 1
     if each > 1 and args.rollout_engine == "embedded":
         raise ConfigError(
@@ -115,11 +119,11 @@ def _engine_demand(args: Any, unit: Unit) -> Demand:
     return Demand(role=ENGINE, members=args.rollout_num_engines, each=each)
 
 
-def _engine_unit(args: Any, gpus: int) -> Unit:
+def _engine_unit(args: Args, gpus: int) -> Unit:
     return Unit.CPU if args.engine_device == "cpu" or not gpus else Unit.GPU
 
 
-def _trains_on_gpu(args: Any, gpus: int, trainers: Sequence[Demand], notices: list[str]) -> bool:
+def _trains_on_gpu(args: Args, gpus: int, trainers: Sequence[Demand], notices: list[str]) -> bool:
     if args.train_device != "auto" or not trainers:
         return bool(args.train_device == "cuda" or (gpus and args.train_device != "cpu"))
     members = [demand.members for demand in trainers]
@@ -139,7 +143,7 @@ def _share_the_only_one(trainers: Sequence[Demand], gpus: int) -> bool:
     return gpus == 1 and all(demand.members == 1 for demand in trainers)
 
 
-def _gpu_seats(args: Any, nodes: Sequence[Node], demands: Sequence[Demand]) -> list[Seat]:
+def _gpu_seats(args: Args, nodes: Sequence[Node], demands: Sequence[Demand]) -> list[Seat]:
     devices = all_devices(nodes, Unit.GPU)
     groups = _groups(args, demands, len(devices))
     engines_counted = args.rollout_num_gpus is not None or ENGINE in replicas_of(args) or args.colocate
@@ -154,7 +158,7 @@ def _gpu_seats(args: Any, nodes: Sequence[Node], demands: Sequence[Demand]) -> l
         raise too_few(args, nodes, groups, error, Unit.GPU) from error
 
 
-def _cpu_seats(args: Any, nodes: Sequence[Node], demands: Sequence[Demand], notices: list[str]) -> list[Seat]:
+def _cpu_seats(args: Args, nodes: Sequence[Node], demands: Sequence[Demand], notices: list[str]) -> list[Seat]:
     """On the CPUs of several nodes: ranks together, others where the fewest are."""
     spread = [
         demand if demand.role in (ACTOR, CRITIC) else Demand(role=demand.role, members=demand.members, spread=True)
@@ -170,7 +174,7 @@ def _cpu_seats(args: Any, nodes: Sequence[Node], demands: Sequence[Demand], noti
         return []
 
 
-def _groups(args: Any, demands: Sequence[Demand], gpus: int) -> list[list[Demand]]:
+def _groups(args: Args, demands: Sequence[Demand], gpus: int) -> list[list[Demand]]:
     """The demands, those that share devices in one list."""
     if args.colocate:
         return [list(demands)] if demands else []
@@ -192,7 +196,7 @@ def _groups(args: Any, demands: Sequence[Demand], gpus: int) -> list[list[Demand
 
 
 def too_few(
-    args: Any, nodes: Sequence[Node], groups: Sequence[Sequence[Demand]], error: NoRoomError, unit: Unit
+    args: Args, nodes: Sequence[Node], groups: Sequence[Sequence[Demand]], error: NoRoomError, unit: Unit
 ) -> ConfigError:
     """The error for demands without room, with the arithmetic."""
     wanted = sum(max(demand.devices for demand in group) for group in groups)
@@ -213,7 +217,7 @@ def too_few(
     return ConfigError(what, where=", ".join(flags), hint=lower + share)
 
 
-def demand_text(args: Any, demand: Demand, unit: Unit) -> str:
+def demand_text(args: Args, demand: Demand, unit: Unit) -> str:
     """``8 trainer ranks (1 node x 8 GPUs)``, ``2 engines x 4 GPUs``, ``1 process of ref``."""
     members = demand.members
     if demand.role in (ACTOR, CRITIC):
@@ -225,7 +229,7 @@ def demand_text(args: Any, demand: Demand, unit: Unit) -> str:
     return what if demand.each == 1 else f"{what} x {_count(demand.each, unit.value)}"
 
 
-def _found(args: Any, nodes: Sequence[Node], unit: Unit) -> tuple[str, int]:
+def _found(args: Args, nodes: Sequence[Node], unit: Unit) -> tuple[str, int]:
     """What the cluster has, in words, and the sum."""
     counts = [node.count(unit) for node in nodes if node.count(unit)]
     total = sum(counts)
@@ -243,7 +247,7 @@ def _found(args: Any, nodes: Sequence[Node], unit: Unit) -> tuple[str, int]:
     return there, total
 
 
-def _flags(args: Any, role: str) -> list[str]:
+def _flags(args: Args, role: str) -> list[str]:
     if role in (ACTOR, CRITIC):
         names = [name for name in ("actor_num_nodes", "actor_num_gpus_per_node") if getattr(args, name) is not None]
         names = names or ["num_train_ranks"]

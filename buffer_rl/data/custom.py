@@ -28,16 +28,21 @@ import zipfile
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from buffer_rl.errors import BufferRLError, BufferStateError, DataError
+from buffer_rl.options.section import required
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import call, construct, contained_task, place
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Prompt, Sample, SampleGroup
 from buffer_rl.records.utf8 import lone_surrogate
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 JSON_INTEGERS = range(-(2**63), 2**64)
 MAX_STATE_BYTES = 64 * 2**20
@@ -208,8 +213,8 @@ class CustomSource:
     them all. Raises PluginError where the class is not found or its constructor raises.
     """
 
-    def __init__(self, args: Any, registry: PluginRegistry, *, max_state_bytes: int = MAX_STATE_BYTES) -> None:
-        self.reference: str = args.data_source_path
+    def __init__(self, args: Args, registry: PluginRegistry, *, max_state_bytes: int = MAX_STATE_BYTES) -> None:
+        self.reference = required(args.data_source_path, "data_source_path")
         self._where = place("data_source", self.reference)
         self._max_state_bytes = max_state_bytes
         self._reader = GroupReader(self.reference, args.n_samples_per_prompt)

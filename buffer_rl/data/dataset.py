@@ -10,13 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from buffer_rl.data.json_text import json_value, messages_in, with_arguments
 from buffer_rl.data.options import DataOptions
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.records.groups import Prompt
 from buffer_rl.records.utf8 import lone_surrogate
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 Unit = Literal["line", "row"]
 """How a file's records are counted in errors: lines from 1, or rows from 0 (as slices count them)."""
@@ -161,7 +165,7 @@ class RowKeys:
         )
 
     @classmethod
-    def of_evaluation(cls, args: Any) -> Self:
+    def of_evaluation(cls, args: Args) -> Self:
         """The names that the options give for evaluation sets."""
         keys = cls.from_args(args)
         prompt, label = args.eval_input_key or keys.prompt, args.eval_label_key or keys.label

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +25,10 @@ from buffer_rl.data.dataset import PromptRow, RowKeys
 from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.options.section import did_you_mean
 from buffer_rl.options.values import parse_yaml, plain_value, where_of
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -136,7 +140,7 @@ class EvalDatasetConfig:
         return {**(metadata or {}), **({"rm_type": self.rm_type} if self.rm_type else {}), **self.metadata_overrides}
 
 
-def eval_datasets(args: Any) -> list[EvalDatasetConfig]:
+def eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     """The evaluation sets of the options, with what these say where a set does not. Raises ConfigError as
     ``eval_sets_of``."""
     keys = RowKeys.of_evaluation(args)
@@ -181,7 +185,7 @@ def parse_eval_sets(texts: Sequence[str]) -> list[EvalSet]:
 _KEYS = (*EvalSet.model_fields, "prompt_key")  # prompt_key: another name of input_key
 
 
-def eval_sets_of(args: Any) -> list[EvalSet]:
+def eval_sets_of(args: Args) -> list[EvalSet]:
     """The evaluation sets of the options, those of the command line first. Reads the file of ``--eval-config``.
 
     Raises ConfigError for a malformed text or file, and for a name that comes twice.

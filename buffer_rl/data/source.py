@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
 from buffer_rl.data.eval_sets import eval_sets_of
@@ -15,6 +15,10 @@ from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 from buffer_rl.records.lazy_list import prompt_copies
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 STATE_FORMAT = 2
 
@@ -110,7 +114,7 @@ class PromptDataSource:
     Raises ConfigError without ``--prompt-data`` or for unfit weights, DataError for bad data.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         options: DataOptions = args
         check_sources(options)
         datasets = read_sources(options)
@@ -224,7 +228,7 @@ class EvalSource:
     args: the flat options; ``DataOptions`` and ``EvalOptions`` are read. Raises ConfigError and DataError.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         keys = RowKeys.of_evaluation(args)
         self._samples_per_group: int = args.n_samples_per_eval_prompt
         self._sets = {eval_set.name: eval_set for eval_set in eval_sets_of(args)}

@@ -3,7 +3,7 @@ plugin is imported."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.kl_target import check_kl_target
 from buffer_rl.algo.options import AlgorithmOptions
@@ -16,8 +16,11 @@ from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.train.options import CriticOptions
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
-def check_algorithm(args: Any) -> None:
+
+def check_algorithm(args: Args) -> None:
     """Raises ConfigError for options that the run's algorithm does not read, or that contradict each other.
 
     args: the flat options of a training run, with every core section."""
@@ -30,7 +33,7 @@ def check_algorithm(args: Any) -> None:
     _check_correction(args)
 
 
-def _check_kl(args: Any) -> None:
+def _check_kl(args: Args) -> None:
     """A built-in loss has no other place for the coefficient; a loss or an estimator of others may read it."""
     trains = args.num_rollout != 0 and not rollout_only(args)
     builtin = loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS and not is_supervised(args)
@@ -42,7 +45,7 @@ def _check_kl(args: Any) -> None:
         )
 
 
-def _check_estimator(args: Any) -> None:
+def _check_estimator(args: Args) -> None:
     """An option that the built-in estimator does not read would change nothing; one of the user's may read any."""
     name = estimator_of(args)[1]
     if name not in ALGORITHMS or is_supervised(args):
@@ -65,7 +68,7 @@ def _check_estimator(args: Any) -> None:
         )
 
 
-def _check_critic(args: Any) -> None:
+def _check_critic(args: Args) -> None:
     """Options of a critic that is not there would change nothing; a critic whose values nothing reads, neither."""
     if uses_critic(args):
         flag, name = estimator_of(args)
@@ -83,7 +86,7 @@ def _check_critic(args: Any) -> None:
         raise ConfigError(why, where=flag_of(given[0]), hint=hint)
 
 
-def _check_critic_decay(args: Any) -> None:
+def _check_critic_decay(args: Args) -> None:
     """The critic's learning rate has the policy's end, and its own peak and warm-up."""
     if args.lr_decay_style == "constant":
         return
@@ -100,7 +103,7 @@ def _check_critic_decay(args: Any) -> None:
         )
 
 
-def _check_distillation(args: Any) -> None:
+def _check_distillation(args: Args) -> None:
     """A teacher that nothing reads, or none."""
     if not args.use_opd:
         given = {"--opd-teacher-load": args.opd_teacher_load, "--opd-kl-coef": args.opd_kl_coef != 1}
@@ -125,9 +128,12 @@ def _check_distillation(args: Any) -> None:
         )
 
 
-def _check_reward_shaping(args: Any) -> None:
+def _check_reward_shaping(args: Args) -> None:
     reward_bounds(args)
-    given = {"--overlong-buffer-len": args.overlong_buffer_len, "--length-penalty": args.length_penalty}
+    given: dict[str, object] = {
+        "--overlong-buffer-len": args.overlong_buffer_len,
+        "--length-penalty": args.length_penalty,
+    }
     given |= {"--reward-clip": args.reward_clip, "--reward-scale": args.reward_scale != 1}
     if is_supervised(args) and (flag := next((flag for flag, value in given.items() if value), "")):
         raise ConfigError("the supervised loss reads no rewards", where=flag, hint="take it out")
@@ -153,7 +159,7 @@ UNCORRECTED = {
 """Losses that --use-tis has no meaning for."""
 
 
-def _check_correction(args: Any) -> None:
+def _check_correction(args: Args) -> None:
     if not args.use_tis:
         if args.custom_tis_function_path:
             raise ConfigError("nothing is corrected", where="--custom-tis-function-path", hint="add --use-tis")

@@ -3,7 +3,7 @@ but that of ``--eval-config``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.rewards import rewards_kind
 from buffer_rl.cluster.locality import require_local_engines
@@ -14,7 +14,7 @@ from buffer_rl.driver.offload import check_offload
 from buffer_rl.engines.external import urls_of
 from buffer_rl.engines.router import router_arguments
 from buffer_rl.errors import ConfigError
-from buffer_rl.options.section import did_you_mean, flag_of
+from buffer_rl.options.section import did_you_mean, flag_of, required
 from buffer_rl.plan.algorithm import (
     estimator_of,
     frozen_models,
@@ -30,8 +30,11 @@ from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, tr
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
-def check_options(args: Any) -> None:
+
+def check_options(args: Args) -> None:
     """Raises ConfigError naming the flags that contradict each other or that a training run lacks.
 
     args: the flat options of a training run, with every core section.
@@ -60,7 +63,7 @@ def check_options(args: Any) -> None:
             raise ConfigError(f"{flag} has no folder to save to", where="--save", hint="add --save PATH")
 
 
-def _check_required(args: Any) -> None:
+def _check_required(args: Args) -> None:
     for name, flag, what in (
         ("hf_checkpoint", "--hf-checkpoint", "there is no model to train"),
         ("prompt_data", "--prompt-data", "there are no training prompts"),
@@ -73,14 +76,14 @@ def _check_required(args: Any) -> None:
         check_sources(args)
 
 
-def _check_length(args: Any) -> None:
+def _check_length(args: Args) -> None:
     if args.num_rollout is None and args.num_epoch is None:
         raise ConfigError(
             "the length of the run is not given", where="--num-rollout", hint="add --num-rollout N or --num-epoch N"
         )
 
 
-def _check_partial_rollout(args: Any) -> None:
+def _check_partial_rollout(args: Args) -> None:
     in_flight = args.over_sampling_batch_size
     if in_flight is not None and in_flight < args.rollout_batch_size:
         raise ConfigError(
@@ -104,7 +107,7 @@ def _check_partial_rollout(args: Any) -> None:
         )
 
 
-def _check_reward(args: Any) -> None:
+def _check_reward(args: Args) -> None:
     """A rollout or generate function of the user's own may score for itself; the built-in ones cannot. With a teacher a
     sample that nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
     own_function = not is_built_in_rollout(args) or args.custom_generate_function_path is not None
@@ -120,7 +123,7 @@ def _check_reward(args: Any) -> None:
         )
 
 
-def _check_evaluation(args: Any) -> None:
+def _check_evaluation(args: Args) -> None:
     sets = eval_sets_of(args)
     if args.eval_interval is not None and not sets:
         raise ConfigError(
@@ -137,7 +140,7 @@ def _check_evaluation(args: Any) -> None:
             )
 
 
-def _check_sampling(args: Any) -> None:
+def _check_sampling(args: Args) -> None:
     """What an engine refuses at the first request; SGLang also a top-k of 0, which other libraries read as "all"."""
     if wrong := [token for token in args.rollout_stop_token_ids if token < 0]:
         raise ConfigError(f"{wrong[0]} is no token id", where="--rollout-stop-token-ids", expected="0 or more")
@@ -150,13 +153,13 @@ def _check_sampling(args: Any) -> None:
 _TRUNCATING = (("rollout_top_p", 1.0), ("rollout_top_k", -1), ("rollout_min_p", 0.0))
 
 
-def _truncating(args: Any) -> list[tuple[str, float]]:
+def _truncating(args: Args) -> list[tuple[str, float]]:
     """The options that cut off a part of the distribution that training samples come from, and their values."""
     cut = [(name, getattr(args, name)) for name, neutral in _TRUNCATING if getattr(args, name) != neutral]
     return cut if args.rollout_temperature > 0 and not is_supervised(args) else []
 
 
-def _check_replay(args: Any) -> None:
+def _check_replay(args: Args) -> None:
     if args.replay_kept_tokens and not _truncating(args):
         raise ConfigError(
             "no tokens are cut off when training samples are drawn",
@@ -166,7 +169,7 @@ def _check_replay(args: Any) -> None:
         )
 
 
-def _check_custom_config(args: Any) -> None:
+def _check_custom_config(args: Args) -> None:
     """A name that is an option has a meaning for the run, which what functions see on ``args`` never changes."""
     if options := sorted(set(args.custom_config_path or ()) & set(type(args).model_fields)):
         raise ConfigError(
@@ -177,7 +180,7 @@ def _check_custom_config(args: Any) -> None:
         )
 
 
-def _check_optimizer(args: Any) -> None:
+def _check_optimizer(args: Args) -> None:
     if args.num_steps_per_rollout > args.rollout_batch_size:
         raise ConfigError(
             f"{args.num_steps_per_rollout} optimizer steps on {args.rollout_batch_size} groups",
@@ -198,8 +201,8 @@ def _check_optimizer(args: Any) -> None:
         )
 
 
-def _check_early_stop(args: Any) -> None:
-    condition = parse_early_stop(args.early_stop)
+def _check_early_stop(args: Args) -> None:
+    condition = parse_early_stop(required(args.early_stop, "early_stop"))
     metrics = [f"eval/{eval_set.name}" for eval_set in eval_sets_of(args)]
     if not any(condition.metric == metric or condition.metric.startswith(f"{metric}/") for metric in metrics):
         raise ConfigError(
@@ -217,7 +220,7 @@ def _check_early_stop(args: Any) -> None:
 PLACEHOLDER = "{rollout_id}"
 
 
-def _check_modes(args: Any) -> None:
+def _check_modes(args: Args) -> None:
     """Raises ConfigError for a half run that lacks what it works on, or that could not do what it is asked to."""
     for name, flag in (
         ("save_debug_rollout_data", "--save-debug-rollout-data"),
@@ -242,7 +245,7 @@ def _check_modes(args: Any) -> None:
                 )
 
 
-def _check_train_only(args: Any) -> None:
+def _check_train_only(args: Args) -> None:
     if args.load_debug_rollout_data is None:
         raise ConfigError(
             "there are no rollouts to train on",
@@ -266,7 +269,7 @@ def _check_train_only(args: Any) -> None:
 STREAM = "--stream-gradients"
 
 
-def check_role_options(args: Any) -> None:
+def check_role_options(args: Args) -> None:
     """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as far as options tell."""
     for model, what, hint in (
         ("ref", "reference", "add --use-kl-loss"),
@@ -319,7 +322,7 @@ def check_role_options(args: Any) -> None:
             )
 
 
-def whole_rollout_functions(args: Any) -> list[tuple[str, str, str | None]]:
+def whole_rollout_functions(args: Args) -> list[tuple[str, str, str | None]]:
     """Plugins that see all groups of a rollout before any is finished: what they are, their flags, their values."""
     return [
         ("a sample filter", "--rollout-sample-filter-path", args.rollout_sample_filter_path),
@@ -327,7 +330,7 @@ def whole_rollout_functions(args: Any) -> list[tuple[str, str, str | None]]:
     ]
 
 
-def notices(args: Any) -> list[str]:
+def notices(args: Args) -> list[str]:
     """One text for each thing to know; a run starts all the same.
 
     args: the flat options of a training run, with every core section, as ``check_options`` accepts them.
@@ -367,7 +370,7 @@ def notices(args: Any) -> list[str]:
     return found
 
 
-def _is_alone_in_its_group(args: Any) -> bool:
+def _is_alone_in_its_group(args: Args) -> bool:
     """Whether the built-in normalisation, estimator and loss, which nothing replaces, get groups of one sample."""
     own = (
         args.custom_reward_post_process_path,

@@ -7,18 +7,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.files.checkpoint import make_folder, newest_step, remove_unfinished
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.options.redaction import mask_url
-from buffer_rl.options.section import Section
+from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import rollout_only
 
-LOCK_NAME = ".lock"
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
-Run = TypeVar("Run", bound=Section)
+
+LOCK_NAME = ".lock"
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def folder_lock(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
         yield
 
 
-def check_lineage(args: Any, first_step: int) -> None:
+def check_lineage(args: Args, first_step: int) -> None:
     """Raises ConfigError if ``--save`` holds a checkpoint of a later step than this run begins at, CheckpointError if
     that cannot be found out. A later ``--load`` of the folder takes the newest one, which would be another run's.
 
@@ -57,7 +59,7 @@ def check_lineage(args: Any, first_step: int) -> None:
     found = later_checkpoint(args, first_step)
     if found is None:
         return
-    folder = mask_url(args.save)
+    folder = mask_url(required(args.save, "save"))
     raise ConfigError(
         f"the folder holds a checkpoint of step {found}, and this run begins at step {first_step}",
         where=f"--save {folder}",
@@ -66,24 +68,23 @@ def check_lineage(args: Any, first_step: int) -> None:
     )
 
 
-def later_checkpoint(args: Any, first_step: int) -> int | None:
+def later_checkpoint(args: Args, first_step: int) -> int | None:
     """The step of the newest checkpoint in ``--save``, if it is beyond ``first_step``; None for a run that writes none.
     After ``check_lineage`` it is of this run. Raises CheckpointError if it cannot be found out."""
     if not _saves(args) or (args.num_rollout is not None and args.num_rollout <= first_step):
         return None
-    found = newest_step(args.save)
+    found = newest_step(required(args.save, "save"))
     return found if found > first_step else None
 
 
-def with_start(args: Run) -> Run:
+def with_start(args: Args) -> Args:
     """The options of a run that goes on where it was, ``--load`` and ``--save`` being one folder: without ``--load`` as
     long as the folder holds no checkpoint, which is the first start. ``args`` itself where it holds one.
 
     Raises CheckpointError if that cannot be found out."""
-    options: Any = args
-    if options.load is None or options.save is None or not _is_one_folder(options.load, options.save):
+    if args.load is None or args.save is None or not _is_one_folder(args.load, args.save):
         return args
-    if newest_step(options.save):
+    if newest_step(args.save):
         return args
     return args.model_copy(update={"load": None})
 
@@ -95,7 +96,7 @@ def _is_one_folder(one: str, other: str) -> bool:
 
 
 @contextmanager
-def save_lock(args: Any) -> Iterator[None]:
+def save_lock(args: Args) -> Iterator[None]:
     """``folder_lock`` of ``--save``, where the run saves and the folder is local: URLs cannot be locked. ``--run-dir``
     is locked already, and may be the same folder."""
     folder = local_path(args.save or args.run_dir)
@@ -106,5 +107,5 @@ def save_lock(args: Any) -> Iterator[None]:
         yield
 
 
-def _saves(args: Any) -> bool:
+def _saves(args: Args) -> bool:
     return args.save is not None and not rollout_only(args)

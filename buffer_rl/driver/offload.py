@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.engines.replica import CACHE, WEIGHTS
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.schedule import RunPlan, Schedule
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
-def check_offload(args: Any) -> None:
+
+def check_offload(args: Args) -> None:
     """Raises ConfigError where trainer and engines need their memory at the same time, or the run has no say in that of
     the engines."""
     given = [flag_of(name) for name in ("offload_train", "offload_rollout") if getattr(args, name)]

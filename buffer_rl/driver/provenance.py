@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl import __version__
 from buffer_rl.options.redaction import mask_secrets
@@ -17,6 +17,10 @@ from buffer_rl.plugin.locate import resolve_file
 from buffer_rl.plugin.reference import Form, find_module, form_of, split_file
 from buffer_rl.plugin.registry import Origin, PluginInfo, PluginRegistry
 from buffer_rl.plugin.shipping import CodeBundle, collect_code, search_folders
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 # What the numbers of a run depend on.
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pluggy", "sglang-router")
@@ -56,7 +60,7 @@ class Provenance:
         return facts
 
 
-def provenance_of(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> Provenance:
+def provenance_of(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> Provenance:
     """Raises PluginError for a reference that leads nowhere, ConfigError for code that is too large to be sent."""
     bundle = collect_user_code(args, registry)
     return Provenance(
@@ -69,7 +73,7 @@ def provenance_of(args: Any, registry: PluginRegistry, data: Sequence[Mapping[st
     )
 
 
-def collect_user_code(args: Any, registry: PluginRegistry) -> CodeBundle:
+def collect_user_code(args: Args, registry: PluginRegistry) -> CodeBundle:
     """The user's own files that the plugins of ``args`` need. Raises PluginError; and ConfigError if they are to be
     sent to other nodes and are too large for it."""
     origins = [origin for _, origin in plugin_origins(args, registry)]
@@ -80,13 +84,13 @@ def collect_user_code(args: Any, registry: PluginRegistry) -> CodeBundle:
     return bundle
 
 
-def ships_code(args: Any) -> bool:
+def ships_code(args: Args) -> bool:
     """Whether the run sends the user's files to other nodes. The workers of a local run start in the driver's folder,
     with its ``PYTHONPATH``, and import them from there."""
     return args.ray_address is not None and bool(args.ship_code)
 
 
-def plugin_origins(args: Any, registry: PluginRegistry) -> Iterator[tuple[str, Origin]]:
+def plugin_origins(args: Args, registry: PluginRegistry) -> Iterator[tuple[str, Origin]]:
     """Every option that names a plugin, with where it leads; those of ``-p`` last. Raises PluginError."""
     for name in type(args).model_fields:
         kind = plugin_kind_of(type(args), name)

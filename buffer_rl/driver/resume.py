@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.options.section import flag_of
@@ -14,6 +14,10 @@ from buffer_rl.plan.batch_sizes import optimizer_steps
 from buffer_rl.plan.roles import ACTOR, CRITIC
 from buffer_rl.plan.schedule import RolePlan, critic_only_steps, rollout_only
 from buffer_rl.train.learning_rate import learning_rate, with_decay_iters
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 ABSENT = "absent"
 """The value of an option that the checkpoint's run did not have, or that this one has not: of another plugin."""
@@ -32,7 +36,7 @@ class OptionChange:
         return f"{flag_of(self.option)} {then}, now {now}"
 
 
-def option_changes(facts: Mapping[str, Any], args: Any) -> list[OptionChange]:
+def option_changes(facts: Mapping[str, Any], args: Args) -> list[OptionChange]:
     """Every option but ``--load`` that differs from the checkpoint with these facts, by name."""
     then, now = facts.get("options"), mask_secrets(args.model_dump(mode="json"))
     if not isinstance(then, Mapping):
@@ -44,7 +48,7 @@ def option_changes(facts: Mapping[str, Any], args: Any) -> list[OptionChange]:
     ]
 
 
-def resume_notices(facts: Mapping[str, Any], step: int, args: Any) -> list[str]:
+def resume_notices(facts: Mapping[str, Any], step: int, args: Args) -> list[str]:
     """One line with all options that differ from the checkpoint with these facts, and one for each trained role whose
     learning rate goes on otherwise. step: of the checkpoint, in rollouts."""
     changes = option_changes(facts, args)
@@ -57,7 +61,7 @@ def resume_notices(facts: Mapping[str, Any], step: int, args: Any) -> list[str]:
     return [*lines, *filter(None, (_learning_rate_notice(facts, step, args, role) for role in roles))]
 
 
-def _learning_rate_notice(facts: Mapping[str, Any], step: int, args: Any, role: str) -> str:
+def _learning_rate_notice(facts: Mapping[str, Any], step: int, args: Args, role: str) -> str:
     """Empty if the role's next optimizer step has the learning rate that it would have had."""
     known = {name: value for name, value in facts["options"].items() if name in type(args).model_fields}
     then = args.model_copy(update=known)
@@ -83,7 +87,7 @@ def _learning_rate_notice(facts: Mapping[str, Any], step: int, args: Any, role: 
     )
 
 
-def _updates(args: Any, role: str, num_rollouts: int) -> int:
+def _updates(args: Args, role: str, num_rollouts: int) -> int:
     return RolePlan(critic_only_steps=critic_only_steps(args)).num_updates(role, num_rollouts)
 
 

@@ -7,7 +7,7 @@ they name, here, once these are imported.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.errors import ConfigError
@@ -32,8 +32,11 @@ from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL
 from buffer_rl.plan.schedule import Schedule, rollout_only
 from buffer_rl.plugin.registry import PluginRegistry
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
-def check_roles(args: Any, registry: PluginRegistry) -> None:
+
+def check_roles(args: Args, registry: PluginRegistry) -> None:
     """Raises ConfigError for roles without work, for gradients that cannot be streamed, and for an advantage estimator
     that would not see what it reads, as the plugins tell."""
     _check_own_roles(args, registry)
@@ -47,7 +50,7 @@ def check_roles(args: Any, registry: PluginRegistry) -> None:
         _check_trainer(args, registry)
 
 
-def _check_own_roles(args: Any, registry: PluginRegistry) -> None:
+def _check_own_roles(args: Args, registry: PluginRegistry) -> None:
     """Roles of ``--role-path`` wait for fields that come before theirs, and roles that are fused have processes; those
     of ``--resource`` are there."""
     own = own_roles(args, registry)
@@ -89,7 +92,7 @@ def _check_own_roles(args: Any, registry: PluginRegistry) -> None:
         )
 
 
-def _check_estimator(args: Any, registry: PluginRegistry) -> None:
+def _check_estimator(args: Args, registry: PluginRegistry) -> None:
     flag, reference = estimator_of(args)
     estimator = registry.resolve("advantage", reference)
     for asked, other in ((args.num_advantage_workers, "--num-advantage-workers"), (args.stream_gradients, STREAM)):
@@ -116,7 +119,7 @@ def _check_estimator(args: Any, registry: PluginRegistry) -> None:
         _check_need(args, registry, name, flag, who)
 
 
-def _check_loss(args: Any, registry: PluginRegistry) -> None:
+def _check_loss(args: Args, registry: PluginRegistry) -> None:
     """The reference log-probabilities that a loss declares as needed must be there."""
     reference = loss_of(args)
     loss = registry.resolve("loss", reference)
@@ -129,7 +132,7 @@ def _check_loss(args: Any, registry: PluginRegistry) -> None:
         )
 
 
-def _check_trainer(args: Any, registry: PluginRegistry) -> None:
+def _check_trainer(args: Args, registry: PluginRegistry) -> None:
     """A trainer that holds the reference model must be able to load it again, and one of a critic to compute values. (A
     factory's product is not known.)"""
     if args.ref_update_interval is not None and not uses_reference(args):
@@ -152,12 +155,12 @@ def _check_trainer(args: Any, registry: PluginRegistry) -> None:
             )
 
 
-def _converts(args: Any) -> bool:
+def _converts(args: Args) -> bool:
     """Whether a function of the user's makes the columns, and may give any field itself."""
     return args.custom_convert_samples_to_train_data_path is not None
 
 
-def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, who: str) -> None:
+def _check_need(args: Args, registry: PluginRegistry, name: str, flag: str, who: str) -> None:
     """A field that the estimator declares as needed, or that an option needs, must be there when it is called."""
     what = f"{who} needs {name!r}"
     model = next((model for model, field in FIELD_OF_MODEL.items() if field == name), None)
@@ -204,14 +207,14 @@ def _check_need(args: Any, registry: PluginRegistry, name: str, flag: str, who: 
         )
 
 
-def _why_no_old_log_probs(args: Any) -> str:
+def _why_no_old_log_probs(args: Args) -> str:
     """Why nothing computes old log-probabilities, whatever needs them; empty where they can be had."""
     if args.stream_gradients:
         return f"with {STREAM}, each group has one forward pass, whose log-probabilities are the old ones"
     return "--use-rollout-logprobs takes the engine's" if args.use_rollout_logprobs else ""
 
 
-def _check_post_processors(args: Any, registry: PluginRegistry) -> None:
+def _check_post_processors(args: Args, registry: PluginRegistry) -> None:
     """A rollout's groups are encoded one by one as they finish, whatever the schedule."""
     for kind, flag, reference in (
         ("reward_post_process", "--custom-reward-post-process-path", args.custom_reward_post_process_path),
@@ -231,7 +234,7 @@ def _check_post_processors(args: Any, registry: PluginRegistry) -> None:
             )
 
 
-def _check_actor_fwd(args: Any) -> None:
+def _check_actor_fwd(args: Args) -> None:
     why = "the supervised loss has no ratio" if is_supervised(args) else _why_no_old_log_probs(args)
     if why:
         raise ConfigError(

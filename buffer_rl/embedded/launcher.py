@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.process import ChildProcess, base_url, key_environment, listening_socket, wait_until_ready
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import max_positions, read_config, require_short_rows
+from buffer_rl.options.section import required
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class EmbeddedEngine:
@@ -44,13 +48,13 @@ class EmbeddedLauncher:
         self._extra = extra
         self.deterministic = deterministic
 
-    def check(self, args: Any) -> None:
+    def check(self, args: Args) -> None:
         """Raises ConfigError if sequences may be so long that their log-probabilities depend on who shares a batch."""
-        config = read_config("--hf-checkpoint", args.hf_checkpoint)
+        config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
         limits = [limit for limit in (args.engine_context_length, max_positions(config)) if limit is not None]
         require_short_rows("--hf-checkpoint", config, min(limits, default=None), "--engine-context-length")
 
-    def __call__(self, args: Any, index: int, log_path: str) -> EmbeddedEngine:
+    def __call__(self, args: Args, index: int, log_path: str) -> EmbeddedEngine:
         """Start embedded engine ``index`` for ``args.hf_checkpoint`` on a free port of ``args.engine_host``.
 
         The listening socket is made here and inherited, so no other process can take the port in between. Raises

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
@@ -24,10 +24,14 @@ from buffer_rl.engines.row_ids import ROWS, RowSeeds, row_rid
 from buffer_rl.engines.server_info import ServerInfo
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
+from buffer_rl.options.section import required
 from buffer_rl.records.groups import Status, VersionSpan, tile
 from buffer_rl.records.ids import version_number
 from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
 from buffer_rl.records.utf8 import encodable
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,15 +171,15 @@ class EngineClient:
         self._engines = EngineFanOut(lambda: urls, control_timeout_s, router_url=self.router_url, api_key=api_key)
 
     @classmethod
-    def from_args(cls, args: Any) -> EngineClient:
+    def from_args(cls, args: Args) -> EngineClient:
         """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``args.generate_timeout_s`` and the
         configuration in ``args.hf_checkpoint``."""
         return cls(
-            args.router_url,
+            required(args.router_url, "router_url"),
             args.engine_urls,
             timeout_s=args.generate_timeout_s,
             api_key=args.engine_api_key,
-            vocab_size=vocab_size(read_config("--hf-checkpoint", args.hf_checkpoint)),
+            vocab_size=vocab_size(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))),
             waits_for_engine=not args.engine_urls,
         )
 

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.process import answers, refuses_connections
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 POLL_S = 0.5
 
@@ -43,13 +47,13 @@ class ExternalEngine:
         """Nothing: it is not the run that ends it."""
 
 
-def urls_of(args: Any) -> list[str]:
+def urls_of(args: Args) -> list[str]:
     """``args.rollout_external_engine_addrs`` as URLs, without a trailing slash."""
     found = [address.rstrip("/") for address in args.rollout_external_engine_addrs]
     return [address if "://" in address else f"http://{address}" for address in found]
 
 
-def launch(args: Any, index: int, log_path: str) -> ExternalEngine:
+def launch(args: Args, index: int, log_path: str) -> ExternalEngine:
     """Engine ``index`` of ``args.rollout_external_engine_addrs``. Raises ConfigError if there is none."""
     urls = urls_of(args)
     if index >= len(urls):

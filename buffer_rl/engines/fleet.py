@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.heartbeat import Heartbeat
@@ -26,6 +26,10 @@ from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.plugin.calls import Guarded, call, returned
 from buffer_rl.plugin.registry import PluginRegistry
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 _REQUIRED = ("wait_ready", "check", "stop")
 
@@ -46,7 +50,7 @@ class EngineFleet:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         run_dir: str,
         launcher: PluginRegistry | EngineLauncher,
         notice: Callable[[str], None] | None = None,
@@ -263,7 +267,7 @@ def named_launcher(launcher: EngineLauncher, reference: str) -> EngineLauncher:
     Raises EngineError if it raises, PluginError if what it returns is no ``EngineProcess``.
     """
 
-    def launch(args: Any, index: int, log_path: str) -> EngineProcess:
+    def launch(args: Args, index: int, log_path: str) -> EngineProcess:
         at = f"engine {index}"
         engine: Any = call("engine", reference, launcher, args, index, log_path, at=at, error_class=EngineError)
         # The address may not be known before the engine is ready: only whether there will be one is asked.

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 
@@ -32,6 +32,10 @@ from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plugin.registry import PluginRegistry
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 T = TypeVar("T")
 
@@ -52,7 +56,7 @@ class EngineHost:
     of ``at_this_node``. Errors say which node they are from."""
 
     def __init__(self, args_text: str, index: int, log_path: str) -> None:
-        self._args: Any = load_args(args_text)
+        self._args = load_args(args_text)
         self._index = index
         self._log_path = log_path
         self._address = cast(Any, ray.util).get_node_ip_address()
@@ -106,7 +110,7 @@ class PlacedEngine:
     """
 
     def __init__(
-        self, args: Any, index: int, log_path: str, placement: Placement, notice: Callable[[str], None] | None
+        self, args: Args, index: int, log_path: str, placement: Placement, notice: Callable[[str], None] | None
     ) -> None:
         self._name = f"engine {index}"
         self._log_path = log_path
@@ -254,7 +258,7 @@ class PlacedEngine:
         return f"{self._log_path} on node {address}" if address else self._name
 
 
-def places_engines(args: Any) -> bool:
+def places_engines(args: Args) -> bool:
     """Whether Ray places the engines of a run: on the nodes of a cluster that it joins, or on the GPUs of this machine.
     Else they are children of the driver's process, and load while Ray starts."""
     if not starts_engines(args):
@@ -263,7 +267,7 @@ def places_engines(args: Any) -> bool:
     return args.ray_address is not None or (not on_cpu and any(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def at_this_node(args: Any) -> Any:
+def at_this_node(args: Args) -> Any:
     """``args`` with the address of this node as Ray knows it, which other nodes reach, for engines and the router;
     without ``--ray-address`` what ``--engine-host`` says."""
     if args.ray_address is None:
@@ -277,7 +281,7 @@ def placed_launcher(placement: Placement, notice: Callable[[str], None] | None =
 
     notice: called with a line, from any thread, while no node has room for an engine."""
 
-    def launch(args: Any, index: int, log_path: str) -> EngineProcess:
+    def launch(args: Args, index: int, log_path: str) -> EngineProcess:
         return PlacedEngine(args, index, log_path, placement, notice)
 
     return launch

@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.cluster.process import STOP_TIMEOUT_S
 from buffer_rl.engines.control import EngineControlClient
@@ -24,6 +24,10 @@ from buffer_rl.engines.replica import SERVES, EngineEvent, EngineState, Replica
 from buffer_rl.engines.router import Router
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 from buffer_rl.kinds.engine import EngineProcess
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 INTERVAL_S = 0.25
 LIST_TIMEOUT_S = 5.0
@@ -40,7 +44,7 @@ class Supervisor:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         registry: EngineRegistry,
         router: Router,
         launch: Callable[[int, str], EngineProcess],

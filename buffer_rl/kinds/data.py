@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from buffer_rl.records.groups import Column, Sample, SampleGroup
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 @runtime_checkable
@@ -24,4 +27,4 @@ class DataSource(Protocol):
 class SamplesToTrainData(Protocol):
     """Turns one group's samples into training columns (see ``TrainBatch.columns``), one row a sample."""
 
-    def __call__(self, args: Any, samples: list[Sample]) -> dict[str, Column]: ...
+    def __call__(self, args: Args, samples: list[Sample]) -> dict[str, Column]: ...

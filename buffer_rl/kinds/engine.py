@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class EngineProcess(Protocol):
@@ -29,7 +32,7 @@ class EngineLauncher(Protocol):
     its ``sampling_seed`` alone, and ``check(args)``, which is called before anything starts and raises ConfigError for
     options that its engines cannot serve."""
 
-    def __call__(self, args: Any, index: int, log_path: str) -> EngineProcess: ...
+    def __call__(self, args: Args, index: int, log_path: str) -> EngineProcess: ...
 
 
 class WeightTransport(Protocol):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import LossInputs, Sums, TokenLoss
 from buffer_rl.records.groups import TrainBatch
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class AdvantageEstimator(Protocol):
@@ -19,7 +22,7 @@ class AdvantageEstimator(Protocol):
     it declares that it needs them.
     """
 
-    def __call__(self, args: Any, batch: TrainBatch) -> None: ...
+    def __call__(self, args: Args, batch: TrainBatch) -> None: ...
 
 
 class PolicyLoss(Protocol):
@@ -27,7 +30,7 @@ class PolicyLoss(Protocol):
     ``buffer_rl.kinds.marks.loss_unit`` says what it must see together, and which columns it reads beside the usual
     ones."""
 
-    def __call__(self, args: Any, inputs: LossInputs) -> TokenLoss: ...
+    def __call__(self, args: Args, inputs: LossInputs) -> TokenLoss: ...
 
 
 class Correction(Protocol):
@@ -35,7 +38,7 @@ class Correction(Protocol):
     difference between the engine's log-probabilities and the trainer's. They are taken without a gradient. It declares
     what it must see together, and which columns it reads, as a loss does."""
 
-    def __call__(self, args: Any, inputs: LossInputs) -> Any: ...
+    def __call__(self, args: Args, inputs: LossInputs) -> Any: ...
 
 
 class Objective(Protocol):

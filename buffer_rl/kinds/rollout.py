@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.records.groups import (
     FilterDecision,
@@ -12,6 +12,9 @@ from buffer_rl.records.groups import (
     SampleGroup,
     Ticket,
 )
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class RolloutBuffer(Protocol):
@@ -81,7 +84,7 @@ class RolloutFunction(Protocol):
     """
 
     def __call__(
-        self, args: Any, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
+        self, args: Args, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
     ) -> RolloutOutput | list[SampleGroup] | Awaitable[RolloutOutput | list[SampleGroup]]: ...
 
 
@@ -95,20 +98,20 @@ class GenerateFunction(Protocol):
     """
 
     def __call__(
-        self, args: Any, sample: Sample, sampling_params: dict[str, Any]
+        self, args: Args, sample: Sample, sampling_params: dict[str, Any]
     ) -> Sample | list[Sample] | Awaitable[Sample | list[Sample]]: ...
 
 
 class DynamicSamplingFilter(Protocol):
     """Decides whether a finished, scored group is trained on."""
 
-    def __call__(self, args: Any, group: SampleGroup) -> FilterDecision | bool: ...
+    def __call__(self, args: Args, group: SampleGroup) -> FilterDecision | bool: ...
 
 
 class SampleFilter(Protocol):
     """Marks samples of a whole rollout with ``sample.remove_sample = True``."""
 
-    def __call__(self, args: Any, groups: list[SampleGroup]) -> None: ...
+    def __call__(self, args: Args, groups: list[SampleGroup]) -> None: ...
 
 
 class AllSamplesProcess(Protocol):
@@ -118,14 +121,14 @@ class AllSamplesProcess(Protocol):
     """
 
     def __call__(
-        self, args: Any, groups: list[SampleGroup], data_source: RolloutBuffer, /
+        self, args: Args, groups: list[SampleGroup], data_source: RolloutBuffer, /
     ) -> Awaitable[None] | None: ...
 
 
 class BufferFilter(Protocol):
     """Chooses which queued groups to lease next; ``buffer`` is the list of the queue's headers."""
 
-    def __call__(self, args: Any, rollout_id: int, buffer: list[Any], num_samples: int) -> list[Any]: ...
+    def __call__(self, args: Args, rollout_id: int, buffer: list[Any], num_samples: int) -> list[Any]: ...
 
 
 class RolloutLogFunction(Protocol):
@@ -140,7 +143,7 @@ class RolloutLogFunction(Protocol):
     def __call__(
         self,
         rollout_id: int,
-        args: Any,
+        args: Args,
         samples: list[Sample],
         rollout_extra_metrics: dict[str, float],
         rollout_time: float,
@@ -156,7 +159,7 @@ class EvalRolloutLogFunction(Protocol):
     """
 
     def __call__(
-        self, rollout_id: int, args: Any, data: dict[str, dict[str, list[Any]]], extra_metrics: dict[str, float]
+        self, rollout_id: int, args: Args, data: dict[str, dict[str, list[Any]]], extra_metrics: dict[str, float]
     ) -> bool | Awaitable[bool | None] | None: ...
 
 

@@ -11,6 +11,7 @@ from buffer_rl.records.groups import Column, Topology, TrainBatch
 if TYPE_CHECKING:
     import numpy as np
 
+    from buffer_rl.args import Args
     from buffer_rl.plan.roles import Role
 
 
@@ -106,4 +107,4 @@ class ModelProvider(Protocol):
     ``[num_rows, num_tokens, vocabulary]``, with ``get_output_embeddings()`` and causal attention. It is moved to the
     trainer's device and to float32."""
 
-    def __call__(self, args: Any) -> Any: ...
+    def __call__(self, args: Args) -> Any: ...

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import Progress
@@ -18,6 +18,9 @@ from buffer_rl.options.section import Options
 from buffer_rl.plan.roles import ACTOR, CRITIC
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class RunObserver:
@@ -30,7 +33,7 @@ class RunObserver:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         registry: PluginRegistry,
         resume_step: int | None = None,
         provenance: Mapping[str, Any] | None = None,

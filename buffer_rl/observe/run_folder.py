@@ -14,15 +14,18 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import jsonlines
 
 from buffer_rl import __version__
 from buffer_rl.errors import DataError
 from buffer_rl.options.redaction import mask_secrets
-from buffer_rl.options.section import Options, flag_of
+from buffer_rl.options.section import flag_of
 from buffer_rl.records.groups import Sample
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
@@ -178,7 +181,7 @@ class RunFacts:
     changed: Mapping[str, Any] = field(default_factory=dict)
 
 
-def changed_options(args: Options) -> dict[str, Any]:
+def changed_options(args: Args) -> dict[str, Any]:
     """The options that are not at their default, by flag, as JSON values without secrets."""
     values = args.model_dump(mode="json")
     fields = type(args).model_fields
@@ -189,7 +192,7 @@ def changed_options(args: Options) -> dict[str, Any]:
     }
 
 
-def write_facts(run_dir: str | Path, args: Options, provenance: Mapping[str, Any] | None = None) -> Path:
+def write_facts(run_dir: str | Path, args: Args, provenance: Mapping[str, Any] | None = None) -> Path:
     """Write ``run_dir/run.json`` in place of an earlier one. Raises ``OSError``.
 
     provenance: what code and data the run is made of, as JSON values."""

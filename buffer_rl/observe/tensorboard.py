@@ -10,15 +10,18 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.observe.run_folder import set_aside
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class TensorBoardLogger:
     """Writes to ``RUN_DIR/tensorboard``; an earlier run's folder is set aside unless ``args.load`` resumes it."""
 
-    def __init__(self, args: Any, run_dir: str) -> None:
+    def __init__(self, args: Args, run_dir: str) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.folder = Path(run_dir) / "tensorboard"

@@ -16,7 +16,7 @@ import importlib
 import json
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic.fields import FieldInfo
@@ -25,6 +25,10 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options.user_args import UserArgs
 from buffer_rl.plugin.calls import contained, error_name
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+T = TypeVar("T")
 ENV_PREFIX = "BUFFER_RL_"
 
 
@@ -100,13 +104,13 @@ def option(
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
-def compose(sections: Sequence[str | type[Section]]) -> type[Options]:
+def compose(sections: Sequence[str | type[Section]]) -> type[Args]:
     """One flat frozen class that derives from every section; equal sections give the same class.
 
     sections: classes, or their references ``module:Class``. Raises ConfigError for a reference that does not
     resolve and for a name that two sections declare (naming both).
     """
-    return _compose(tuple(load_section(s) if isinstance(s, str) else s for s in sections))
+    return cast("type[Args]", _compose(tuple(load_section(s) if isinstance(s, str) else s for s in sections)))
 
 
 @functools.cache
@@ -162,7 +166,7 @@ def dump_args(args: Options) -> str:
     return json.dumps({"sections": args.section_references, "options": args.model_dump(mode="json")})
 
 
-def load_args(text: str) -> Options:
+def load_args(text: str) -> Args:
     """Options from the text of ``dump_args``: the same class and the same values. Raises ConfigError."""
     try:
         stored = json.loads(text)
@@ -173,6 +177,13 @@ def load_args(text: str) -> Options:
         return compose(references).model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"these options do not fit their sections: {error}") from error
+
+
+def required(value: T | None, name: str) -> T:
+    """The value of the option ``name``, which may be left out and must not be here. Raises ConfigError if it is."""
+    if value is None:
+        raise ConfigError("the option is not given", where=flag_of(name))
+    return value
 
 
 def flag_of(name: str) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -15,8 +15,11 @@ from pydantic_core import ErrorDetails
 
 from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.options.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
-from buffer_rl.options.section import ENV_PREFIX, Options, declared, did_you_mean, env_of, flag_of
+from buffer_rl.options.section import ENV_PREFIX, declared, did_you_mean, env_of, flag_of
 from buffer_rl.options.values import Raw, convert, mapping_of, option_type, read_yaml
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 # Variables of the program itself, which are no options.
 RESERVED_VARIABLES = ("BUFFER_RL_TRACEBACK", "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD")
@@ -46,13 +49,13 @@ class Origin:
 class Resolved:
     """Options and the origin of each, by name, in the order of the sections. notices: what the user should know."""
 
-    args: Options
+    args: Args
     origins: Mapping[str, Origin]
     notices: Sequence[str] = ()
 
 
 def resolve(
-    options_class: type[Options],
+    options_class: type[Args],
     *,
     flags: Mapping[str, Raw],
     environ: Mapping[str, str],
@@ -190,7 +193,7 @@ def _one_item(raw: Raw) -> Raw:
 
 
 def _explain(
-    options_class: type[Options], raws: Mapping[str, Raw], origins: Mapping[str, Origin], error: ValidationError
+    options_class: type[Args], raws: Mapping[str, Raw], origins: Mapping[str, Origin], error: ValidationError
 ) -> list[ConfigError]:
     """One error for each option with a wrong value."""
     lines = {}
@@ -202,7 +205,7 @@ def _explain(
 
 
 def _explain_one(
-    options_class: type[Options],
+    options_class: type[Args],
     raws: Mapping[str, Raw],
     origins: Mapping[str, Origin],
     name: str,

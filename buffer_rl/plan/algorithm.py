@@ -6,7 +6,7 @@ Without torch and Ray, so that options can be checked before either is loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of
@@ -27,6 +27,10 @@ from buffer_rl.plan.roles import (
 from buffer_rl.plugin.calls import place
 from buffer_rl.plugin.registry import PluginRegistry
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 TAKEN = {*ROLES, *ROLE_ALIASES, ENGINE, "buffer", "storage", "data_source", "record", "train_log_probs", "values"}
 """Names that no role of ``--role-path`` may have: those of other processes, and of the trainer's reading tasks."""
 
@@ -39,12 +43,12 @@ def checkpoint_folder(role: str) -> str:
     return "trainer" if role == ACTOR else role
 
 
-def uses_critic(args: Any) -> bool:
+def uses_critic(args: Args) -> bool:
     """Whether a value model is trained beside the policy."""
     return (args.use_critic or algorithm_of(estimator_of(args)[1]).critic) and not is_supervised(args)
 
 
-def role_args(args: Any, role: str) -> Any:
+def role_args(args: Args, role: str) -> Any:
     """The options as a trained role sees them: the critic's learning rate is its own, and it measures no KL divergence
     that a coefficient could follow."""
     if role != CRITIC:
@@ -53,46 +57,46 @@ def role_args(args: Any, role: str) -> Any:
     return args.model_copy(update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters, "kl_target": None})
 
 
-def is_supervised(args: Any) -> bool:
+def is_supervised(args: Args) -> bool:
     """Whether the loss is the supervised one, which has neither advantages nor ratios."""
     return loss_of(args) == "sft_loss"
 
 
-def loss_of(args: Any) -> str:
+def loss_of(args: Args) -> str:
     """The name or path of the run's loss: the user's own, the one that is asked for, or that of the algorithm."""
     named: str | None = args.custom_loss_function_path or args.loss_type
     return named or algorithm_of(estimator_of(args)[1]).loss
 
 
-def loss_flag(args: Any) -> str:
+def loss_flag(args: Args) -> str:
     """The flag by which a run's loss is named, or would be."""
     return "--custom-loss-function-path" if args.custom_loss_function_path else "--loss-type"
 
 
-def estimator_of(args: Any) -> tuple[str, str]:
+def estimator_of(args: Args) -> tuple[str, str]:
     """The flag that names the run's advantage estimator, and the reference."""
     if args.custom_advantage_function_path:
         return "--custom-advantage-function-path", args.custom_advantage_function_path
     return "--advantage-estimator", args.advantage_estimator
 
 
-def uses_reference(args: Any) -> bool:
+def uses_reference(args: Args) -> bool:
     """Whether log-probabilities under the reference model are computed: for a penalty in the loss or in the reward."""
     return bool(args.use_kl_loss or args.kl_coef)
 
 
-def frozen_models(args: Any) -> list[str]:
+def frozen_models(args: Args) -> list[str]:
     """Models beside the actor whose log-probabilities the run computes; each is a role where it has processes."""
     used = {"ref": uses_reference(args), "teacher": args.use_opd and args.opd_teacher_load is not None}
     return [model for model, is_used in used.items() if is_used]
 
 
-def frozen_models_of_trainer(args: Any) -> list[str]:
+def frozen_models_of_trainer(args: Args) -> list[str]:
     """Those of ``frozen_models`` that have no processes of their own."""
     return [model for model in frozen_models(args) if not worker_counts(args)[model]]
 
 
-def adapted_option(args: Any) -> str | None:
+def adapted_option(args: Args) -> str | None:
     """The KL coefficient that ``--kl-target`` adapts, in the token rewards or in the loss; None where both are fixed.
     Options with both are refused."""
     if args.kl_target is None:
@@ -100,12 +104,12 @@ def adapted_option(args: Any) -> str | None:
     return "kl_coef" if args.kl_coef else "kl_loss_coef"
 
 
-def estimator_scope(args: Any, estimator: object) -> Scope:
+def estimator_scope(args: Args, estimator: object) -> Scope:
     """The scope of a run's advantages: the estimator's, and of a whole rollout where they are normalised over it."""
     return Scope.ROLLOUT if args.normalize_advantages else scope_of(estimator)
 
 
-def estimator_needs(args: Any, estimator: object) -> frozenset[str]:
+def estimator_needs(args: Args, estimator: object) -> frozenset[str]:
     """The columns that a run's estimator needs: those that it declares, and for a KL penalty in the token rewards or
     for distillation the log-probabilities under the reference or the teacher, and under the policy that sampled."""
     needs = needs_of(estimator)
@@ -116,13 +120,13 @@ def estimator_needs(args: Any, estimator: object) -> frozenset[str]:
     return needs
 
 
-def policy_field(args: Any) -> str:
+def policy_field(args: Args) -> str:
     """The column of log-probabilities under the policy that sampled the tokens, for the KL penalty in the reward and
     for distillation."""
     return "rollout_log_probs" if args.use_rollout_logprobs or args.stream_gradients else "old_log_probs"
 
 
-def old_log_probs_pass(args: Any, estimator: object, backend: object = None) -> str:
+def old_log_probs_pass(args: Args, estimator: object, backend: object = None) -> str:
     """What of the options asks for old log-probabilities before the first optimizer step on a rollout, and so for a
     forward pass of their own by the trainer or by ``--num-actor-fwd-workers``; empty where nothing does.
 
@@ -146,7 +150,7 @@ def old_log_probs_pass(args: Any, estimator: object, backend: object = None) -> 
     return next((reason for reason, asks in asking.items() if asks), "")
 
 
-def own_roles(args: Any, registry: PluginRegistry) -> dict[str, tuple[str, Role]]:
+def own_roles(args: Args, registry: PluginRegistry) -> dict[str, tuple[str, Role]]:
     """The roles of ``--role-path``, by name: each its reference and its row.
 
     Raises PluginError for a class without a row, ConfigError for names and fields that another role has."""
@@ -172,7 +176,7 @@ def own_roles(args: Any, registry: PluginRegistry) -> dict[str, tuple[str, Role]
     return found
 
 
-def process_counts(args: Any, own: Mapping[str, tuple[str, Role]]) -> dict[str, int]:
+def process_counts(args: Args, own: Mapping[str, tuple[str, Role]]) -> dict[str, int]:
     """Processes of each role that has some; the user's ``own`` come after the others, and ``--resource`` counts them
     before their rows do."""
     counts = {name: count for name, count in worker_counts(args).items() if count and name in DEDICATED}
@@ -180,7 +184,7 @@ def process_counts(args: Any, own: Mapping[str, tuple[str, Role]]) -> dict[str, 
     return counts | {name: replicas.get(name, (row.processes, 0))[0] for name, (_, row) in own.items()}
 
 
-def fused_roles(args: Any, counts: Mapping[str, int]) -> list[list[str]]:
+def fused_roles(args: Args, counts: Mapping[str, int]) -> list[list[str]]:
     """The roles that share processes, and each other one alone, in the order of ``counts``, of their processes.
 
     Raises ConfigError for a role that has no processes, stands twice, or has not as many as those that it is fused

@@ -8,26 +8,25 @@ Without torch and Ray, so that options can be checked before either is loaded.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.options.section import Section
 
-Run = TypeVar("Run", bound=Section)
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
-def optimizer_steps(args: Any) -> int:
+def optimizer_steps(args: Args) -> int:
     """Optimizer steps on one rollout: one for each mini-batch and pass."""
     return int(args.num_steps_per_rollout) * int(args.num_passes_per_rollout)
 
 
-def with_steps(args: Run) -> Run:
+def with_steps(args: Args) -> Args:
     """The options of a run, with the mini-batches that ``--global-batch-size`` means; ``args`` itself where they are
     given, or follow from nothing.
 
     Raises ConfigError if it fits neither the rollout nor a given ``--num-steps-per-rollout``, with what would."""
-    options: Any = args
-    size, groups, samples = options.global_batch_size, options.rollout_batch_size, options.n_samples_per_prompt
+    size, groups, samples = args.global_batch_size, args.rollout_batch_size, args.n_samples_per_prompt
     if size is None:
         return args
     rollout = f"--rollout-batch-size {groups} x --n-samples-per-prompt {samples}"
@@ -39,7 +38,7 @@ def with_steps(args: Run) -> Run:
             where="--global-batch-size",
             expected=f"one of {', '.join(map(str, fitting))}",
         )
-    steps, asked = groups * samples // size, options.num_steps_per_rollout
+    steps, asked = groups * samples // size, args.num_steps_per_rollout
     if "num_steps_per_rollout" not in args.model_fields_set:
         return args.model_copy(update={"num_steps_per_rollout": steps})
     if asked != steps:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.options.section import Section, flag_of
+from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import ACTOR, CRITIC, PLACED
 
-Run = TypeVar("Run", bound=Section)
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 ENGINE = "engine"
 """The role of the engines, in a placement and in ``--resource``."""
@@ -23,7 +25,7 @@ ROLE_ALIASES = {"actor": ACTOR, "rollout": ENGINE, "reference": "ref", "genrm": 
 """Names of roles in ``--resource`` that Relax gives them, and the run's own. ``rollout`` are the engines there."""
 
 
-def replicas_of(args: Any) -> dict[str, tuple[int, int]]:
+def replicas_of(args: Args) -> dict[str, tuple[int, int]]:
     """``--resource`` by the run's own names of roles: replicas, and devices of each.
 
     Raises ConfigError for an entry that is not two numbers or is there under both of its names."""
@@ -42,7 +44,7 @@ def replicas_of(args: Any) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def roles_in_resource(args: Any) -> dict[str, tuple[int, int]]:
+def roles_in_resource(args: Args) -> dict[str, tuple[int, int]]:
     """The roles of ``--resource`` whose processes no option of this package counts: replicas, and devices of each."""
     counted = {ACTOR, CRITIC, ENGINE, *PLACED}
     return {role: count for role, count in replicas_of(args).items() if role not in counted}
@@ -57,7 +59,7 @@ class Derived:
     how: str
 
 
-def with_counts(args: Run) -> Run:
+def with_counts(args: Args) -> Args:
     """The options of a run, with the numbers of processes that follow from its numbers of devices, and with the engines
     of ``--rollout-external-engine-addrs``; ``args`` itself where nothing follows.
 
@@ -85,7 +87,7 @@ def with_counts(args: Run) -> Run:
     return args.model_copy(update=changes) if changes else args
 
 
-def derived_counts(args: Any) -> dict[str, Derived]:
+def derived_counts(args: Args) -> dict[str, Derived]:
     """The options that count processes, by name, where others say their number. Raises ConfigError as above."""
     found: dict[str, list[Derived | None]] = {"num_train_ranks": [_ranks(args), _one_device_each(args, ACTOR)]}
     found |= {row.workers: [_one_device_each(args, role)] for role, row in PLACED.items()}
@@ -115,7 +117,7 @@ def _agreed(candidates: Sequence[Derived | None]) -> Derived | None:
     return said[0] if said else None
 
 
-def _ranks(args: Any) -> Derived | None:
+def _ranks(args: Args) -> Derived | None:
     nodes, per_node, ranks = args.actor_num_nodes, args.actor_num_gpus_per_node, args.num_train_ranks
     if per_node is not None:
         product = f"--actor-num-gpus-per-node {per_node} x --actor-num-nodes {nodes or 1}"
@@ -130,12 +132,12 @@ def _ranks(args: Any) -> Derived | None:
     return None
 
 
-def _external(args: Any) -> Derived | None:
+def _external(args: Args) -> Derived | None:
     count, option = len(args.rollout_external_engine_addrs), "rollout_external_engine_addrs"
     return Derived(number=count, option=option, how=f"{flag_of(option)} with {count} addresses") if count else None
 
 
-def _engines(args: Any, ranks: int) -> Derived | None:
+def _engines(args: Args, ranks: int) -> Derived | None:
     gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if gpus is not None:
         _require_whole_engines(gpus, per_engine, "--rollout-num-gpus")
@@ -148,7 +150,7 @@ def _engines(args: Any, ranks: int) -> Derived | None:
     return Derived(number=ranks // per_engine, option="colocate", how=how)
 
 
-def _engines_of_resource(args: Any) -> Derived | None:
+def _engines_of_resource(args: Args) -> Derived | None:
     replicas, per_engine = replicas_of(args), args.rollout_num_gpus_per_engine
     if ENGINE not in replicas:
         return None
@@ -168,7 +170,7 @@ def _require_whole_engines(gpus: int, per_engine: int, flag: str) -> None:
         )
 
 
-def _one_device_each(args: Any, role: str) -> Derived | None:
+def _one_device_each(args: Args, role: str) -> Derived | None:
     """The processes that ``--resource`` gives a role whose processes have one device each, or none."""
     replicas = replicas_of(args)
     if role not in replicas:

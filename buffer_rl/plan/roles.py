@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 ACTOR = "train"
 """The trained role whose weights are published, by the name that the driver calls it with."""
@@ -138,7 +142,7 @@ DERIVED_FIELDS = frozenset({field for role in DEDICATED.values() for field in ro
 """Fields that roles fill in, not the rollout; its functions may give them too."""
 
 
-def worker_counts(args: Any) -> dict[str, int]:
+def worker_counts(args: Args) -> dict[str, int]:
     """Processes of each role; 0 where the trainer does its work, or where nothing asks for it."""
     return {
         name: getattr(args, role.workers) if not role.asked_by or getattr(args, role.asked_by) else 0

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.marks import Scope
@@ -28,6 +28,9 @@ from buffer_rl.plan.roles import (
     Role,
     worker_counts,
 )
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class Mode(StrEnum):
@@ -102,17 +105,17 @@ def parse_early_stop(text: str) -> EarlyStop:
     return EarlyStop(metric=metric, op=op, value=float(value))
 
 
-def train_only(args: Any) -> bool:
+def train_only(args: Args) -> bool:
     """Whether the run trains on recorded rollouts, without engines and rollout workers."""
     return bool(args.debug_train_only or args.load_debug_rollout_data is not None)
 
 
-def rollout_only(args: Any) -> bool:
+def rollout_only(args: Args) -> bool:
     """Whether the run generates without a trainer."""
     return bool(args.debug_rollout_only)
 
 
-def reads_data_source(args: Any) -> bool:
+def reads_data_source(args: Args) -> bool:
     """Whether the run takes groups from ``--data-source-path``. An evaluation (no rollout) does not."""
     return args.data_source_path is not None and args.num_rollout != 0 and not train_only(args)
 
@@ -163,12 +166,12 @@ class RolePlan:
         return [model for owner, model in self.passes if owner == role]
 
 
-def critic_only_steps(args: Any) -> int:
+def critic_only_steps(args: Args) -> int:
     """On how many rollouts the critic alone is trained, at the beginning of a run."""
     return max(args.num_critic_only_steps, args.num_freeze_actor_steps) if uses_critic(args) else 0
 
 
-def role_plan(args: Any, estimator: object, own: Sequence[Role] = (), backend: object = None) -> RolePlan:
+def role_plan(args: Args, estimator: object, own: Sequence[Role] = (), backend: object = None) -> RolePlan:
     """The roles that the options ask for, and what is left to the trainer. estimator: of advantages. own: the roles of
     ``--role-path``. backend: a trainer backend that is not the default one."""
     counts = worker_counts(args)

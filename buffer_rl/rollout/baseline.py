@@ -23,20 +23,21 @@ from buffer_rl.plan.algorithm import estimator_needs, estimator_of, is_supervise
 from buffer_rl.records.groups import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.plugin.registry import PluginRegistry
 
 BASELINE = "baseline_reward"
 GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0})
 
 
-def needs_baseline(args: Any, registry: PluginRegistry) -> bool:
+def needs_baseline(args: Args, registry: PluginRegistry) -> bool:
     """Whether the run's estimator needs baselines that no converter of the user's gives. Raises PluginError."""
     if is_supervised(args) or args.custom_convert_samples_to_train_data_path:
         return False
     return BASELINE in needs_of(registry.resolve("advantage", estimator_of(args)[1]))
 
 
-def rollout_log_probs_reader(args: Any, registry: PluginRegistry) -> str:
+def rollout_log_probs_reader(args: Args, registry: PluginRegistry) -> str:
     """The flag by which the run's loss or advantages read the engine's log-probabilities, so that every row needs them;
     empty where there is none. Raises PluginError."""
     if is_supervised(args):
@@ -64,7 +65,7 @@ def greedy_group(group: SampleGroup) -> SampleGroup:
     return replace(group, samples=[own], sampling_params=dict(GREEDY))
 
 
-def set_baseline(args: Any, group: SampleGroup, greedy: SampleGroup) -> str:
+def set_baseline(args: Args, group: SampleGroup, greedy: SampleGroup) -> str:
     """Write the reward of the scored ``greedy`` response to the samples of ``group``.
 
     It is shaped (``buffer_rl.algo.rewards.shaped``) as the rewards are that it is subtracted from; of several parts it

@@ -20,6 +20,7 @@ from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import resolve_function
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.engines.client import EngineClient
     from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.rollout.requests import RequestNumbers, Requests
@@ -61,7 +62,7 @@ class RolloutContext:
     loop: the event loop that runs the rollouts. shared: what plugins keep from call to call, by a key of theirs.
     """
 
-    args: Any
+    args: Args
     tokenizer: Any
     prompts: PromptEncoder
     scorer: Scorer
@@ -83,7 +84,7 @@ class RolloutContext:
     @classmethod
     def build(
         cls,
-        args: Any,
+        args: Args,
         *,
         registry: PluginRegistry,
         engine: EngineClient | None,

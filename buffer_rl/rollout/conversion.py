@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, RowId, Sample, SampleGroup
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
 from buffer_rl.rollout.user_functions import resolve_function
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 NO_VERSION = -1  # rows that no engine sampled, such as those of supervised fine-tuning
@@ -48,7 +52,7 @@ class GroupConverter:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         *,
         post_process: RewardPostProcess | None = None,
         to_train_data: SamplesToTrainData | None = None,
@@ -64,7 +68,7 @@ class GroupConverter:
         self._to_train_data = to_train_data
 
     @classmethod
-    def from_args(cls, args: Any, registry: PluginRegistry) -> GroupConverter:
+    def from_args(cls, args: Args, registry: PluginRegistry) -> GroupConverter:
         """With the functions that ``--custom-reward-post-process-path`` and
         ``--custom-convert-samples-to-train-data-path`` name. Raises PluginError."""
         return cls(
@@ -351,7 +355,7 @@ def _are_log_probs(values: np.ndarray) -> bool:
     return values.dtype.kind in "fiu" and bool((np.abs(values) <= FLOAT32_MAX).all())
 
 
-def _kept(args: Any, sample: Sample) -> list[bytes]:
+def _kept(args: Args, sample: Sample) -> list[bytes]:
     kept = sample.rollout_kept_tokens
     if kept is None and sample.remove_sample:
         return [b""] * sample.response_length

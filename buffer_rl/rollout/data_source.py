@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -28,13 +28,16 @@ from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plugin.calls import place
 from buffer_rl.plugin.registry import PluginRegistry
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 class DataSourceActor:
     """Hosts one ``CustomSource``. What the user's code prints goes to the end of the file ``log_path``."""
 
     def __init__(self, args_text: str, log_path: str) -> None:
         redirect_output(log_path)
-        self._args: Any = load_args(args_text)
+        self._args = load_args(args_text)
 
     @cached_property
     def _source(self) -> CustomSource:
@@ -58,7 +61,7 @@ class DataSourceActor:
         return os.getpid()
 
 
-def start_data_source(args: Any, log_dir: str) -> Any:
+def start_data_source(args: Args, log_dir: str) -> Any:
     """Start the data source's process, on this node while it is there: that has the files of a run that is started
     here. Returns its handle; the user's class is constructed once ``setup`` has answered."""
     here = near(ray.get_runtime_context().get_node_id())
@@ -70,7 +73,7 @@ class SourceAnswers(Answers):
     """Answers of the data source's process; errors name the user's class."""
 
     @classmethod
-    def from_args(cls, args: Any) -> SourceAnswers:
+    def from_args(cls, args: Args) -> SourceAnswers:
         role = place("data_source", args.data_source_path)
         flag = "--data-source-timeout-s"
         return cls(who="the data source", role=role, timeout_s=args.data_source_timeout_s, flag=flag)
@@ -90,7 +93,7 @@ class SourceClient:
     source raised.
     """
 
-    def __init__(self, actor: Any, args: Any, buffer: BufferClient) -> None:
+    def __init__(self, actor: Any, args: Args, buffer: BufferClient) -> None:
         self._actor = actor
         self._answers = SourceAnswers.from_args(args)
         self._buffer = buffer
@@ -110,7 +113,7 @@ class SourceClient:
 class SourceWatch:
     """A watcher of the driver: calls ``notice`` with a line when the process was replaced. Only its last looks wait."""
 
-    def __init__(self, actor: Any, args: Any, notice: Callable[[str], None]) -> None:
+    def __init__(self, actor: Any, args: Args, notice: Callable[[str], None]) -> None:
         self._actor = actor
         self._notice = notice
         self._question: Any = None

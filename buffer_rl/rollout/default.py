@@ -24,7 +24,7 @@ import contextlib
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.partial import check_spans, check_versions, is_complete
 from buffer_rl.errors import BufferRLError, RolloutError
@@ -41,6 +41,10 @@ from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import apply_filter, apply_sample_filter, process_all_samples
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 REPORT_S = 0.02  # between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
@@ -59,11 +63,11 @@ class DefaultRollout:
 
     uses_engine = True
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self._args = args
 
     async def __call__(
-        self, args: Any, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
+        self, args: Args, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
     ) -> RolloutOutput:
         """Report every group through ``buffer``; the output holds metrics only.
 

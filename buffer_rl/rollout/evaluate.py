@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from buffer_rl.rollout.production import generate_group, run_all, score_group, w
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import UNNAMED
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 WITHOUT_ANSWER = (Status.ABORTED, Status.FAILED)
 
@@ -35,7 +39,7 @@ async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOut
     return RolloutOutput(metrics=eval_metrics(context.args, run.groups))
 
 
-def eval_metrics(args: Any, groups: Iterable[SampleGroup]) -> dict[str, float]:
+def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
     """By data set ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean, ``eval/{name}/truncated`` share.
 
     Means over samples, of which each counts once, with the mean of its parts. A set without rewards is left out."""

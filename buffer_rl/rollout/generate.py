@@ -19,10 +19,11 @@ from buffer_rl.rollout.prompts import data_errors
 from buffer_rl.rollout.requests import answer_for, is_stopped, shared_answers
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.engines.client import GenerateResult
 
 
-def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:
+def sampling_params_for(args: Args, evaluation: bool) -> dict[str, Any]:
     """Sampling parameters under the names of SGLang's protocol; evaluation options fall back to the rollout's.
 
     ``no_stop_trim`` is true, as in slime: the text of a response is that of its tokens, with the stop string that
@@ -49,7 +50,7 @@ def sampling_params_for(args: Any, evaluation: bool) -> dict[str, Any]:
     return params
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Fill ``sample`` with one response to its prompt, sampled by the engine behind the router.
 
     Sets tokens, response, response_length, rollout_log_probs, weight_versions and status; loss_mask None (all
@@ -80,7 +81,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
-async def generate_shared(args: Any, samples: Sequence[Sample], sampling_params: dict[str, Any]) -> None:
+async def generate_shared(args: Args, samples: Sequence[Sample], sampling_params: dict[str, Any]) -> None:
     """``generate`` for samples that share a request (``num_sharing``), in place."""
     if is_stopped():
         for sample in samples:
@@ -94,7 +95,7 @@ async def generate_shared(args: Any, samples: Sequence[Sample], sampling_params:
         _fill(sample, prompt_ids, nothing, result)
 
 
-def room_for(args: Any, sample: Sample, prompt_length: int, max_new_tokens: int) -> int:
+def room_for(args: Args, sample: Sample, prompt_length: int, max_new_tokens: int) -> int:
     """How many tokens the response may have: ``max_new_tokens``, or fewer under ``--rollout-max-context-len``.
 
     Raises RolloutError if the prompt leaves no room."""
@@ -161,7 +162,7 @@ class PartialResponse:
         return len(self.ids)
 
 
-def partial_response(args: Any, sample: Sample) -> PartialResponse:
+def partial_response(args: Args, sample: Sample) -> PartialResponse:
     """The part of the sample's response to continue: under ``--partial-rollout``, that of an aborted one."""
     length = sample.response_length
     if not args.partial_rollout or sample.status is not Status.ABORTED or length == 0:

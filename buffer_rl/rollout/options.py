@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from buffer_rl.options.section import Section, option
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class RolloutOptions(Section):
@@ -217,7 +220,7 @@ class EvalOptions(Section):
     eval_max_response_len: int | None = option(None, "as --rollout-max-response-len, for evaluation", ge=1)
 
 
-def is_built_in_rollout(args: Any) -> bool:
+def is_built_in_rollout(args: Args) -> bool:
     """Whether ``--rollout-function-path`` is as it is where nothing is said."""
     default = RolloutOptions.model_fields["rollout_function_path"].default
     return bool(args.rollout_function_path == default)

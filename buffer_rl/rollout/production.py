@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffer_rl.buffer.partial import DONE
 from buffer_rl.engines.row_ids import ROWS
@@ -22,6 +22,10 @@ from buffer_rl.rollout.generate import generate, generate_shared, reset_to_promp
 from buffer_rl.rollout.requests import RequestNumbers, Requests, num_sharing
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 T = TypeVar("T")
 OF_SLIME: dict[str, Any] = {"stop": None, "stop_token_ids": None, "spaces_between_special_tokens": False}
@@ -206,7 +210,7 @@ def _number_versions(sample: Sample) -> None:
 
 
 @asynccontextmanager
-async def _generate_deadline(args: Any, where: str) -> AsyncIterator[None]:
+async def _generate_deadline(args: Args, where: str) -> AsyncIterator[None]:
     """The deadline of one call of the user's generate function: longer than one request's, because the function may
     make many; shorter than the rollout's, so that one prompt at which it hangs does not end the rollout."""
     limit = args.custom_generate_timeout_s or args.rollout_timeout_s / 2

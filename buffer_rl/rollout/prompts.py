@@ -6,11 +6,15 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RolloutError
 from buffer_rl.records.groups import Prompt, Sample
 from buffer_rl.records.sample import RenderedPrompt
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 _DECODED = "a template that takes arguments of tool calls as text, not as objects, wants --no-decode-json"
 TOO_LONG = "prompt_too_long"  # why a training group is rejected; see --rollout-max-prompt-len
@@ -94,7 +98,7 @@ class PromptEncoder:
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
 
     @classmethod
-    def from_args(cls, args: Any, tokenizer: Any) -> PromptEncoder:
+    def from_args(cls, args: Args, tokenizer: Any) -> PromptEncoder:
         """From ``--apply-chat-template``, ``--apply-chat-template-kwargs`` and ``--add-special-tokens``. Raises
         ConfigError."""
         return cls(

@@ -14,22 +14,27 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from buffer_rl.buffer.calling import Answers
 from buffer_rl.files.hf_config import length_problem, max_positions, vocab_size
+from buffer_rl.options.section import required
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.reward_pool import Outcome
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 ROLE = "reward"
 FLAG = "--rm-model"
 
 
-def answers_of(args: Any) -> Answers:
+def answers_of(args: Args) -> Answers:
     """Answers of the reward model's processes."""
     return Answers(who="the reward model", role=ROLE, timeout_s=args.rm_model_timeout_s, flag="--rm-model-timeout-s")
 
@@ -39,11 +44,12 @@ class RewardRows:
 
     shares_tokens: whether the samples' own tokens are scored. Raises RolloutError if the folder has no tokenizer."""
 
-    def __init__(self, args: Any, tokenizer: Any) -> None:
+    def __init__(self, args: Args, tokenizer: Any) -> None:
         self._policy = tokenizer
-        self._own = load_tokenizer(args.rm_model, FLAG, trust_remote_code=args.trust_remote_code)
+        folder = required(args.rm_model, "rm_model")
+        self._own = load_tokenizer(folder, FLAG, trust_remote_code=args.trust_remote_code)
         self.shares_tokens = tokenizer.get_vocab().items() <= self._own.get_vocab().items()
-        config = json.loads(Path(args.rm_model, "config.json").read_text(encoding="utf-8"))
+        config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
         steady = length_problem(config, None)
         limits = [max_positions(config), self._own.model_max_length, steady[1] if steady else None]
         self._longest = min(limit for limit in limits if limit is not None)
@@ -84,7 +90,7 @@ class RewardModelClient:
     WorkerError or ConfigError if the model fails.
     """
 
-    def __init__(self, args: Any, tokenizer: Any, actors: Sequence[Any]) -> None:
+    def __init__(self, args: Args, tokenizer: Any, actors: Sequence[Any]) -> None:
         self._rows = RewardRows(args, tokenizer)
         self._actors = list(actors)
         self._answers = answers_of(args)

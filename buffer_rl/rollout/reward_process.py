@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.cluster.parent import die_with_parent
 from buffer_rl.errors import BufferRLError
@@ -33,6 +33,10 @@ from buffer_rl.plugin.calls import contained, contained_task, error_text
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.failures import FailureKind, kind_of
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 HEADER = struct.Struct(">I")
 DONE = HEADER.pack(0)
@@ -81,7 +85,7 @@ def main(socket_fd: int, answers_fd: int) -> None:
 
 def _serve(channel: socket.socket, answers_fd: int) -> None:
     try:
-        args: Any = load_args(pickle.loads(_receive(channel)))
+        args = load_args(pickle.loads(_receive(channel)))
         registry = PluginRegistry.from_flags(args.plugin)
     except BufferRLError as error:
         _send(channel, {"error": str(error)})
@@ -105,7 +109,7 @@ def _serve(channel: socket.socket, answers_fd: int) -> None:
 
 
 def _outcome(
-    function: Callable[..., Any], args: Any, target: RewardTarget, item: Sample | SampleGroup
+    function: Callable[..., Any], args: Args, target: RewardTarget, item: Sample | SampleGroup
 ) -> dict[str, Any]:
     samples = [item] if isinstance(item, Sample) else list(item)
     before = [pickle.dumps(sample.metadata) for sample in samples]

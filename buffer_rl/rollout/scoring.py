@@ -23,6 +23,7 @@ from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.user_functions import call_user, is_async
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.rollout.reward_model_client import RewardModelClient
 
@@ -37,7 +38,7 @@ class _Function:
     is_async: bool
 
 
-def check_row_choice(args: Any, name: str, *, where: str) -> None:
+def check_row_choice(args: Args, name: str, *, where: str) -> None:
     """Raises DataError if a row at ``where`` may not choose the reward ``name``: it is neither ``--rm-type`` nor one of
     ``--row-rm-types``."""
     if name == args.rm_type or name in args.row_rm_types:
@@ -73,7 +74,7 @@ class Scorer:
     a reward keeps it, after the same check. With ``--use-opd`` one that nothing scores has the reward 0.
     """
 
-    def __init__(self, args: Any, registry: PluginRegistry, model: RewardModelClient | None = None) -> None:
+    def __init__(self, args: Args, registry: PluginRegistry, model: RewardModelClient | None = None) -> None:
         self._args = args
         self.model = model
         self._registry = registry

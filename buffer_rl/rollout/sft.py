@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
@@ -17,6 +17,9 @@ from buffer_rl.rollout.production import run_all, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG, PromptEncoder, data_errors
 from buffer_rl.rollout.stats import RolloutStats
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 class SFTRollout:
     """Turns rows into training rows. Use it with ``--loss-type sft_loss``.
@@ -29,11 +32,11 @@ class SFTRollout:
 
     uses_engine = False
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self._args = args
 
     async def __call__(
-        self, args: Any, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
+        self, args: Args, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
     ) -> RolloutOutput:
         """Report every group through ``buffer``; one of which no row can be made goes into quarantine. Raises
         RolloutError if nearly all are such groups, or too long."""
@@ -55,7 +58,7 @@ class SFTRollout:
         )
 
 
-def fill(args: Any, prompts: PromptEncoder, sample: Sample) -> bool:
+def fill(args: Args, prompts: PromptEncoder, sample: Sample) -> bool:
     """Make a training row of the sample, as described at ``SFTRollout``; False, with nothing changed, where it has more
     than ``--rollout-max-prompt-len`` tokens before the first that is trained on.
 

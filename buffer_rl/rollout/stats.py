@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.records.groups import Sample, SampleGroup, Status, equal_rewards, sample_means
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 OF_KEPT = frozenset(
     {"raw_reward", "raw_reward_std", "response_len/mean", "response_len/max", "truncated_ratio", "zero_std"}
@@ -42,7 +46,7 @@ class BusyClock:
                 self.seconds += time.perf_counter() - self._since
 
 
-def rewards_of(args: Any, samples: Iterable[Sample]) -> list[float | None]:
+def rewards_of(args: Args, samples: Iterable[Sample]) -> list[float | None]:
     """The number of each sample's reward, ``[num_rows]``; None where there is none."""
 
     def reward_of(sample: Sample) -> float | None:

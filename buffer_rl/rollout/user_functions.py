@@ -19,6 +19,7 @@ from buffer_rl.records.groups import FilterDecision, GroupUid, QueueHeader, Samp
 from buffer_rl.rollout.failures import status_of
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.plugin.registry import PluginRegistry
 
 
@@ -68,7 +69,7 @@ async def call_plugin(
 
 
 async def apply_filter(
-    function: Callable[..., Any] | None, reference: str | None, args: Any, group: SampleGroup
+    function: Callable[..., Any] | None, reference: str | None, args: Args, group: SampleGroup
 ) -> FilterDecision:
     """The filter's decision; a group is kept where there is no filter.
 
@@ -86,7 +87,7 @@ async def apply_filter(
 
 
 async def apply_sample_filter(
-    function: Callable[..., Any], reference: str | None, args: Any, groups: list[SampleGroup], task: str
+    function: Callable[..., Any], reference: str | None, args: Args, groups: list[SampleGroup], task: str
 ) -> None:
     """Let the user's filter mark samples of a whole rollout with ``remove_sample``.
 
@@ -103,7 +104,7 @@ async def apply_sample_filter(
 async def process_all_samples(
     function: Callable[..., Any],
     reference: str | None,
-    args: Any,
+    args: Args,
     groups: list[SampleGroup],
     buffer: RolloutBuffer,
     *,
@@ -122,7 +123,7 @@ async def process_all_samples(
 def choose_queued(
     function: Callable[..., Any],
     reference: str | None,
-    args: Any,
+    args: Args,
     rollout_id: int,
     headers: list[QueueHeader],
     num_samples: int,
@@ -162,7 +163,7 @@ def choose_queued(
 class LogFunctions:
     """``--custom-rollout-log-function-path`` and ``--custom-eval-rollout-log-function-path``, where they are given."""
 
-    def __init__(self, args: Any, registry: PluginRegistry) -> None:
+    def __init__(self, args: Args, registry: PluginRegistry) -> None:
         self._args = args
         self._train = resolve_function(registry, "rollout_log", args.custom_rollout_log_function_path)
         self._eval = resolve_function(registry, "eval_rollout_log", args.custom_eval_rollout_log_function_path)

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.calling import blocking
 from buffer_rl.errors import BufferRLError, DataError, RewardError, RolloutError, short_repr
@@ -28,6 +28,10 @@ from buffer_rl.rollout.evaluate import eval_metrics
 from buffer_rl.rollout.prompts import PromptEncoder
 from buffer_rl.rollout.stats import OF_KEPT, RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import call_user
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 EXPECTED_EVALUATION = (
     "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"
@@ -127,7 +131,7 @@ def render(prompts: PromptEncoder, group: SampleGroup) -> None:
 
 
 async def run_user_rollout(
-    function: Callable[..., Any], args: Any, buffer: RolloutBuffer, *, where: str
+    function: Callable[..., Any], args: Args, buffer: RolloutBuffer, *, where: str
 ) -> RolloutOutput:
     """The checked output of ``function`` for ``buffer.ticket``, with the metrics of ``finished_metrics``.
 
@@ -158,7 +162,7 @@ async def run_user_rollout(
 
 
 def finished_metrics(
-    args: Any, evaluation: bool, groups: Iterable[SampleGroup], given: Mapping[str, float]
+    args: Args, evaluation: bool, groups: Iterable[SampleGroup], given: Mapping[str, float]
 ) -> dict[str, float]:
     """Reward, lengths and truncation of finished groups under the built-in rollout's names, as far as the ``given``
     metrics of the rollout function lack them. For ``sft_loss``, whose rewards mean nothing, lengths alone."""
@@ -181,7 +185,7 @@ def finished_metrics(
     }
 
 
-def read_evaluation(answer: Any, args: Any, leased: Mapping[GroupUid, SampleGroup], *, where: str) -> Any:
+def read_evaluation(answer: Any, args: Args, leased: Mapping[GroupUid, SampleGroup], *, where: str) -> Any:
     """``answer`` as a ``RolloutOutput``, if it is such a mapping; anything else as it is.
 
     The metrics are ``eval/{name}``, the mean reward, and where they are there ``eval/{name}/truncated`` and
@@ -209,7 +213,7 @@ def read_evaluation(answer: Any, args: Any, leased: Mapping[GroupUid, SampleGrou
     return RolloutOutput(groups=_whole_groups(samples, leased), metrics=metrics | dict(extra or {}))
 
 
-def _metrics_of(name: str, result: Mapping[str, Any], args: Any, where: str) -> dict[str, float]:
+def _metrics_of(name: str, result: Mapping[str, Any], args: Args, where: str) -> dict[str, float]:
     rewards = [_reward(value, args, where) for value in _entries(result, "rewards", where)]
     if not rewards:
         raise RolloutError("there are no rewards", where=where, expected=EXPECTED_EVALUATION)
@@ -245,7 +249,7 @@ def _entries(result: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
     return values
 
 
-def _reward(value: object, args: Any, where: str) -> float:
+def _reward(value: object, args: Args, where: str) -> float:
     try:
         checked = check_reward(value, where=where)
         return Sample(reward=checked).get_reward_value(args) if isinstance(checked, dict) else checked

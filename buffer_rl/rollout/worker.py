@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
@@ -120,7 +120,7 @@ class RolloutWorker:
         settle_garbage_collector()
         redirect_output(log_path)
         self._run_dir = Path(log_path).parent.parent  # absolute, unlike --run-dir
-        self._args = cast("Args", load_args(args_text))
+        self._args = load_args(args_text)
         os.environ.update(direct_variables(self._args))
         self._client = BufferClient(
             buffer,
@@ -211,7 +211,7 @@ class RolloutWorker:
 
 
 def start_rollout_workers(
-    args: Any,
+    args: Args,
     args_text: str,
     buffer: Any,
     log_dir: str,

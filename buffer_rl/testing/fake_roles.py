@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,10 @@ from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.records.groups import SampleGroup, Ticket, Topology
 from buffer_rl.weights.sender import Senders
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 URL = "http://engine-0"
 """Of ``FakeEngines``."""
@@ -136,7 +140,7 @@ class FakePublisher:
         return {}
 
 
-def local_senders(factory: Any, args: Any, export: Callable[[], Iterator[Mapping[str, Any]]]) -> Senders:
+def local_senders(factory: Any, args: Args, export: Callable[[], Iterator[Mapping[str, Any]]]) -> Senders:
     """A trainer of one rank in this process, as the weight transport ``factory`` sees it: its sender in a thread.
 
     export: as of ``Trainer``.

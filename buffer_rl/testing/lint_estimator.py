@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,13 +28,22 @@ from buffer_rl.testing.lint import (
     mixed,
 )
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 SET = ("advantages", "returns")
 OTHERS = ("ref_log_probs", "old_log_probs", "values")
 """Columns of roles, which an estimator sees if it declares them as needed; without a scope it sees what there is."""
 
 
 def lint_estimator(
-    estimator: AdvantageEstimator, args: Any, *, reference: str = "", seed: int = 0, forms: dict[str, str] | None = None
+    estimator: AdvantageEstimator,
+    args: Args,
+    *,
+    reference: str = "",
+    seed: int = 0,
+    forms: dict[str, str] | None = None,
 ) -> list[Finding]:
     """The findings on an estimator, one a property: form, needs, finite, deterministic, columns, order, scope.
 
@@ -90,7 +99,7 @@ class _Columns(dict[str, Column]):
 class _Run:
     """An estimator and the rows that it is tried on."""
 
-    def __init__(self, estimator: AdvantageEstimator, args: Any, reference: str, seed: int) -> None:
+    def __init__(self, estimator: AdvantageEstimator, args: Args, reference: str, seed: int) -> None:
         self._estimator, self._args, self._reference, self._seed = estimator, args, reference, seed
         self._scope, self._declared = scope_of(estimator), needs_of(estimator)
         self._read: set[str] = set()

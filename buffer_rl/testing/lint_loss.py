@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,12 +38,16 @@ from buffer_rl.testing.lint import (
 from buffer_rl.testing.loss_step import Outcome, outcome, padded
 from buffer_rl.train.objective import Objective
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 OUTPUTS = ("log_probs", "entropy", "critic_values")
 """Of the models; columns of the linter's rows that the loss gets with a gradient."""
 
 
 def lint_loss(
-    loss: PolicyLoss, args: Any, *, reference: str = "", seed: int = 0, forms: dict[str, str] | None = None
+    loss: PolicyLoss, args: Args, *, reference: str = "", seed: int = 0, forms: dict[str, str] | None = None
 ) -> list[Finding]:
     """The findings on a loss, one a property: form, needs, finite, micro-batches, ranks, order, padding, masked,
     fan-out (unit token), unit, gradient.
@@ -82,7 +86,7 @@ class _Watched:
         self.absent: set[str] = set()
         self.answer: Any = None
 
-    def __call__(self, args: Any, inputs: LossInputs) -> TokenLoss:
+    def __call__(self, args: Args, inputs: LossInputs) -> TokenLoss:
         def column(name: str) -> Any:
             found = inputs.get(name)
             (self.absent if found is None else self.read).add(name)
@@ -111,7 +115,7 @@ class _Watched:
 class _Run:
     """A loss, its objective, and the rows that it is tried on."""
 
-    def __init__(self, loss: PolicyLoss, args: Any, reference: str, seed: int) -> None:
+    def __init__(self, loss: PolicyLoss, args: Args, reference: str, seed: int) -> None:
         self._loss, self._seed = _Watched(loss, reference), seed
         changes = {"custom_loss_function_path": self._loss, "use_kl_loss": False, "entropy_coef": 0.0}
         self._objective = Objective(args.model_copy(update=changes), PluginRegistry.from_flags(()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ from buffer_rl.errors import DataError
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.records.groups import SAMPLE_SIZES, GroupUid, TrainBatch
 from buffer_rl.train.packing import Packing, pack, prompt_keys
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 PLACES_PER_TOKEN = 3
 """Most places of the padded rows of a micro-batch for each token that ``--max-tokens-per-gpu`` lets it have packed."""
@@ -190,7 +194,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def row_blocks(
-    args: Any, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: bool = False, shares_prompts: bool = True
+    args: Args, batch: TrainBatch, unit: Unit = Unit.ROW, *, packed: bool = False, shares_prompts: bool = True
 ) -> list[list[int]]:
     """Row indices of each micro-batch of ``batch``.
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.train.model import checked_pairs, unique_state
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class NameMap(ABC):
@@ -25,7 +28,7 @@ class NameMap(ABC):
     One tensor may become any number, under other names and in other shapes. Neither method sees two tensors together.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
 
     @abstractmethod

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,10 @@ from buffer_rl.kinds.objective import Objective
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
 from buffer_rl.train.packing import is_packed
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are worked on at a time: 64 MiB of float32, and a few times as much while it lasts."""
@@ -191,7 +195,7 @@ def _pad(values_n: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 
 def batch_outputs(
-    args: Any, model: PreTrainedModel, batch: TrainBatch, device: torch.device, objective: Objective
+    args: Args, model: PreTrainedModel, batch: TrainBatch, device: torch.device, objective: Objective
 ) -> list[np.ndarray]:
     """Log-probabilities in nats at the temperature of the objective, or a critic's values: per row
     ``[response_length]`` float32, in the micro-batches of the objective. Reads ``max_tokens_per_gpu`` and

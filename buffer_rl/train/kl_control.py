@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from buffer_rl.train.peers import summed_over_ranks
 from buffer_rl.train.steps import StepReport
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.train.objective import Objective
 
 FILE_NAME = "kl_coef.json"
@@ -28,7 +29,7 @@ class KLControl:
     coefficient, whether advantages are computed of the whole rollout, of each mini-batch, or as groups stream.
     """
 
-    def __init__(self, args: Any, objective: Objective) -> None:
+    def __init__(self, args: Args, objective: Objective) -> None:
         self._args = args
         self._objective = objective
 

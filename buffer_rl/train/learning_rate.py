@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.plan.batch_sizes import optimizer_steps
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
-def learning_rate(args: Any, step: int) -> float:
+
+def learning_rate(args: Args, step: int) -> float:
     """The learning rate of optimizer step ``step`` (counted from 0): linear warm-up over ``lr_warmup_iters`` steps to
     ``lr``, then ``lr_decay_style``.
 
@@ -32,7 +35,7 @@ def learning_rate(args: Any, step: int) -> float:
     return float(args.min_lr) + (lr - float(args.min_lr)) * left
 
 
-def decay_steps(args: Any) -> int:
+def decay_steps(args: Args) -> int:
     """The optimizer step from which on the learning rate is ``min_lr``: ``lr_decay_iters``, or all steps of the run.
 
     Raises ConfigError if the options say neither, as where the length is given in epochs."""
@@ -47,7 +50,7 @@ def decay_steps(args: Any) -> int:
     return int(args.num_rollout) * optimizer_steps(args)
 
 
-def with_decay_iters(args: Any, num_updates: int) -> Any:
+def with_decay_iters(args: Args, num_updates: int) -> Any:
     """The options with the number of optimizer steps of the decay, in a run that trains on so many rollouts."""
     if args.lr_decay_iters is not None:
         return args

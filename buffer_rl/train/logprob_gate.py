@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from buffer_rl.errors import DataError, TrainError
+from buffer_rl.options.section import required
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 MAX_ROWS = 8
 MAX_SHOWN = 3
@@ -88,7 +93,7 @@ class _Row:
 
 
 def compare_log_probs(
-    args: Any, batch: TrainBatch, log_probs: Callable[[TrainBatch], Sequence[np.ndarray] | None], *, where: str
+    args: Args, batch: TrainBatch, log_probs: Callable[[TrainBatch], Sequence[np.ndarray] | None], *, where: str
 ) -> LogProbGap:
     """Compare the unmasked tokens of at most ``MAX_ROWS`` rows of ``batch``: the longest one, and others from all over
     it, so that several prompts are among them.
@@ -126,7 +131,7 @@ def compare_log_probs(
         return LogProbGap()
     gaps = np.concatenate([row.gaps for row in rows])
     gap = LogProbGap(mean=float(gaps.mean()), largest=float(gaps.max()), num_tokens=len(gaps))
-    if gap.mean > args.max_logprob_diff:
+    if gap.mean > required(args.max_logprob_diff, "max_logprob_diff"):
         raise _too_far(args, gap, rows, where)
     return gap
 
@@ -152,11 +157,11 @@ def _is_unknown(log_probs: np.ndarray) -> bool:
 
 
 def likely_causes(
-    args: Any, offsets: Sequence[np.ndarray], engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]
+    args: Args, offsets: Sequence[np.ndarray], engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]
 ) -> list[str]:
     """Keys of ``CAUSES``: first the causes for which the tokens are evidence, then the others by frequency. The three
     lists hold one array a row, as in ``_Row``."""
-    limit = args.max_logprob_diff
+    limit = required(args.max_logprob_diff, "max_logprob_diff")
     where, ours, theirs = np.concatenate(offsets), np.concatenate(engine), np.concatenate(trainer)
     gaps = _gaps_of(ours, theirs)
     early = where < FEW_TOKENS
@@ -183,11 +188,11 @@ def _is_far_only(gaps: np.ndarray, part: np.ndarray, limit: float) -> bool:
     return bool(enough and inside.mean() > limit and outside.mean() < limit / 10)
 
 
-def _truncates(args: Any) -> bool:
+def _truncates(args: Args) -> bool:
     return bool(args.rollout_top_p < 1.0 or args.rollout_top_k > 0 or args.rollout_min_p > 0.0)
 
 
-def _too_far(args: Any, gap: LogProbGap, rows: Sequence[_Row], where: str) -> TrainError:
+def _too_far(args: Args, gap: LogProbGap, rows: Sequence[_Row], where: str) -> TrainError:
     causes = likely_causes(
         args, [row.offsets for row in rows], [row.engine for row in rows], [row.trainer for row in rows]
     )

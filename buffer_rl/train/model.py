@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -18,17 +18,21 @@ from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.errors import ConfigError, PluginError, short_repr
 from buffer_rl.kinds.trainer import ModelConverter
-from buffer_rl.options.section import flag_of
+from buffer_rl.options.section import flag_of, required
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.plugin.calls import call, construct, contained, place, raised, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.train.packing import pack_where_possible
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 BUCKET_BYTES = 256 * 1024 * 1024
 """Largest bucket of ``weight_buckets``: large enough to amortise a transfer, small beside an engine's memory."""
 
 
-def prepare_torch(args: Any, seed: int) -> None:
+def prepare_torch(args: Args, seed: int) -> None:
     """Threads, random state and determinism of this process, as ``args`` say; before a model is built."""
     torch.set_num_threads(args.num_train_threads)
     seed_all(seed)
@@ -46,7 +50,7 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def initial_folder(args: Any, model: str) -> tuple[str | None, str]:
+def initial_folder(args: Args, model: str) -> tuple[str | None, str]:
     """The folder of weights that ``model`` ("actor", "ref", "teacher" or "critic") starts with, and the flag that names
     it."""
     option = {"ref": "ref_load", "teacher": "opd_teacher_load", CRITIC: "critic_load"}.get(model, "hf_checkpoint")
@@ -255,7 +259,7 @@ class ModelFactory:
     Raises PluginError, naming provider or converter, for any fault of theirs.
     """
 
-    def __init__(self, args: Any, registry: PluginRegistry, device: torch.device) -> None:
+    def __init__(self, args: Args, registry: PluginRegistry, device: torch.device) -> None:
         self._args = args
         self._device = device
         self._provider_name: str | None = args.custom_model_provider_path
@@ -317,7 +321,7 @@ class ModelFactory:
         target = Path(path)
         target.mkdir(parents=True, exist_ok=True)
         for name in CONFIG_FILES:  # the architecture is that of the folder that the run started from
-            source = Path(self._args.hf_checkpoint) / name
+            source = Path(required(self._args.hf_checkpoint, "hf_checkpoint")) / name
             if source.is_file():
                 shutil.copyfile(source, target / name)
         # Cloned, as save_torch_state_dict refuses tensors that are rows of a larger one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -37,6 +37,10 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, TrainBatch
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 LOG_PROB_GAP = "train_rollout_logprob_abs_diff"
 
 OWN_METRICS = frozenset({"loss", "kl_loss", "grad_norm", "lr", "kl_coef", MEASURED_KL})
@@ -54,7 +58,7 @@ class Objective:
     scope, needs: of the estimator (see ``buffer_rl.kinds.marks``).
     """
 
-    def __init__(self, args: Any, registry: PluginRegistry, role: str = ACTOR) -> None:
+    def __init__(self, args: Args, registry: PluginRegistry, role: str = ACTOR) -> None:
         self._args = args
         self.critic = role == CRITIC
         self._loss_name = "value_loss" if self.critic else loss_of(args)
@@ -83,7 +87,8 @@ class Objective:
 
     @kl_coef.setter
     def kl_coef(self, value: float) -> None:
-        self._args = self._args.model_copy(update={self._adapted: value})
+        if self._adapted is not None:
+            self._args = self._args.model_copy(update={self._adapted: value})
 
     def __call__(
         self,
@@ -321,7 +326,7 @@ class Objective:
         return rows
 
 
-def _correction_of(args: Any, registry: PluginRegistry) -> Correction | None:
+def _correction_of(args: Args, registry: PluginRegistry) -> Correction | None:
     """Between engine and trainer; None without ``--use-tis``, and for the supervised loss, which has no ratios."""
     if not args.use_tis or is_supervised(args):
         return None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, NonFiniteError
 from buffer_rl.train.learning_rate import learning_rate as learning_rate
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 def non_finite_gradient(norm: float, step: int) -> NonFiniteError:
@@ -32,7 +35,7 @@ class Optimizer:
     nanoGPT.
     """
 
-    def __init__(self, args: Any, model: torch.nn.Module, world_size: int) -> None:
+    def __init__(self, args: Args, model: torch.nn.Module, world_size: int) -> None:
         self.step_count = 0
         self._args = args
         self._world_size = world_size

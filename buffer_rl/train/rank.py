@@ -79,7 +79,7 @@ class TrainRank:
 
         redirect_output(log_path)
         self._role = role
-        self._args = cast("Args", role_args(load_args(args_text), role))
+        self._args = role_args(load_args(args_text), role)
         self._rank, self._world_size = rank, world_size
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{rank}")
         self._built: Trainer | None = None
@@ -329,7 +329,7 @@ class TrainRank:
         return self._batches
 
 
-def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: int, objective: Objective) -> Trainer:
+def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: int, objective: Objective) -> Trainer:
     """One rank of ``--train-backend``. Raises PluginError if it cannot be built; what its methods raise names it."""
     name = args.train_backend
     backend = registry.resolve("trainer", name)
@@ -347,7 +347,7 @@ def build_trainer(args: Any, registry: PluginRegistry, rank: int, world_size: in
     return cast(Trainer, built)
 
 
-def check_groups(args: Any, unit: Unit, dp_size: int) -> None:
+def check_groups(args: Args, unit: Unit, dp_size: int) -> None:
     """Raises ConfigError where an optimizer step has fewer groups than replicas, and the loss compares their rows."""
     smallest = args.rollout_batch_size // args.num_steps_per_rollout
     if unit is Unit.GROUP and smallest < dp_size and not (args.stream_gradients or args.load_debug_rollout_data):
@@ -392,7 +392,7 @@ def start_train_group(
     )
 
 
-def splitting(args: Any, unit: Unit) -> Splitting:
+def splitting(args: Args, unit: Unit) -> Splitting:
     """What of a mini-batch one replica gets as a whole: groups where the loss must see the rows of a prompt together.
     Under ``--deterministic`` groups too, where there are enough: a micro-batch then holds the same rows on any number
     of ranks."""

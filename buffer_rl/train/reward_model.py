@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from buffer_rl.args import Args
+
 
 class RewardModel:
     """A sequence classifier with one label. device: where it computes, in float32."""
@@ -98,7 +100,7 @@ class RewardModelWorker:
     def __init__(self, args_text: str, log_path: str = "") -> None:
         if log_path:
             redirect_output(log_path)
-        self._args: Any = load_args(args_text)
+        self._args = load_args(args_text)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._waiting: deque[_Call] = deque()
         self._work: asyncio.Task[None] | None = None
@@ -162,7 +164,7 @@ class RewardModelWorker:
         return RewardModel(args.rm_model, pick_device(args.train_device), trust_remote_code=args.trust_remote_code)
 
 
-def start_reward_model(args: Any, log_dir: str, placement: Placement) -> ActorGroup:
+def start_reward_model(args: Args, log_dir: str, placement: Placement) -> ActorGroup:
     """Start the processes of the reward model; each has it loaded once ``ready`` is answered."""
     text = dump_args(args)
     return ActorGroup.of(
@@ -181,7 +183,7 @@ class RewardModelWatch:
     """
 
     def __init__(
-        self, actors: Sequence[Any], args: Any, notice: Callable[[str], None], max_deaths: int | None = None
+        self, actors: Sequence[Any], args: Args, notice: Callable[[str], None], max_deaths: int | None = None
     ) -> None:
         self._actors = list(actors)
         self._notice = notice

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,10 @@ from buffer_rl.weights.disk import DiskSender
 from buffer_rl.weights.distributed import JOIN_TIMEOUT_S
 from buffer_rl.weights.process_group import WeightGroup, join
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 FLAG = "--weight-sync-mode"
 """What is named where received weights do not load."""
 
@@ -31,7 +35,7 @@ class RoleModel:
     version: empty from the first bucket of a version until its last: the model is of no version then.
     """
 
-    def __init__(self, args: Any, registry: PluginRegistry, role: str, index: int) -> None:
+    def __init__(self, args: Args, registry: PluginRegistry, role: str, index: int) -> None:
         self._args = args
         self._rank = 1 + index
         self.device = pick_device(args.train_device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def joined_reports(role: str, answers: list[WorkReport]) -> WorkReport:
     return WorkReport.joined(answers)
 
 
-def own_stage(reference: str, row: Role, args: Any, registry: PluginRegistry) -> Stage:
+def own_stage(reference: str, row: Role, args: Args, registry: PluginRegistry) -> Stage:
     """What a role of ``--role-path`` does. Raises PluginError if its class cannot be constructed; so do calls that
     return other fields than those of its row, or other rows than those of the batch."""
     role = construct("role", reference, registry.resolve("role", reference), args)
@@ -76,7 +76,7 @@ class RoleWorker:
         redirect_output(log_path)
         self._index = index
         self._num_workers = num_workers
-        self._args = cast("Args", load_args(args_text))
+        self._args = load_args(args_text)
         self._role = role
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{index}")
         self._registry = PluginRegistry.from_flags(self._args.plugin)
@@ -139,7 +139,7 @@ class RoleWorker:
 
 
 def start_roles(
-    args: Any,
+    args: Args,
     registry: PluginRegistry,
     roles: Sequence[str],
     args_text: str,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.algo.kl_target import MEASURED_KL
 from buffer_rl.errors import BufferRLError, NonFiniteError, TrainError
@@ -22,6 +22,7 @@ from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.peers import summed_over_ranks
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.train.objective import Objective
 
 
@@ -109,7 +110,7 @@ def take_step(
         report.metrics.append(same)
 
 
-def require_old_log_probs(args: Any, batches: Sequence[TrainBatch]) -> None:
+def require_old_log_probs(args: Args, batches: Sequence[TrainBatch]) -> None:
     """Raises TrainError where rows of several steps have no old log-probabilities: from the second step on, the ratio
     of new to old probability would be taken to be 1, and nothing would be clipped."""
     if len(batches) * args.num_passes_per_rollout == 1 or is_supervised(args) or args.use_rollout_logprobs:

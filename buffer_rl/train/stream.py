@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL
 from buffer_rl.records.groups import Column, TrainBatch
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.buffer.calling import StartedCall
     from buffer_rl.buffer.client import BufferClient
     from buffer_rl.train.objective import Objective
@@ -166,13 +167,13 @@ def run_stage(
     return report
 
 
-def longest_wait(args: Any) -> float:
+def longest_wait(args: Args) -> float:
     """Seconds that a role waits for a group: longer than any rollout may take, whose own error is more precise. Each
     worker that goes on where another died has the whole time again."""
     return (int(args.role_max_restarts) + 1) * (float(args.rollout_timeout_s) + ROLLOUT_GRACE_S)
 
 
-def rows_per_batch(args: Any, num_readers: int) -> int:
+def rows_per_batch(args: Args, num_readers: int) -> int:
     """Rows that each of a role's ``num_readers`` processes requests at a time: no more groups than its part of a step,
     so that each process gets some; under ``--deterministic`` one group."""
     if args.deterministic:

@@ -8,7 +8,7 @@ end the whole group; a gradient that is not finite is seen by all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.packing import is_packed
 from buffer_rl.train.rank_files import load_state, save_state
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 class TorchTrainer:
     """Implements ``buffer_rl.kinds.trainer.Trainer``, for the policy and for a critic.
@@ -45,7 +48,7 @@ class TorchTrainer:
     the trainer does not resolve, or model provider or converter do something wrong.
     """
 
-    def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
+    def __init__(self, args: Args, rank: int, world_size: int, objective: Objective) -> None:
         self.topology = topology_of(rank, world_size)
         self._args = args
         self._rank = rank

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.cluster.process import with_engine_key
 from buffer_rl.driver.resume import option_changes, resume_notices
@@ -17,6 +17,10 @@ from buffer_rl.options.section import load_section
 from buffer_rl.options.sources import Resolved
 from buffer_rl.verbs.resources import Needs, bytes_text
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedRow, is_evaluation
+
+if TYPE_CHECKING:
+    pass
+
 
 MAX_PROMPT = 200  # characters of the first prompt
 
@@ -45,7 +49,7 @@ class DryRun:
     @property
     def steps_per_epoch(self) -> int:
         """Steps in which each training row is used once, at least 1; 0 without rows."""
-        args: Any = self.resolved.args
+        args = self.resolved.args
         rows = sum(len(source.dataset) for source in self.sources if not is_evaluation(source))
         return rows and max(1, rows // args.rollout_batch_size)
 
@@ -53,7 +57,7 @@ class DryRun:
 def print_json(plan: DryRun, resumed: Manifest | None = None) -> None:
     """Print one JSON object with ``options``, ``plugins``, ``data``, ``trial``, ``needs`` and, if the run resumes from
     a checkpoint, ``changed``: each option that differs from the checkpoint's."""
-    args: Any = plan.resolved.args
+    args = plan.resolved.args
     values = mask_secrets(args.model_dump(mode="json"))
     origins = plan.resolved.origins
     trial = asdict(plan.trial)
@@ -92,7 +96,7 @@ def print_text(plan: DryRun, resumed: Manifest | None = None) -> None:
     _print_columns(_need_lines(plan))
     if resumed is not None:
         say(f"\nOptions that differ from those of the checkpoint of step {resumed.step}")
-        args: Any = plan.resolved.args
+        args = plan.resolved.args
         for line in resume_notices(resumed.facts, resumed.step, with_engine_key(args)) or ["none"]:
             say(f"  {line}")
     unchecked = "; ".join(plan.trial.unchecked)
@@ -121,7 +125,7 @@ def _prompt_lines(trial: Trial) -> Iterator[str]:
 
 def _need_lines(plan: DryRun) -> list[tuple[str, str, str]]:
     needs, lines = plan.needs, []
-    args: Any = plan.resolved.args
+    args = plan.resolved.args
     if args.num_rollout != 0:
         step = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples"
         lines.append(("rows", f"{args.rollout_batch_size * args.n_samples_per_prompt} a step", step))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.eval_sets import eval_sets_of
@@ -16,7 +16,7 @@ from buffer_rl.engines.external import urls_of
 from buffer_rl.engines.server_info import ServerInfo
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.hf_config import max_positions, read_config
-from buffer_rl.options.section import flag_of
+from buffer_rl.options.section import flag_of, required
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plan.schedule import train_only
 from buffer_rl.plugin.calls import call
@@ -25,6 +25,10 @@ from buffer_rl.records.groups import Prompt
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.verbs.row_sources import RowSource, encode_row, is_evaluation
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 ASK_TIMEOUT_S = 20.0
 MAX_REPORTED = 10
@@ -52,12 +56,12 @@ class ContextLimit:
         return cls(prompt=length - prompt, sequence=length - sequence, of=f"{url}, with a context of {length} tokens")
 
 
-def check_engines(args: Any, registry: PluginRegistry) -> list[ContextLimit]:
+def check_engines(args: Args, registry: PluginRegistry) -> list[ContextLimit]:
     """The limits of the engines. Raises ConfigError if they cannot serve what the options ask for, EngineError if one
     that runs elsewhere does not answer, and PluginError."""
     if train_only(args) or (is_supervised(args) and not _evaluates(args)):
         return []
-    config = read_config("--hf-checkpoint", args.hf_checkpoint)
+    config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
     if not starts_engines(args):
         return _check_servers(args, [*args.engine_urls, *urls_of(args)], max_positions(config))
     _check_launcher(args, registry)
@@ -70,7 +74,7 @@ def check_engines(args: Any, registry: PluginRegistry) -> list[ContextLimit]:
     return found
 
 
-def check_eval_prompts(args: Any, engines: list[ContextLimit], sources: Sequence[RowSource]) -> None:
+def check_eval_prompts(args: Args, engines: list[ContextLimit], sources: Sequence[RowSource]) -> None:
     """Raises DataError naming the evaluation prompts that leave no room for a response.
 
     An evaluation over some of its rows could not be compared with others, so such rows are refused, not skipped.
@@ -100,11 +104,11 @@ def check_eval_prompts(args: Any, engines: list[ContextLimit], sources: Sequence
         )
 
 
-def _evaluates(args: Any) -> bool:
+def _evaluates(args: Args) -> bool:
     return bool(args.eval_prompt_data or args.eval_config)
 
 
-def _check_launcher(args: Any, registry: PluginRegistry) -> None:
+def _check_launcher(args: Args, registry: PluginRegistry) -> None:
     reference = args.rollout_engine
     launcher: Any = registry.resolve("engine", reference)
     if (check := getattr(launcher, "check", None)) is not None:
@@ -117,7 +121,7 @@ def _check_launcher(args: Any, registry: PluginRegistry) -> None:
         )
 
 
-def _check_servers(args: Any, urls: list[str], own: int | None) -> list[ContextLimit]:
+def _check_servers(args: Args, urls: list[str], own: int | None) -> list[ContextLimit]:
     with EngineControlClient(urls, timeout_s=ASK_TIMEOUT_S, api_key=args.engine_api_key) as control:
         found = control.server_info()
     if args.deterministic and (others := [url for url, info in found.items() if not info.deterministic]):
@@ -132,7 +136,7 @@ def _check_servers(args: Any, urls: list[str], own: int | None) -> list[ContextL
     return known
 
 
-def _check_lengths(args: Any, limits: list[ContextLimit]) -> None:
+def _check_lengths(args: Args, limits: list[ContextLimit]) -> None:
     """Raises ConfigError if the engines would refuse requests as too long, or end the responses early. A function of
     the user's may ask for less than the options say."""
     if not limits or not is_built_in_rollout(args) or args.custom_generate_function_path is not None:
@@ -156,7 +160,7 @@ def _check_lengths(args: Any, limits: list[ContextLimit]) -> None:
             )
 
 
-def _response_lengths(args: Any) -> Iterator[tuple[str, int, int]]:
+def _response_lengths(args: Args) -> Iterator[tuple[str, int, int]]:
     """What sets the length of responses, that length, and a length that prompts may have, in tokens."""
     rollout, evaluation = args.rollout_max_response_len, args.eval_max_response_len
     flag = flag_of("rollout_max_response_len")

@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.errors import ConfigError
@@ -17,6 +17,10 @@ from buffer_rl.options.help import given_flags, set_flag
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve
 from buffer_rl.verbs import train
+
+if TYPE_CHECKING:
+    pass
+
 
 _DESCRIPTION = """\
 Evaluate a model (--hf-checkpoint), or a checkpoint (--load), on --eval-prompt-data or --eval-config.
@@ -39,7 +43,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Evaluate. Returns the exit status; raises BufferRLError."""
     flags = given_flags(namespace)
     resolved = resolve(compose(namespace.sections), flags=flags, environ=os.environ, config_paths=namespace.config)
-    args: Any = resolved.args
+    args = resolved.args
     sets = eval_sets_of(args)
     if not sets:
         raise ConfigError(

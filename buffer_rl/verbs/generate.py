@@ -33,6 +33,7 @@ from buffer_rl.verbs.row_sources import RowSource, encode_row
 from buffer_rl.verbs.train import plugins_named, sections_of
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.engines.client import EngineClient
     from buffer_rl.engines.fleet import EngineFleet
 
@@ -81,7 +82,7 @@ def run(namespace: argparse.Namespace) -> int:
     for text in resolved.notices:
         say(f"buffer-rl: notice: {text}", file=sys.stderr)
     with ExitStack() as stack:
-        args: Any = with_counts(resolved.args)
+        args = with_counts(resolved.args)
         if args.load and not starts_engines(args):
             raise ConfigError(
                 "the engines there serve weights of their own, not the checkpoint's",
@@ -97,7 +98,7 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _answers(args: Any, namespace: argparse.Namespace) -> list[dict[str, Any]]:
+def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     if not args.hf_checkpoint:
         raise ConfigError("there is no model to ask", where="--hf-checkpoint", hint="add --hf-checkpoint PATH")
     unused = ("ref_load", "opd_teacher_load", "critic_load", "load", "save")
@@ -116,7 +117,7 @@ def _answers(args: Any, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     return _ask(args, namespace.prompt, namespace.n)
 
 
-def _ask(args: Any, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
+def _ask(args: Args, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
     from buffer_rl.cluster.process import with_engine_key
     from buffer_rl.engines.fleet import EngineFleet
 
@@ -142,7 +143,7 @@ async def _while_engines_last(fleet: EngineFleet, answers: Coroutine[Any, Any, T
     return task.result()
 
 
-def _prompt_samples(args: Any, texts: Sequence[str], count: int) -> tuple[list[Sample], PromptEncoder]:
+def _prompt_samples(args: Args, texts: Sequence[str], count: int) -> tuple[list[Sample], PromptEncoder]:
     """``count`` samples for each text, then for each row of ``args.prompt_data``, and what has encoded their prompts.
     Raises DataError, naming the file and the line of a prompt that cannot be encoded: before an engine is started."""
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
@@ -162,7 +163,7 @@ def _prompt_samples(args: Any, texts: Sequence[str], count: int) -> tuple[list[S
     return [prompt for sample in prompts for prompt in prompt_copies(sample, count)], encoder
 
 
-async def _answers_of_engine(args: Any, samples: Sequence[Sample], encoder: PromptEncoder) -> list[dict[str, Any]]:
+async def _answers_of_engine(args: Args, samples: Sequence[Sample], encoder: PromptEncoder) -> list[dict[str, Any]]:
     """One answer a sample, in their order: uid, sample_index, prompt, label, response, status and its tokens' number.
 
     args: with ``router_url`` and ``engine_urls``. Raises EngineError and DeadlineError.
@@ -184,7 +185,7 @@ async def _answers_of_engine(args: Any, samples: Sequence[Sample], encoder: Prom
 
 
 async def _answer_of_engine(
-    args: Any,
+    args: Args,
     client: EngineClient,
     gate: asyncio.Semaphore,
     encoder: PromptEncoder,

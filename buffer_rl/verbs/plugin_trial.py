@@ -32,6 +32,7 @@ from buffer_rl.verbs.reward_trial import NUM_SCORED, answers_to, judged, label_t
 from buffer_rl.verbs.row_sources import RowSource, TriedRow
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.testing.fake_engine import FakeEngine
 
 CALL_S = 30.0
@@ -41,7 +42,7 @@ REWARDS = {"one of them right": (1.0, 0.0, 0.0), "all right": (1.0, 1.0, 1.0), "
 """Rewards of the groups that a filter sees."""
 
 
-def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, args: Any) -> list[str]:
+def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, args: Args) -> list[str]:
     """Call the plugin on a few rows of the file ``path``; one line an answer, and notices.
 
     args: the options of a run, which name the fields of the rows. Raises ConfigError for a kind that cannot be tried,
@@ -65,7 +66,7 @@ async def _tried(trial: Callable[..., Awaitable[list[str]]], *arguments: Any) ->
     return await trial(*arguments)
 
 
-async def _try_reward(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Any) -> list[str]:
+async def _try_reward(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
     target = RewardTarget(reference, registered=False, of_group=kind == "group_reward")
     pool = RewardPool(dump_args(args), num_workers=1, timeout_s=args.rm_timeout_s)
     rows = []
@@ -95,7 +96,7 @@ def _answers(source: RowSource, row: PromptRow) -> dict[str, Sample]:
     return answers_to(sample, encode(str(sample.prompt)), encode, None)
 
 
-async def _try_filter(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Any) -> list[str]:
+async def _try_filter(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
     function = registry.resolve(kind, reference)
     lines = []
     for row in source.spread(NUM_SCORED):
@@ -111,7 +112,9 @@ async def _try_filter(registry: PluginRegistry, kind: str, reference: str, sourc
     return lines
 
 
-async def _try_generate(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Any) -> list[str]:
+async def _try_generate(
+    registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args
+) -> list[str]:
     from buffer_rl.engines.client import EngineClient
     from buffer_rl.testing.fake_engine import FakeEngine
     from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer

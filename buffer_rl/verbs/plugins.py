@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.table import KINDS, PluginKind, kind_named
@@ -27,6 +27,10 @@ from buffer_rl.plugin.signature import fitting_kinds, signature_of
 from buffer_rl.testing.lint import Finding, failures
 from buffer_rl.testing.lint_estimator import lint_estimator
 from buffer_rl.verbs.table import print_table
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 _TEMPLATES_MODULE = "buffer_rl.verbs.plugin_templates"
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -222,7 +226,7 @@ def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
     return 1 if failures(findings) else 0
 
 
-def _findings(kind: str, obj: Any, args: Any, reference: str) -> list[Finding]:
+def _findings(kind: str, obj: Any, args: Args, reference: str) -> list[Finding]:
     if kind == "advantage":
         return lint_estimator(obj, args, reference=reference)
     from buffer_rl.testing.lint_loss import lint_loss  # imports torch

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,17 +18,21 @@ from buffer_rl.files.checkpoint import make_folder, read_manifest
 from buffer_rl.files.hf_config import DOWNLOAD, json_object, max_positions, read_config, require_short_rows, vocab_size
 from buffer_rl.files.remote import file_system, is_remote, local_path
 from buffer_rl.options.redaction import mask_url
-from buffer_rl.options.section import flag_of
+from buffer_rl.options.section import flag_of, required
 from buffer_rl.options.sources import Resolved, Source
 from buffer_rl.plan.algorithm import checkpoint_folder, uses_critic
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.prompts import load_tokenizer
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 
 
-def check_folders(args: Any) -> None:
+def check_folders(args: Args) -> None:
     """Raises ConfigError for a model folder that cannot be loaded, a folder that cannot be written to, or checkpoints
     of another run in ``--save``; CheckpointError for a checkpoint that is not there."""
     for name in MODEL_FOLDERS:
@@ -37,7 +41,7 @@ def check_folders(args: Any) -> None:
             read_config(flag_of(name), folder)
             if args.custom_model_provider_path is None:
                 check_weights(flag_of(name), folder)
-    check_tokenizer(flag_of("hf_checkpoint"), args.hf_checkpoint)
+    check_tokenizer(flag_of("hf_checkpoint"), required(args.hf_checkpoint, "hf_checkpoint"))
     _check_teacher(args)
     if args.rm_model is not None and not train_only(args):
         _check_reward_model(args)
@@ -56,7 +60,7 @@ def check_folders(args: Any) -> None:
     check_lineage(args, first_step)
 
 
-def check_row_lengths(args: Any) -> None:
+def check_row_lengths(args: Args) -> None:
     """Raises ConfigError if the trainer's rows may be longer than its models can compute in batches.
 
     Rows whose lengths no option limits are taken to be as long as the model allows."""
@@ -75,7 +79,7 @@ def check_row_lengths(args: Any) -> None:
         require_short_rows(flag_of(name), config, longest, "--rollout-max-context-len")
 
 
-def check_devices(args: Any) -> None:
+def check_devices(args: Args) -> None:
     """Raises ConfigError if CUDA, or a number of GPUs, is asked for on this machine and is not there.
 
     Trainer ranks and engines of a cluster that is joined run on its nodes.
@@ -99,7 +103,7 @@ def check_devices(args: Any) -> None:
     seating(args, [here], engines=not train_only(args))
 
 
-def check_checkpoint(args: Any, data: Sequence[Mapping[str, Any]]) -> None:
+def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
     """Raises CheckpointError if ``--load`` was written without the critic that is to go on, or with other training
     data, in another order.
 
@@ -146,7 +150,7 @@ def with_special_tokens(resolved: Resolved) -> tuple[Resolved, str]:
     tokens as they did in the run that wrote it; and a notice of that, or an empty text.
 
     Runs of versions without ``--add-special-tokens`` added none. Raises CheckpointError."""
-    args: Any = resolved.args
+    args = resolved.args
     if args.load is None or resolved.origins["add_special_tokens"].source is not Source.DEFAULT:
         return resolved, ""
     added = read_manifest(args.load).facts.get("options", {}).get("add_special_tokens", False)
@@ -187,7 +191,7 @@ def nearest_folder(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def make_folders(args: Any) -> None:
+def make_folders(args: Args) -> None:
     """Make ``--run-dir`` and a local ``--save``. Raises ConfigError if one cannot be made."""
     for flag, path in (("--run-dir", args.run_dir), ("--save", args.save)):
         if path is None or is_remote(local_path(path)):
@@ -245,7 +249,7 @@ def check_tokenizer(flag: str, folder: str) -> None:
         )
 
 
-def _check_teacher(args: Any) -> None:
+def _check_teacher(args: Args) -> None:
     """Raises ConfigError for a teacher whose tokenizer gives a token another id; one without a tokenizer is taken."""
     folder = args.opd_teacher_load
     if folder is None or not any(path for pattern in TOKENIZER_FILES for path in Path(folder).glob(pattern)):
@@ -261,9 +265,9 @@ def _check_teacher(args: Any) -> None:
         )
 
 
-def _check_reward_model(args: Any) -> None:
+def _check_reward_model(args: Args) -> None:
     """Raises ConfigError for a reward model that is no sequence classifier with one label and a tokenizer."""
-    flag, folder = flag_of("rm_model"), args.rm_model
+    flag, folder = flag_of("rm_model"), required(args.rm_model, "rm_model")
     config = read_config(flag, folder)
     names = [str(name) for name in config.get("architectures") or ()]
     own = "AutoModelForSequenceClassification" in (config.get("auto_map") or {})

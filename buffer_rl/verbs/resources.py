@@ -11,17 +11,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.process import starts_engines
 from buffer_rl.errors import ConfigError
 from buffer_rl.files.remote import is_remote, local_path
-from buffer_rl.options.section import flag_of
+from buffer_rl.options.section import flag_of, required
 from buffer_rl.plan.algorithm import is_supervised, uses_critic
 from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.verbs.preflight import nearest_folder, weight_files
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 WEIGHT_BYTES, STATE_BYTES = 4, 8
 """Of a parameter in the built-in trainer: float32, and the two float32 moments of Adam."""
@@ -56,7 +60,7 @@ class Space:
     most: int
 
 
-def check_resources(args: Any, free_bytes: Callable[[Path], int] | None = None) -> tuple[Needs, list[str]]:
+def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None) -> tuple[Needs, list[str]]:
     """What the run needs, and notices about what is scarce. Raises ConfigError for ranks without rows, and for a disk
     on which what the run writes cannot fit.
 
@@ -72,7 +76,7 @@ def check_resources(args: Any, free_bytes: Callable[[Path], int] | None = None) 
     return needs, [*_core_notices(args, needs), *_disk_notices(spaces, free_bytes or _free_bytes)]
 
 
-def rows_of_step(args: Any) -> int:
+def rows_of_step(args: Args) -> int:
     """Samples of the smallest optimizer step of a rollout."""
     return int(args.rollout_batch_size // args.num_steps_per_rollout * args.n_samples_per_prompt)
 
@@ -91,7 +95,7 @@ def bytes_text(count: float) -> str:
     return f"{count:.3g} {UNITS[-1]}"
 
 
-def _check_ranks(args: Any, rows: int) -> None:
+def _check_ranks(args: Args, rows: int) -> None:
     """Of the built-in trainer, each rank of which needs a row; others divide their ranks otherwise."""
     own = (args.custom_generate_function_path, args.custom_convert_samples_to_train_data_path)
     if any(own) or not (is_built_in_rollout(args) or is_supervised(args)):
@@ -110,7 +114,7 @@ def _check_ranks(args: Any, rows: int) -> None:
     )
 
 
-def _processes(args: Any) -> dict[str, int]:
+def _processes(args: Args) -> dict[str, int]:
     trains = args.num_rollout != 0 and not rollout_only(args)
     generates = not train_only(args)
     evaluates = bool(args.eval_prompt_data or args.eval_config)
@@ -125,7 +129,7 @@ def _processes(args: Any) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def _core_notices(args: Any, needs: Needs) -> list[str]:
+def _core_notices(args: Args, needs: Needs) -> list[str]:
     busiest = max((count for count in needs.processes.values()), default=0)
     if args.ray_address is not None or busiest <= needs.cores:
         return []
@@ -136,11 +140,11 @@ def _core_notices(args: Any, needs: Needs) -> list[str]:
     ]
 
 
-def _size_of_model(args: Any) -> tuple[int, int]:
+def _size_of_model(args: Args) -> tuple[int, int]:
     """Parameters, and bytes of the files of the weights; 0 and 0 if the user's own code builds the model."""
     if args.custom_model_provider_path is not None:
         return 0, 0
-    files = weight_files(flag_of("hf_checkpoint"), args.hf_checkpoint)
+    files = weight_files(flag_of("hf_checkpoint"), required(args.hf_checkpoint, "hf_checkpoint"))
     return sum(map(_num_parameters, files)), sum(file.stat().st_size for file in files)
 
 
@@ -153,7 +157,7 @@ def _num_parameters(file: Path) -> int:
     return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def _spaces(args: Any, parameters: int, on_disk: int) -> list[Space]:
+def _spaces(args: Args, parameters: int, on_disk: int) -> list[Space]:
     """What a run that trains writes: the model at its end, the version that the engines read and the one before it,
     and checkpoints, which are kept."""
     if args.num_rollout == 0 or rollout_only(args):

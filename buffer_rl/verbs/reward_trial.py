@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.options.section import dump_args
@@ -20,6 +20,10 @@ from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.scoring import MODEL
 from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedRow, at_row
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 NUM_SCORED = 3
 """Rows of a source whose answers are scored."""
@@ -123,7 +127,7 @@ def label_text(label: Any) -> str:
 
 
 async def score_answers(
-    args: Any,
+    args: Args,
     registry: PluginRegistry,
     pool: RewardPool,
     target: RewardTarget,
@@ -164,7 +168,7 @@ def _failed(target: RewardTarget, outcome: Outcome, at: str) -> PluginError:
     return PluginError(outcome.text, where=where, expected=outcome.expected, hint=OFF)
 
 
-async def _try_forms(args: Any, pool: RewardPool, target: RewardTarget, answer: Sample, row: TriedRow) -> None:
+async def _try_forms(args: Args, pool: RewardPool, target: RewardTarget, answer: Sample, row: TriedRow) -> None:
     """Write the label in the forms that rewards ask for, until one scores better than other answers."""
     samples = [answer.changed(response=form.format(answer.response)) for form in FORMS]
     for form, outcome in zip(FORMS, await pool.score(target, samples), strict=True):

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.dataset import PromptDataset, RowKeys
@@ -49,6 +49,10 @@ from buffer_rl.verbs.preflight import (
 )
 from buffer_rl.verbs.resources import check_resources
 from buffer_rl.verbs.row_sources import RowSource, Trial
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 _DESCRIPTION = """\
 Train a model.
@@ -88,10 +92,10 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = resolve(
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
     )
-    given: Any = resolved.args
-    args: Any = with_start(with_steps(with_counts(given)))
+    given = resolved.args
+    args = with_start(with_steps(with_counts(given)))
     if args.load != given.load:
-        notice = f"--load {mask_url(given.load)} has no checkpoint yet: the run starts from --hf-checkpoint"
+        notice = f"--load {mask_url(given.load or '')} has no checkpoint yet: the run starts from --hf-checkpoint"
         say(f"buffer-rl: notice: {notice}", file=sys.stderr)
     sources = {name: derived.option for name, derived in derived_counts(args).items()}
     sources["num_steps_per_rollout"] = "global_batch_size"
@@ -179,7 +183,7 @@ def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginU
     return uses
 
 
-def read_data(args: Any, registry: PluginRegistry) -> list[RowSource]:
+def read_data(args: Args, registry: PluginRegistry) -> list[RowSource]:
     """Read and validate every data file that the options name, and the rewards that its rows choose. What the user
     should know of how they were read is printed.
 
@@ -198,7 +202,7 @@ def read_data(args: Any, registry: PluginRegistry) -> list[RowSource]:
         if chosen is None:
             check_row_rewards(dataset, args, registry)
         elif chosen and args.custom_rm_path is None:
-            check_reward_name(chosen, f"the evaluation set {eval_set.name!r}", args.eval_config, registry)
+            check_reward_name(chosen, f"the evaluation set {eval_set.name!r}", args.eval_config or "", registry)
         use = f"eval/{eval_set.name}"
         sources.append(RowSource(use=use, path=eval_set.path, dataset=dataset, eval_set=eval_set))
     for text in [text for source in sources for text in source.dataset.notices]:
@@ -206,7 +210,7 @@ def read_data(args: Any, registry: PluginRegistry) -> list[RowSource]:
     return sources
 
 
-def check_row_rewards(dataset: PromptDataset, args: Any, registry: PluginRegistry) -> None:
+def check_row_rewards(dataset: PromptDataset, args: Args, registry: PluginRegistry) -> None:
     """Raises DataError for the first row whose metadata choose a reward that rows of this run may not choose, or one
     that is not registered. Nothing that only a row names is imported."""
     if args.custom_rm_path is not None or args.custom_group_rm_path is not None:
@@ -223,7 +227,7 @@ def check_row_rewards(dataset: PromptDataset, args: Any, registry: PluginRegistr
         check_row_choice(args, name, where=where)
 
 
-def check_row_rm_types(args: Any, registry: PluginRegistry) -> None:
+def check_row_rm_types(args: Args, registry: PluginRegistry) -> None:
     """Raises ConfigError for one of ``--row-rm-types`` that is not registered, is broken, or is not marked as safe for
     data to choose."""
     for name in args.row_rm_types:
@@ -243,7 +247,9 @@ def check_reward_name(name: str, whose: str, where: str, registry: PluginRegistr
         raise DataError(f"rm_type {name!r} in {whose}: {error.what}", where=where, hint=error.hint) from error
 
 
-def _trial(args: Any, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[ContextLimit]) -> Trial:
+def _trial(
+    args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[ContextLimit]
+) -> Trial:
     if not args.trial:
         return Trial(unchecked=["prompts and rewards (--no-trial)"])
     from buffer_rl.verbs.trial import try_rows  # imports what scores samples, which takes long
@@ -251,7 +257,7 @@ def _trial(args: Any, registry: PluginRegistry, sources: Sequence[RowSource], en
     return try_rows(args, registry, sources, [(limit.prompt, limit.of) for limit in engines])
 
 
-def _launch(args: Any, registry: PluginRegistry, data: Sequence[Mapping[str, Any]]) -> int:
+def _launch(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]]) -> int:
     from buffer_rl.driver.launch import launch_training
     from buffer_rl.observe.report import write_report
     from buffer_rl.observe.summary import run_report

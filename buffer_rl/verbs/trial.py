@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.data.check import MAX_PROBLEMS
 from buffer_rl.data.dataset import PromptRow
@@ -28,6 +28,10 @@ from buffer_rl.verbs.preflight import MODEL_FOLDERS
 from buffer_rl.verbs.reward_trial import score_sources
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation
 
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
 MAX_WALKED = 50_000
 """Rows of a source among which the longest is looked for."""
 MAX_ENCODED = 1000
@@ -39,7 +43,7 @@ Limit = tuple[int, str, str]
 
 
 def try_rows(
-    args: Any, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[tuple[int, str]] = ()
+    args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[tuple[int, str]] = ()
 ) -> Trial:
     """Encode and score a few rows of each source, and make the loss masks of all conversations.
 
@@ -62,7 +66,7 @@ def try_rows(
     return trial
 
 
-def check_vocabulary(args: Any, tokenizer: Any, trial: Trial) -> None:
+def check_vocabulary(args: Args, tokenizer: Any, trial: Trial) -> None:
     """Raises ConfigError if the tokenizer has tokens for which a model of the run has no embedding. A model may have
     more rows than there are tokens, and special tokens beyond them that no text uses are common."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -90,7 +94,7 @@ def check_vocabulary(args: Any, tokenizer: Any, trial: Trial) -> None:
 
 
 async def _try_all(
-    args: Any,
+    args: Args,
     registry: PluginRegistry,
     tokenizer: Any,
     sources: Sequence[RowSource],
@@ -124,11 +128,11 @@ async def _try_all(
         await context.aclose()
 
 
-def _is_sft(args: Any, registry: PluginRegistry) -> bool:
+def _is_sft(args: Args, registry: PluginRegistry) -> bool:
     return registry.resolve("rollout", args.rollout_function_path) is SFTRollout
 
 
-def _own_function(args: Any, registry: PluginRegistry, source: RowSource) -> str:
+def _own_function(args: Args, registry: PluginRegistry, source: RowSource) -> str:
     """The reason why nothing is known of what becomes of the source's rows; empty if it is known."""
     chosen = args.eval_function_path if is_evaluation(source) and args.eval_function_path else None
     reference = chosen or args.rollout_function_path
@@ -204,7 +208,7 @@ def try_answers(context: RolloutContext, source: RowSource, limits: Sequence[Lim
     return found
 
 
-def prompt_limits(args: Any, engines: Sequence[tuple[int, str]]) -> list[Limit]:
+def prompt_limits(args: Args, engines: Sequence[tuple[int, str]]) -> list[Limit]:
     """The limits of training prompts. engines: tokens of a prompt that an engine takes, and what says so."""
     limits = [(limit, of, "is refused by the engines, so its group fails") for limit, of in engines]
     if args.rollout_max_context_len is not None:

@@ -13,6 +13,7 @@ from buffer_rl.engines.client import GenerateResult, parse_answer
 from buffer_rl.plan.algorithm import is_supervised
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.cluster.actor_group import ActorGroup
     from buffer_rl.engines.control import EngineControlClient
 
@@ -37,7 +38,7 @@ class LogProbCheck:
         self._body: dict[str, Any] = {"input_ids": list(PROMPT), "sampling_params": params, "return_logprob": True}
 
     @classmethod
-    def from_args(cls, args: Any, train: ActorGroup) -> LogProbCheck | None:
+    def from_args(cls, args: Args, train: ActorGroup) -> LogProbCheck | None:
         """With the actor's ranks ``train``; None under ``--max-logprob-diff none``, and under ``--offload-rollout``:
         engines sample once they have their cache again, and the trainer may sleep then."""
         if args.max_logprob_diff is None or args.offload_rollout:

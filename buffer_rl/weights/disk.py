@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.weights.options import WeightOptions
+from buffer_rl.options.section import required
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.sender import Senders
@@ -28,8 +29,8 @@ INDEX = "model.safetensors.index.json"
 class DiskSender:
     """Writes one rank's weights, a file for each bucket."""
 
-    def __init__(self, args: Any, topology: Topology) -> None:
-        self._model = Path(args.hf_checkpoint)
+    def __init__(self, args: Args, topology: Topology) -> None:
+        self._model = Path(required(args.hf_checkpoint, "hf_checkpoint"))
         self._is_source = topology.is_source
 
     def write(self, buckets: Iterator[Mapping[str, Any]], folder: str) -> None:
@@ -67,9 +68,8 @@ class DiskTransport:
     sender = DiskSender
     staged = False
 
-    def __init__(self, args: WeightOptions) -> None:
-        options: Any = args
-        self._folder = Path(args.update_weight_disk_dir or Path(options.run_dir, "weights")).absolute()
+    def __init__(self, args: Args) -> None:
+        self._folder = Path(args.update_weight_disk_dir or Path(args.run_dir, "weights")).absolute()
 
     def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
         """Only note both sides: the folder is there for every engine."""

@@ -25,6 +25,7 @@ from buffer_rl.weights.tensor import tensor_parallel_ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from buffer_rl.args import Args
     from buffer_rl.engines.server_info import ServerInfo
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.options import WeightOptions
@@ -60,7 +61,7 @@ class Receivers(Protocol):
 class DistributedSender:
     """The side of one rank. All ranks iterate the weights or none does; the source, rank 0 of each group, sends."""
 
-    def __init__(self, args: Any, topology: Topology) -> None:
+    def __init__(self, args: Args, topology: Topology) -> None:
         self._timeout_s = args.update_weights_timeout_s
         self._is_source = topology.is_source
         self._rendezvous: Rendezvous | None = None

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from buffer_rl.errors import TrainError
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 Shapes = dict[str, tuple[int, ...]]
 MAX_SHOWN = 5
@@ -26,7 +30,7 @@ class PublishedNames:
     (buffers of older versions, another modality) may come or not.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self._path = str(args.hf_checkpoint)
         self._trust: bool = args.trust_remote_code
         self._checked: Shapes | None = None

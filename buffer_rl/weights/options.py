@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from buffer_rl.options.section import Section, option
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 class WeightOptions(Section):
@@ -39,7 +42,7 @@ class WeightOptions(Section):
     )
 
 
-def engines_may_differ(args: Any) -> bool:
+def engines_may_differ(args: Args) -> bool:
     """Whether engines may have started with other weights than the trainer, or call them otherwise: those behind
     ``--router-url`` were not started by the run, those of a plugin's launcher not by this package, a model provider or
     converter may change what is in ``--hf-checkpoint``, and ``--trainer-load`` does."""

@@ -27,6 +27,7 @@ from buffer_rl.weights.disk import VERSION_GLOB
 from buffer_rl.weights.publish import ATTEMPTS
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.cluster.actor_group import ActorGroup
     from buffer_rl.kinds.engine import WeightTransport
     from buffer_rl.weights.publish import Publisher
@@ -173,7 +174,7 @@ class FolderUpdates:
     def of(
         cls,
         role: str,
-        args: Any,
+        args: Args,
         save_hf: Callable[[str], object],
         trainer: ActorGroup,
         members: ActorGroup | None,

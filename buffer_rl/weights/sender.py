@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.cluster.actor_group import Call
 from buffer_rl.cluster.dispatch import all_answers
@@ -12,6 +12,10 @@ from buffer_rl.errors import PluginError
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plugin.calls import call, place
 from buffer_rl.records.groups import Topology
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 KIND = "weight_transport"
 
@@ -55,7 +59,7 @@ class RankSender:
     factory: what ``--weight-sync-mode``, here ``name``, resolves to. Raises PluginError if it has no sender.
     """
 
-    def __init__(self, name: str, factory: Any, args: Any, topology: Topology) -> None:
+    def __init__(self, name: str, factory: Any, args: Args, topology: Topology) -> None:
         self._name = name
         sender = getattr(factory, "sender", None)
         if not callable(sender):

@@ -15,6 +15,7 @@ from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.weights.options import WeightOptions
 
 if TYPE_CHECKING:
+    from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.engines.server_info import ServerInfo
     from buffer_rl.records.groups import Topology
@@ -28,7 +29,7 @@ SGLang's own form, a pickle, which is ``load_format`` null."""
 class TensorSender:
     """Shares one rank's weights."""
 
-    def __init__(self, args: Any, topology: Topology) -> None:
+    def __init__(self, args: Args, topology: Topology) -> None:
         from buffer_rl.weights.shared_bucket import SharedWeights
 
         self._is_source = topology.is_source

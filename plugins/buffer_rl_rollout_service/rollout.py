@@ -55,7 +55,7 @@ class ServiceRollout:
         context = current_context()
         if evaluation:
             return await evaluate(context, buffer)
-        options = context.args
+        options: Any = context.args
         async with ServiceClient(options.rollout_service_url, options.rollout_service_token) as service:
             run = _Run(context, buffer, service, _reader_of(buffer))
             await run.produce_all()

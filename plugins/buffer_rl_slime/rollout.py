@@ -19,6 +19,7 @@ import numpy as np
 from buffer_rl.engines.client import GenerateResult
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.rollout import RolloutBuffer
+from buffer_rl.options.section import required
 from buffer_rl.plugin.signature import takes_evaluation
 from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context, current_scope
@@ -129,7 +130,7 @@ class GenerateState:
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
     """The router's address for ``endpoint``: there is one model."""
-    return f"{current_context().args.router_url.rstrip('/')}{endpoint}"
+    return f"{required(current_context().args.router_url, 'router_url').rstrip('/')}{endpoint}"
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

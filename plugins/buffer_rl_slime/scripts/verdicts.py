@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic.fields import FieldInfo
 
-from buffer_rl.options.section import Options, declared, did_you_mean, flag_of, item_of_mapping
+from buffer_rl.options.section import declared, did_you_mean, flag_of, item_of_mapping
 from buffer_rl.options.values import Raw
 from buffer_rl_slime.scripts.flags import (
     GRADERS,
@@ -21,6 +22,9 @@ from buffer_rl_slime.scripts.flags import (
 )
 from buffer_rl_slime.scripts.shell_expansion import Argument
 from buffer_rl_slime.scripts.shell_values import as_run, marks_of
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 SFT = "sft_loss"
 GPUS_OF_A_NODE = "8"
@@ -37,7 +41,7 @@ class Target:
     names: the registered names of a plugin kind. megatron: the options of the Megatron trainer's plugin, none where it
     is not there; with_megatron: whether the run uses it. laptop: whether to leave GPUs and servers out."""
 
-    options_class: type[Options]
+    options_class: type[Args]
     names: Callable[[str], Sequence[str]]
     megatron: frozenset[str]
     with_megatron: bool
