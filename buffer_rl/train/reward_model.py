@@ -26,7 +26,7 @@ import ray
 from buffer_rl.cluster.actor_group import PATIENCE_S, ActorGroup, redirect_output
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.errors import ConfigError, WorkerDiedError
-from buffer_rl.options.section import dump_args, load_args
+from buffer_rl.options.section import dump_args, load_args, required
 from buffer_rl.rollout.reward_model_client import FLAG, ROLE, answers_of
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ class RewardModelWorker:
         from buffer_rl.train.model import pick_device, prepare_torch
 
         prepare_torch(args, args.seed)
-        return RewardModel(args.rm_model, pick_device(args.train_device), trust_remote_code=args.trust_remote_code)
+        folder = required(args.rm_model, "rm_model")
+        return RewardModel(folder, pick_device(args.train_device), trust_remote_code=args.trust_remote_code)
 
 
 def start_reward_model(args: Args, log_dir: str, placement: Placement) -> ActorGroup:
