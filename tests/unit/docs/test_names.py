@@ -22,7 +22,7 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
     *sorted(ROOT.glob("examples/*/*.md")),
 ]
-WORDS = 1_800  # of the page that newcomers read
+WORDS = 1_500  # of the page that newcomers read
 OF_THE_READER = {"my_reward.py"}  # a file that the page tells its reader to write
 OF_OTHER_COMMANDS = {"--strict": "mypy", "--logdir": "tensorboard"}
 SOURCES = "\n".join(
