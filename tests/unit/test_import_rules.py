@@ -31,7 +31,7 @@ RAY_MODULES = (
     "buffer_rl/train/reward_model.py",
     "buffer_rl/weights/distributed.py",
 )
-OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.options.section"}
+OPTIONS_MAY_IMPORT = {"__future__", "typing", "buffer_rl.args", "buffer_rl.options.section"}
 
 
 def imported_names(source: str) -> set[str]:

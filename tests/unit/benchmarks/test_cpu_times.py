@@ -54,4 +54,4 @@ def test_what_the_rollout_worker_starts_are_reward_processes_and_other_processes
     assert module.role_of("python -m multiprocessing.forkserver", "rollout worker") == module.REWARDS
     assert module.role_of("python", module.REWARDS) == module.REWARDS
     assert module.role_of("raylet/raylet --port=0", "driver") == module.RAY
-    assert module.role_of("python\0-m\0buffer_rl.engine.embedded.server", "driver") == module.ENGINE
+    assert module.role_of("python\0-m\0buffer_rl.embedded.server", "driver") == module.ENGINE
