@@ -6,9 +6,8 @@ partial         what a group keeps when it is requeued
 feed            where fresh groups come from
 codec           groups as JSON
 pools           the pools of all selections
-selection       which finished groups one step trains on
 pool            one selection's rows, filled and read while it is open
-readers         which groups a reading task gets next
+readers         which finished groups one step trains on, and which of them a reading task gets next
 columns         how columns are stored
 wire            how columns and row ids travel
 ledger          the durable state of every group, on SQLite
