@@ -11,8 +11,7 @@ readers         which finished groups one step trains on, and which of them a re
 columns         how columns are stored
 wire            how columns and row ids travel
 ledger          the durable state of every group, on SQLite
-ledger_tables   its tables, in SQL
-ledger_entry    a group's states, and the rules by which they change
+ledger_tables   a group's states, the rules by which they change, and its tables in SQL
 ledger_file     the ledger's file: schema, checks, copies, its place in a run
 ledger_audit    reads a ledger that may be in use; checks its accounting
 record          what the Buffer knows of the run beside its groups

@@ -1,6 +1,6 @@
 """The ledger: which state each group is in, in an SQLite file that survives ``kill -9``. No payloads, no Ray.
 
-A uid is in exactly one state (the diagram is in ``ledger_entry``). Every transition is one transaction, history
+A uid is in exactly one state (the diagram is in ``ledger_tables``). Every transition is one transaction, history
 included. A lease has an attempt number; a report of another attempt is refused.
 
 Fencing token. Opening or replacing a ledger gives it a new one, and what was leased or finished is pending again: its
@@ -26,17 +26,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVarTuple
 
-from buffer_rl.buffer.ledger_entry import (
-    GroupState,
-    LedgerEntry,
-    dropped,
-    finished,
-    is_repeat,
-    leased,
-    requeued,
-    selected,
-    trained,
-)
 from buffer_rl.buffer.ledger_file import (
     IN_MEMORY,
     NOTE,
@@ -45,7 +34,18 @@ from buffer_rl.buffer.ledger_file import (
     open_ledger_file,
     write_backup,
 )
-from buffer_rl.buffer.ledger_tables import LedgerTables
+from buffer_rl.buffer.ledger_tables import (
+    GroupState,
+    LedgerEntry,
+    LedgerTables,
+    dropped,
+    finished,
+    is_repeat,
+    leased,
+    requeued,
+    selected,
+    trained,
+)
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.records.groups import GroupUid
 

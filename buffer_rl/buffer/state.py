@@ -14,7 +14,7 @@ from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.columns import Cell, RowSizes
 from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import check_group, split_groups
 from buffer_rl.buffer.pools import PoolCalls, Pools
