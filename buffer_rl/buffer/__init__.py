@@ -4,12 +4,11 @@ state           ``BufferState``, the operations of the Buffer, without Ray
 rollouts        production: the queue, the tickets and their leases
 partial         what a group keeps when it is requeued
 feed            where fresh groups come from
-codec           groups as JSON
+codec           groups as JSON; how columns and row ids travel
 pools           the pools of all selections
 pool            one selection's rows, filled and read while it is open
 readers         which finished groups one step trains on, and which of them a reading task gets next
 columns         how columns are stored
-wire            how columns and row ids travel
 ledger          the durable state of every group, on SQLite
 ledger_tables   a group's states, the rules by which they change, and its tables in SQL
 ledger_file     the ledger's file: schema, checks, copies, its place in a run
