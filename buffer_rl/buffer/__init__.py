@@ -9,11 +9,10 @@ pools           the pools of all selections
 pool            one selection's rows, filled and read while it is open
 readers         which finished groups one step trains on, and which of them a reading task gets next
 columns         how columns are stored
-ledger          the durable state of every group, on SQLite
+ledger          the durable state of every group, and what is known of the run beside them, on SQLite
 ledger_tables   a group's states, the rules by which they change, and its tables in SQL
 ledger_file     the ledger's file: schema, checks, copies, its place in a run
 ledger_audit    reads a ledger that may be in use; checks its accounting
-record          what the Buffer knows of the run beside its groups
 calls           which operations change the state, and how a repeated call is recognised
 actor           the Buffer's process, and its watcher
 client          the Buffer for its callers

@@ -13,13 +13,12 @@ from buffer_rl.buffer.calls import mutates, reads
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.columns import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
-from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger import Ledger, RunRecord
 from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
 from buffer_rl.buffer.pools import Pools
 from buffer_rl.buffer.readers import Splitting
-from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Rollouts
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
