@@ -1,7 +1,6 @@
 """Ray: the cluster, what of it each role gets, and groups of actors.
 
-session       the cluster of a run, joined or started
-isolation     a local cluster that only its run can use
+session       the cluster of a run: joined, or started so that only the run can use it
 options       options that count devices and nodes
 devices       which devices of the nodes each process gets
 requirements  what the roles of a run need, and what is said where a cluster has too few
