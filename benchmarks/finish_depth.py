@@ -33,7 +33,7 @@ from buffer_rl.records.groups import Column, RowId, SampleGroup
 
 PACKAGE = str(Path(buffer_rl.__file__).parent)
 AIM = 8
-STORES = ("ledger.py", "ledger_entry.py", "ledger_tables.py", "columns.py")
+STORES = ("ledger.py", "ledger_tables.py", "columns.py")
 
 
 def deepest_stack(work: Callable[[], object], left_out: Sequence[str] = ()) -> list[str]:

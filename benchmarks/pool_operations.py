@@ -15,7 +15,7 @@ import numpy as np
 
 from buffer_rl.buffer.columns import Cell, RowSizes
 from buffer_rl.buffer.pool import ReadRequest, check_group
-from buffer_rl.buffer.pools import PoolCalls, Pools
+from buffer_rl.buffer.pools import Pools
 from buffer_rl.records.groups import GroupUid, RowId, Ticket
 
 ROW_COUNTS = (10**3, 10**4, 10**5, 10**6)
@@ -30,7 +30,6 @@ def _measure(num_rows: int) -> dict[str, float]:
     gc.collect()
     before = _resident_bytes()
     pools = Pools()
-    calls = PoolCalls(pools)
     ticket = Ticket(rollout_id=0, evaluation=False, num_groups=num_rows // GROUP_ROWS, version=0, incarnation="")
     pools.open(ticket)
     pool = pools.of(ticket.task)
@@ -48,7 +47,7 @@ def _measure(num_rows: int) -> dict[str, float]:
     uneven = iter(picked[::2])
     operations: dict[str, Callable[[], Any]] = {
         "finish": lambda: _finish(pools, ticket, next(fresh)),
-        "put_fields": lambda: calls.put_fields(ticket.task, next(uneven), {"ref_log_probs": ones}),
+        "put_fields": lambda: pool.put_fields(next(uneven), {"ref_log_probs": ones}),
         "get_meta": lambda: pool.get_meta(replace(READ, deal=next(deals))),
         "plan": _planner(pools, ticket.task, picked),
     }

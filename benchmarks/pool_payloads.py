@@ -21,10 +21,10 @@ import ray
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.codec import Columns
 from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.wire import Columns
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.options.section import compose, dump_args
 

@@ -4,19 +4,15 @@ state           ``BufferState``, the operations of the Buffer, without Ray
 rollouts        production: the queue, the tickets and their leases
 partial         what a group keeps when it is requeued
 feed            where fresh groups come from
-codec           groups as JSON
+codec           groups as JSON; how columns and row ids travel
 pools           the pools of all selections
-selection       which finished groups one step trains on
 pool            one selection's rows, filled and read while it is open
-readers         which groups a reading task gets next
+readers         which finished groups one step trains on, and which of them a reading task gets next
 columns         how columns are stored
-wire            how columns and row ids travel
-ledger          the durable state of every group, on SQLite
-ledger_tables   its tables, in SQL
-ledger_entry    a group's states, and the rules by which they change
+ledger          the durable state of every group, and what is known of the run beside them, on SQLite
+ledger_tables   a group's states, the rules by which they change, and its tables in SQL
 ledger_file     the ledger's file: schema, checks, copies, its place in a run
 ledger_audit    reads a ledger that may be in use; checks its accounting
-record          what the Buffer knows of the run beside its groups
 calls           which operations change the state, and how a repeated call is recognised
 actor           the Buffer's process, and its watcher
 client          the Buffer for its callers

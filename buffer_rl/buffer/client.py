@@ -20,12 +20,12 @@ import ray
 from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.calling import Answers, JoinedCalls, StartedCall
 from buffer_rl.buffer.calls import Kind, OpenCalls, kind_of
+from buffer_rl.buffer.codec import Columns, RowIds
 from buffer_rl.buffer.columns import BatchPlan, Cell, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
-from buffer_rl.buffer.wire import Columns, RowIds
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.records.groups import Column, RowId, Ticket, TrainBatch
 

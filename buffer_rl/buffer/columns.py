@@ -1,7 +1,7 @@
 """Columns of sample groups: how the Buffer stores them, and plans batches of them.
 
 A ``Cell`` is one field of one group. Its payload is in the Buffer's memory, or in the object store: a small payload
-travels inside the call that reports it (see ``buffer_rl.buffer.wire``); a large one is put there by the process that
+travels inside the call that reports it (see ``buffer_rl.buffer.codec``); a large one is put there by the process that
 owns it, and only its reference is in the Buffer (see ``buffer_rl.buffer.storage``).
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from buffer_rl.buffer.wire import Columns, RowIds, are_alike, stacked
+from buffer_rl.buffer.codec import Columns, RowIds, are_alike, stacked
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch, take_rows
 

@@ -1,6 +1,6 @@
 """The ledger: which state each group is in, in an SQLite file that survives ``kill -9``. No payloads, no Ray.
 
-A uid is in exactly one state (the diagram is in ``ledger_entry``). Every transition is one transaction, history
+A uid is in exactly one state (the diagram is in ``ledger_tables``). Every transition is one transaction, history
 included. A lease has an attempt number; a report of another attempt is refused.
 
 Fencing token. Opening or replacing a ledger gives it a new one, and what was leased or finished is pending again: its
@@ -21,22 +21,13 @@ from __future__ import annotations
 
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVarTuple
+from typing import Any, TypeVarTuple
 
-from buffer_rl.buffer.ledger_entry import (
-    GroupState,
-    LedgerEntry,
-    dropped,
-    finished,
-    is_repeat,
-    leased,
-    requeued,
-    selected,
-    trained,
-)
+import orjson
+
 from buffer_rl.buffer.ledger_file import (
     IN_MEMORY,
     NOTE,
@@ -45,13 +36,27 @@ from buffer_rl.buffer.ledger_file import (
     open_ledger_file,
     write_backup,
 )
-from buffer_rl.buffer.ledger_tables import LedgerTables
+from buffer_rl.buffer.ledger_tables import (
+    GroupState,
+    LedgerEntry,
+    LedgerTables,
+    dropped,
+    finished,
+    is_repeat,
+    leased,
+    requeued,
+    selected,
+    trained,
+)
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.records.groups import GroupUid
+from buffer_rl.records.utf8 import encodable
 
 Ts = TypeVarTuple("Ts")
 
 _TOKEN = "incarnation"  # the fact of the file that holds the fencing token
+_VERSION, _METADATA, _FAILURES = "version", "metadata", "failures"  # the notes of ``RunRecord``
+_TOTAL = "run"  # all groups, among the counts of failures
 
 
 class Ledger:
@@ -291,3 +296,65 @@ class Ledger:
             after = rule(uid, before, *args)
             self._tables.write(uid, admitted, before, after, foreign)
         return after
+
+
+class RunRecord:
+    """What the Buffer knows of the run beside its groups: the published version, the commits, failures, the user's
+    notes. Read from ``ledger`` when it is made, and written to it with every change, so that a Buffer that begins with
+    the ledger of one that died knows the same.
+
+    version: the newest published weights. committed: the step of each rollout that was trained on.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.version = int(ledger.recall(_VERSION) or 0)
+        self.committed = ledger.commits()
+        self._metadata: dict[str, Any] = orjson.loads(ledger.recall(_METADATA) or "{}")
+        self._failures: dict[str, dict[str, int]] = orjson.loads(ledger.recall(_FAILURES) or "{}")
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The user's notes."""
+        return dict(self._metadata)
+
+    def commit(self, rollout_id: int, step: int) -> None:
+        """Note what the ledger has committed."""
+        self.committed[rollout_id] = step
+
+    def set_version(self, version: int) -> None:
+        """Another version is published."""
+        self._ledger.remember(_VERSION, str(version))
+        self.version = version
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Merge JSON values into the notes; lone surrogates become escapes. Raises BufferStateError for what is
+        not JSON."""
+        try:
+            merged = self._metadata | orjson.loads(orjson.dumps(encodable(dict(metadata))))
+        except (TypeError, RecursionError) as error:
+            raise BufferStateError(f"metadata is not JSON: {error}") from error
+        self._ledger.remember(_METADATA, orjson.dumps(merged).decode())
+        self._metadata = merged
+
+    def count_failure(self, uid: GroupUid, kind: str) -> tuple[int, int]:
+        """Count a failed attempt. Returns how many of this ``kind`` the run had, and how many of them the group."""
+        failures = {known: dict(counts) for known, counts in self._failures.items()}
+        counts = failures.setdefault(kind, {})
+        for counted in (_TOTAL, str(uid)):
+            counts[counted] = counts.get(counted, 0) + 1
+        self._ledger.remember(_FAILURES, orjson.dumps(failures).decode())
+        self._failures = failures
+        return counts[_TOTAL], counts[str(uid)]
+
+    def restore(self, version: int, metadata: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint, whose ledger was restored. The run has its full budget of failures again."""
+        self.set_version(version)
+        self._metadata = {}
+        self.update_metadata(metadata)
+        self.committed = self._ledger.commits()
+        failures = orjson.loads(self._ledger.recall(_FAILURES) or "{}")
+        self._failures = {
+            kind: {name: count for name, count in counts.items() if name != _TOTAL} for kind, counts in failures.items()
+        }
+        self._ledger.remember(_FAILURES, orjson.dumps(self._failures).decode())

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffer_rl.buffer.ledger_entry import COLUMNS, GroupState, LedgerEntry, entry_of
 from buffer_rl.buffer.ledger_file import NOTE, open_for_reading, read_failed
+from buffer_rl.buffer.ledger_tables import COLUMNS, GroupState, LedgerEntry, entry_of
 from buffer_rl.records.groups import GroupUid
 
 PID = "pid"

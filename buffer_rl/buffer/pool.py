@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from buffer_rl.buffer.codec import RowIds
 from buffer_rl.buffer.columns import BatchPlan, Cell, ColumnStore, GroupSlice, RowSizes
-from buffer_rl.buffer.readers import Reader, Splitting, balanced_partition
+from buffer_rl.buffer.readers import Reader, Selection, Splitting, balanced_partition
 from buffer_rl.buffer.readers import ReadRequest as ReadRequest
-from buffer_rl.buffer.selection import Selection
-from buffer_rl.buffer.wire import RowIds
 from buffer_rl.errors import BufferStateError
 from buffer_rl.plan.roles import DERIVED_FIELDS
 from buffer_rl.records.groups import Column, GroupUid, RowId, take_rows

@@ -1,19 +1,13 @@
-"""The pools of all rollouts: opened with them, filled while they run, closed with the groups of the step.
-
-``Pools`` owns them; ``PoolCalls`` are the operations on them that trainers, roles and evaluations call.
-"""
+"""The pools of all rollouts: opened with them, filled while they run, closed with the groups of the step."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 
-from buffer_rl.buffer.calls import mutates, reads
-from buffer_rl.buffer.columns import BatchPlan, ColumnStore, assemble
-from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
-from buffer_rl.buffer.readers import Splitting
+from buffer_rl.buffer.columns import ColumnStore
+from buffer_rl.buffer.pool import DataPool
 from buffer_rl.errors import BufferRestartedError, BufferStateError
-from buffer_rl.records.groups import Column, GroupUid, RowId, Ticket, TrainBatch
+from buffer_rl.records.groups import GroupUid, Ticket
 
 REMEMBERED = 64
 """Cleared pools that are named to late readers; a reader is never later than that."""
@@ -98,65 +92,3 @@ class Pools:
         if self._restarted:
             raise BufferRestartedError(f"{task} was lost with an earlier Buffer", hint="its rollout is produced again")
         raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")
-
-
-class PoolCalls:
-    """The operations of ``BufferState`` that concern pools alone."""
-
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
-
-    @property
-    def revision(self) -> int:
-        """Grows with every change that may make rows ready for a reader."""
-        return self._pools.revision
-
-    @reads
-    def plan_data(
-        self,
-        rollout_id: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        num_steps: int = 1,
-        step: int = 0,
-        splitting: Splitting = Splitting.ROWS,
-        given: bool = False,
-    ) -> BatchPlan:
-        """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
-        ``DataPool.share``). Its answers hold the payloads of a whole step, too large for the log of calls."""
-        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, splitting, given)
-
-    def plan_fields(self, task: str, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
-        """Rows of a task (see ``DataPool.plan_rows``)."""
-        return self._pools.of(task).plan_rows(row_ids, fields)
-
-    def get_data(
-        self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
-    ) -> TrainBatch:
-        """``plan_data`` with its payloads, which must all be in this process."""
-        return assemble(self.plan_data(rollout_id, dp_rank, dp_size, num_steps, step))
-
-    @mutates
-    def take(
-        self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
-    ) -> tuple[RowsMeta, BatchPlan | None]:
-        """A deal for a replica of a reading task (see ``DataPool.get_meta``), with ``fields``, or with all that its
-        rows have; None while there is none. A rollout that ended without a group has none; why is in its report."""
-        if self._pools.is_empty(task):
-            return RowsMeta(task=task, row_ids=[], dealt=False, ended=True, revision=self.revision), None
-        meta = self._pools.of(task).get_meta(request, self.revision)
-        return meta, self.plan_fields(task, meta.row_ids, fields) if meta.dealt else None
-
-    @mutates
-    def put_fields(
-        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
-    ) -> None:
-        """Add derived fields (``ref_log_probs``, ``old_log_probs``) to rows of a task (see ``DataPool.put_fields``)."""
-        self._pools.of(task).put_fields(row_ids, columns, writer)
-        self._pools.revision += 1
-
-    @mutates
-    def requeue_for_readers(self, task: str, reader: str) -> int:
-        """A reading task's processes are replaced (see ``DataPool.requeue_for_readers``)."""
-        self._pools.revision += 1
-        return self._pools.of(task).requeue_for_readers(reader)

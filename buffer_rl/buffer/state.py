@@ -11,14 +11,14 @@ from typing import Any
 
 from buffer_rl.buffer.calls import mutates, reads
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.buffer.columns import Cell, RowSizes
+from buffer_rl.buffer.columns import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
-from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger import Ledger, RunRecord
+from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.pool import check_group, split_groups
-from buffer_rl.buffer.pools import PoolCalls, Pools
-from buffer_rl.buffer.record import RunRecord
+from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
+from buffer_rl.buffer.pools import Pools
+from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Rollouts
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
@@ -31,13 +31,14 @@ from buffer_rl.records.groups import (
     RowId,
     SampleGroup,
     Ticket,
+    TrainBatch,
 )
 
 FORMAT = 3
 """Version of ``state_dict``; a file of another version is refused."""
 
 
-class BufferState(PoolCalls):
+class BufferState:
     """Owner of the production of groups (``Rollouts``), of the selections with their pools, and of the ledger.
 
     eval_groups: makes the groups of all evaluation sets, again for each evaluation.
@@ -68,7 +69,7 @@ class BufferState(PoolCalls):
         self._max_staleness = max_staleness
         self._record = RunRecord(ledger)
         self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule)
-        super().__init__(Pools(restarted))
+        self._pools = Pools(restarted)
         if position := ledger.recall(POSITION):
             self._feed.seek(position)
         self._rollouts.recover()
@@ -266,6 +267,59 @@ class BufferState(PoolCalls):
         self._inherited.discard(rollout_id)
         if task in self._pools:
             self._pools.clear(task)
+
+    # -- pools ---------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> int:
+        """Grows with every change that may make rows ready for a reader."""
+        return self._pools.revision
+
+    @reads
+    def plan_data(
+        self,
+        rollout_id: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_steps: int = 1,
+        step: int = 0,
+        splitting: Splitting = Splitting.ROWS,
+        given: bool = False,
+    ) -> BatchPlan:
+        """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
+        ``DataPool.share``). Its answers hold the payloads of a whole step, too large for the log of calls."""
+        return self._pools.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, splitting, given)
+
+    def get_data(
+        self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
+    ) -> TrainBatch:
+        """``plan_data`` with its payloads, which must all be in this process."""
+        return assemble(self.plan_data(rollout_id, dp_rank, dp_size, num_steps, step))
+
+    @mutates
+    def take(
+        self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
+    ) -> tuple[RowsMeta, BatchPlan | None]:
+        """A deal for a replica of a reading task (see ``DataPool.get_meta``), with ``fields``, or with all that its
+        rows have; None while there is none. A rollout that ended without a group has none; why is in its report."""
+        if self._pools.is_empty(task):
+            return RowsMeta(task=task, row_ids=[], dealt=False, ended=True, revision=self.revision), None
+        meta = self._pools.of(task).get_meta(request, self.revision)
+        return meta, self._pools.of(task).plan_rows(meta.row_ids, fields) if meta.dealt else None
+
+    @mutates
+    def put_fields(
+        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
+    ) -> None:
+        """Add derived fields (``ref_log_probs``, ``old_log_probs``) to rows of a task (see ``DataPool.put_fields``)."""
+        self._pools.of(task).put_fields(row_ids, columns, writer)
+        self._pools.revision += 1
+
+    @mutates
+    def requeue_for_readers(self, task: str, reader: str) -> int:
+        """A reading task's processes are replaced (see ``DataPool.requeue_for_readers``)."""
+        self._pools.revision += 1
+        return self._pools.of(task).requeue_for_readers(reader)
 
     # -- steps ---------------------------------------------------------------------------------------
 

@@ -1,17 +1,15 @@
 """Ray: the cluster, what of it each role gets, and groups of actors.
 
-session       the cluster of a run, joined or started
-isolation     a local cluster that only its run can use
+session       the cluster of a run: joined, or started so that only the run can use it
 options       options that count devices and nodes
 devices       which devices of the nodes each process gets
 requirements  what the roles of a run need, and what is said where a cluster has too few
 placement     bundles that are reserved, and the actor options of each member
-actor_group   the members of a role: started, called, replaced, stopped; their failures and log files
+actor_group   the members of a role: started, called, replaced, stopped; their failures and log files; roles in one
+              process
 dispatch      which members a call goes to, and how their answers become one
-fused         several roles in one process
 locality      what must be on one machine
-process       server processes and their API key
-parent        a process that ends with the one that started it
+process       processes that end with the one that started them; server processes and their API key
 signals       signals that end a run or a command, as an exception
 environment   variables of the environment, and those that name proxies
 """

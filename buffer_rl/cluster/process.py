@@ -7,6 +7,7 @@ list: every user of the machine can read a command line, only its owner the envi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import http.client
 import json
@@ -16,6 +17,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -35,6 +37,7 @@ LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 65536
 STOP_TIMEOUT_S = 5.0
 PARENT_FD_FLAG = "--parent-fd"
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 KEY_VARIABLE = env_of("engine_api_key")
 KEY_BYTES = 32
 POLL_INTERVAL_S = 0.05
@@ -55,6 +58,18 @@ def settle_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 10, 10)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask Linux to kill this process when its parent ends, even while other code hangs; elsewhere this does nothing.
+
+    Linux means the parent's thread that started this process, which must live as long as the parent. parent: its
+    process id, for a caller whose parent may have ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent not in (None, os.getppid()):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_with_parent(fd: int) -> None:

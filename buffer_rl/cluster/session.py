@@ -1,4 +1,8 @@
-"""The Ray session of a run, joined where an address is given, else started on this machine and ended with the run."""
+"""The Ray session of a run, joined if an address is given, else started on this machine and ended with the run.
+
+A local Ray is closed to other users: a token of its own, listeners on the loopback interface alone. Ray has no public
+way to either; all of its private names that this takes stand here.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,20 @@ import contextlib
 import importlib
 import json
 import os
+import secrets
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from buffer_rl.cluster.environment import variables
-from buffer_rl.cluster.isolation import ON_LOOPBACK, isolated_ray
 from buffer_rl.errors import ClusterError, ConfigError
 from buffer_rl.plugin.shipping import CodeBundle, use_shipped_code
 
@@ -34,6 +39,10 @@ PACKAGES = ("working_dir", "py_modules")
 CODE_FOLDER = "buffer_rl_code"
 MAX_SOCKET_PATH = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """Bytes that a temporary folder may have, so that Ray's sockets below it can be bound on Linux (``unix(7)``)."""
+AUTH_TOKEN = "RAY_AUTH_TOKEN"
+AUTH_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+TOKEN_BYTES = 32
+_MULTIPLE_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; "0" means one node and loopback on Linux too
 
 
 def enter_working_directory() -> None:
@@ -80,6 +89,57 @@ def ray_session(
                 code.write(folder)
             _connect(address, folder, object_store_bytes)
         yield
+
+
+@contextmanager
+def isolated_ray() -> Iterator[None]:
+    """For a block that starts Ray and ends it again.
+
+    ``ray.init`` asks for a token by itself, and keeps it in the home folder, readable by others, for all clusters to
+    come. Here it is new for each run, in a file of mode 0600 whose path Ray's processes find in their environment.
+    A token that the caller's environment names is used instead, and ``RAY_AUTH_MODE=disabled`` is obeyed.
+
+    Unless a flag says that there are no other machines, Ray replaces the node address 127.0.0.1 by the one that they
+    reach, and its daemons listen on all interfaces.
+
+    Raises ClusterError if the installed version of Ray lacks one of the private names.
+    """
+    names = ("RAY_AUTH_MODE", AUTH_TOKEN, AUTH_TOKEN_PATH, _MULTIPLE_NODES)
+    own: dict[str, str | None] = {name: os.environ.get(name) for name in names}
+    constants, tokens = _private("_private.ray_constants"), _private("_raylet.AuthenticationTokenLoader")
+    multiple_nodes = _private(
+        "_private.ray_constants.ENABLE_RAY_CLUSTER"
+    )  # read from the environment once, when ray was imported
+    with tempfile.TemporaryDirectory(prefix="buffer_rl_token_") as folder:
+        if own[AUTH_TOKEN] is None and own[AUTH_TOKEN_PATH] is None:
+            own[AUTH_TOKEN_PATH] = str(_write_token(Path(folder)))
+        with variables({**own, _MULTIPLE_NODES: "0"}):
+            try:
+                constants.ENABLE_RAY_CLUSTER = False
+                tokens.instance().reset_cache()  # a process keeps the token that it read first
+                yield
+            finally:
+                constants.ENABLE_RAY_CLUSTER = multiple_nodes
+        tokens.instance().reset_cache()  # the next cluster has another one
+
+
+def _write_token(folder: Path) -> Path:
+    path = folder / "token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(TOKEN_BYTES))
+    return path
+
+
+def _private(name: str) -> Any:
+    try:
+        return attrgetter(name)(ray)
+    except AttributeError as error:
+        raise ClusterError(
+            f"Ray {ray.__version__} has no ray.{name}, so a local Ray cannot be closed to other users",
+            where="the local Ray",
+            hint="install another version of Ray, or join a running cluster with --ray-address",
+        ) from error
 
 
 @contextmanager
@@ -144,7 +204,7 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
                     address="local",
                     include_dashboard=False,
                     object_store_memory=object_store_bytes,
-                    **ON_LOOPBACK,
+                    _node_ip_address="127.0.0.1",
                     **quiet,
                 )
         else:

@@ -2,14 +2,12 @@
 
 options       the flags of prompts and their rows
 files         bytes of local and remote files, decompressed, or of large local ones on access; paths with a slice
-reader        a path to a validated dataset: the files behind it, their formats, the errors of bad rows
+reader        a path to a validated dataset: the files behind it, their formats, bad rows, ids that come twice
 dataset       one object to one row, and the rows of a data source with their hash
 json_text     JSON text to values
 jsonl, arrow  the formats: JSONL, of large files with rows read on access; Parquet and folders of Hugging Face datasets
-check         the bad rows of a source, ids that come twice, and which blocks of rows need no check one by one
 order         which row comes next: shuffled epochs, joined and weighted sources
 source        prompt groups for training and for evaluation
 eval_sets     the evaluation sets of the options
 custom        a user's data source in its own process: batches, checks of its groups, state
-stats         counts and lengths of a file's rows, for ``buffer-rl data``
 """

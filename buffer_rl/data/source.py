@@ -13,8 +13,7 @@ from buffer_rl.data.order import Cursor, JoinedOrder, RowOrder, WeightedOrder, s
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options.redaction import mask_url
-from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
-from buffer_rl.records.lazy_list import prompt_copies
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, prompt_copies
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args

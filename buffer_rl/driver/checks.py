@@ -24,7 +24,7 @@ from buffer_rl.plan.algorithm import (
     uses_critic,
 )
 from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, Rewards
-from buffer_rl.plan.batch_sizes import optimizer_steps
+from buffer_rl.plan.counts import optimizer_steps
 from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout

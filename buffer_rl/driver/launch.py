@@ -42,8 +42,7 @@ from buffer_rl.plan.algorithm import (
     own_roles,
     uses_reference,
 )
-from buffer_rl.plan.batch_sizes import with_steps
-from buffer_rl.plan.counts import with_counts
+from buffer_rl.plan.counts import with_counts, with_steps
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plan.schedule import (
     RolePlan,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import role_args, uses_critic
-from buffer_rl.plan.batch_sizes import optimizer_steps
+from buffer_rl.plan.counts import optimizer_steps
 from buffer_rl.plan.roles import ACTOR, CRITIC
 from buffer_rl.plan.schedule import RolePlan, critic_only_steps, rollout_only
 from buffer_rl.train.learning_rate import learning_rate, with_decay_iters

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of
 from buffer_rl.plan.algorithms import algorithm_of
-from buffer_rl.plan.batch_sizes import optimizer_steps
-from buffer_rl.plan.counts import ENGINE, ROLE_ALIASES, replicas_of
+from buffer_rl.plan.counts import ENGINE, ROLE_ALIASES, optimizer_steps, replicas_of
 from buffer_rl.plan.roles import (
     ACTOR,
     CRITIC,

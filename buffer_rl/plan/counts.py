@@ -1,5 +1,11 @@
-"""How many processes each role has, from the options that count devices: ``--actor-num-nodes``, ``--rollout-num-gpus``,
+"""How many processes each role has, and how many optimizer steps a rollout has, and of how many samples.
+
+Numbers of processes follow from the options that count devices: ``--actor-num-nodes``, ``--rollout-num-gpus``,
 ``--resource`` and their like.
+
+A rollout becomes mini-batches of whole prompt groups, and passes over them. With G groups of n samples a rollout,
+``--global-batch-size`` N and ``--num-steps-per-rollout`` S: G x n = N x S. Either of N and S gives the other. Optimizer
+steps are S x ``--num-passes-per-rollout``.
 
 Without torch and Ray, so that options can be checked before either is loaded.
 """
@@ -180,3 +186,39 @@ def _one_device_each(args: Args, role: str) -> Derived | None:
         raise ConfigError(f"the role {role!r} is counted, and there is none", where="--resource", hint=f"add {flag}")
     count, devices = replicas[role]
     return Derived(number=count * max(devices, 1), option="resource", how=f"--resource [{count}, {devices}] of {role}")
+
+
+def optimizer_steps(args: Args) -> int:
+    """Optimizer steps on one rollout: one for each mini-batch and pass."""
+    return int(args.num_steps_per_rollout) * int(args.num_passes_per_rollout)
+
+
+def with_steps(args: Args) -> Args:
+    """The options of a run, with the mini-batches that ``--global-batch-size`` means; ``args`` itself where they are
+    given, or follow from nothing.
+
+    Raises ConfigError if it fits neither the rollout nor a given ``--num-steps-per-rollout``, with what would."""
+    size, groups, samples = args.global_batch_size, args.rollout_batch_size, args.n_samples_per_prompt
+    if size is None:
+        return args
+    rollout = f"--rollout-batch-size {groups} x --n-samples-per-prompt {samples}"
+    if size % samples or groups % (size // samples):
+        fitting = [divisor * samples for divisor in range(1, groups + 1) if groups % divisor == 0]
+        raise ConfigError(
+            f"{groups * samples} samples a rollout ({rollout}) cannot be cut into steps of {size} samples, each of "
+            "whole prompt groups",
+            where="--global-batch-size",
+            expected=f"one of {', '.join(map(str, fitting))}",
+        )
+    steps, asked = groups * samples // size, args.num_steps_per_rollout
+    if "num_steps_per_rollout" not in args.model_fields_set:
+        return args.model_copy(update={"num_steps_per_rollout": steps})
+    if asked != steps:
+        fits = f"--global-batch-size {groups // asked * samples}, or " if groups % asked == 0 else ""
+        raise ConfigError(
+            f"{asked} steps of {size} samples are {asked * size} samples; a rollout has {groups * samples} ({rollout})",
+            where="--global-batch-size and --num-steps-per-rollout",
+            expected=f"{fits}--num-steps-per-rollout {steps}",
+            hint="without --num-steps-per-rollout it follows from --global-batch-size",
+        )
+    return args

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.plan.batch_sizes import optimizer_steps
+from buffer_rl.plan.counts import optimizer_steps
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args

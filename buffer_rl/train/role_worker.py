@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
+from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
-from buffer_rl.cluster.fused import Deferred, FusedProcesses
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import TrainError

@@ -24,8 +24,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve
 from buffer_rl.plan.counts import with_counts
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import GroupUid, Sample
-from buffer_rl.records.lazy_list import prompt_copies
+from buffer_rl.records.groups import GroupUid, Sample, prompt_copies
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
 from buffer_rl.verbs.engine_checks import check_engines
 from buffer_rl.verbs.preflight import check_folders

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
 from buffer_rl.records.groups import GroupUid

@@ -31,8 +31,7 @@ from buffer_rl.options.help import add_config_flag, add_options, given_flags
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Section, compose, plugin_kind_of
 from buffer_rl.options.sources import Resolved, resolve
-from buffer_rl.plan.batch_sizes import with_steps
-from buffer_rl.plan.counts import derived_counts, with_counts
+from buffer_rl.plan.counts import derived_counts, with_counts, with_steps
 from buffer_rl.plugin.calls import returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.options import is_built_in_rollout

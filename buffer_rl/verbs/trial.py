@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.data.check import MAX_PROBLEMS
 from buffer_rl.data.dataset import PromptRow
+from buffer_rl.data.reader import MAX_PROBLEMS
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.redaction import mask_url

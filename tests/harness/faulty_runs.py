@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import CheckpointError, DeadlineError
 from buffer_rl.options.section import compose, dump_args
 from buffer_rl.testing.tiny import make_tiny_model

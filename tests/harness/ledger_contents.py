@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.records.groups import GroupUid
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.errors import BufferRLError, CheckpointError
 from buffer_rl.records.groups import GroupUid
 from harness.ledger_contents import count_states

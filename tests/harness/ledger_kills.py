@@ -26,7 +26,7 @@ from pathlib import Path
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import CheckpointError
 from buffer_rl.records.groups import GroupUid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import trained
+from buffer_rl.buffer.ledger_tables import trained
 from buffer_rl.records.groups import GroupUid
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from buffer_rl.buffer.ledger_entry import (
+from buffer_rl.buffer.ledger_tables import (
     GroupState,
     LedgerEntry,
     dropped,

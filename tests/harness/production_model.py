@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.records.groups import GroupUid, RowId, SampleGroup, Status, Ticket, VersionSpan
 

@@ -17,7 +17,7 @@ import pytest
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import Writer
 from buffer_rl.buffer.pools import GENERATIONS

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.files.checkpoint import opened_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]

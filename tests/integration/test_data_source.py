@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
 from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.driver.local_roles import rollout_path
 from buffer_rl.errors import PluginError, WorkerError
 from buffer_rl.files.row_file import read_rollout

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.cli import main
 from buffer_rl.options.section import compose
 from buffer_rl_rollout_service.client import ServiceClient, write_trajectory

@@ -18,9 +18,8 @@ import ray
 from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses
 from buffer_rl.cluster.dispatch import To, all_answers, dispatch
-from buffer_rl.cluster.fused import Deferred, FusedProcesses
 from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerDiedError, WorkerError
 from buffer_rl.options.section import dump_args
 from harness.processes import descendants, holds_within

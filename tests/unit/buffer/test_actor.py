@@ -81,7 +81,7 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
 
 def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
     own = {"state_dict", "load_state_dict", "get_progress"}  # reached by save, load and get_progress
-    own |= {"get_data", "plan_fields"}  # for a state in the caller's process: the client reads plans
+    own |= {"get_data"}  # for a state in the caller's process: the client reads plans
     public = {name for name in dir(BufferState) if callable(getattr(BufferState, name)) and not name.startswith("_")}
     assert {name for name in public if kind_of(getattr(BufferState, name)) is None} == own
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.buffer.columns import ColumnStore, assemble
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
-from buffer_rl.buffer.pools import PoolCalls, Pools
+from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
-from buffer_rl.records.groups import GroupUid, RowId, Ticket
+from buffer_rl.records.groups import GroupUid, RowId
 
 KINDS = pytest.mark.parametrize("together", [False, True])
 
@@ -243,23 +244,19 @@ def test_groups_that_were_dealt_to_a_final_reader_are_part_of_the_step_whichever
 
 
 def test_a_deal_without_rows_is_an_empty_batch_and_an_end_or_a_wait_is_none() -> None:
-    pools = Pools()
-    calls = PoolCalls(pools)
-    ticket = Ticket(rollout_id=0, evaluation=False, num_groups=1, version=0, incarnation="")
-    pools.open(ticket)
-    uid = uid_of(0)
-    tokens = [np.zeros(5, dtype=np.int32)]
-    assert calls.take(ticket.task, request(together=True))[1] is None
-    pools.of(ticket.task).add(uid, [RowId(uid, 0)], {"tokens": tokens})
-    pools.of(ticket.task).select([uid])
+    state = BufferState(None, ledger=Ledger.in_memory(), groups_per_step=1)
+    ticket = state.generate(0)
+    assert state.take(ticket.task, request(together=True))[1] is None
+    state.import_groups(ticket, [RowId(uid_of(0), 0)], {"tokens": [np.zeros(5, dtype=np.int32)]})
+    state.close_rollout(ticket)
     sizes = []
     for replica in (0, 1):
         for names in (None, ["tokens"]):
-            plan = calls.take(ticket.task, request(replica, together=True), names)[1]
+            plan = state.take(ticket.task, request(replica, together=True), names)[1]
             assert plan is not None
             batch = assemble(plan)
             sizes.append((len(batch), list(batch.columns)))
-        assert calls.take(ticket.task, request(replica, 1, together=True))[1] is None
+        assert state.take(ticket.task, request(replica, 1, together=True))[1] is None
     assert sizes == [(1, ["tokens"])] * 2 + [(0, [])] * 2
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError

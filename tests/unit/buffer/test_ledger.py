@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid
 from harness.ledger_contents import copied, count_states, go_back

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid
 from harness.ledger_contents import count_states, entries

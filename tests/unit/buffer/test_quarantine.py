@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger import Ledger, RunRecord
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.pool import ReadRequest, Writer
-from buffer_rl.buffer.record import RunRecord
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DataError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.pool import ReadRequest, Writer
 from buffer_rl.buffer.rollouts import Admitted, GroupQueue
 from buffer_rl.buffer.state import BufferState
@@ -252,8 +252,10 @@ def test_an_evaluation_hands_out_each_prompt_once_and_leaves_the_ledger_alone(tm
     for group in groups:
         finish(state, ticket, group)
     assert state.close_rollout(ticket).num_groups == 4
+    plan = state.take(ticket.task, ReadRequest(reader="metrics", fields=frozenset({"tokens"}), num_rows=4))[1]
+    assert plan is not None
     rows = [sample.row_id for group in groups for sample in group]
-    assert len(assemble(state.plan_fields(ticket.task, rows))) == 4
+    assert assemble(plan).row_ids == rows
     state.clear(ticket.task)
     assert count_states(state.ledger, mine[0].uid.source, 0, 4)[GroupState.LEASED] == 2
 
@@ -530,7 +532,9 @@ def test_what_was_computed_of_a_rollout_that_was_given_up_is_no_field_of_the_one
     assert again == rows
     write(late, 1.0)
     write(writer, 2.0)  # refused if the late one had been written
-    batch = assemble(state.plan_fields("train_0", rows))
+    plan = state.take("train_0", ReadRequest(reader="train", fields=frozenset({"ref_log_probs"}), num_rows=4))[1]
+    assert plan is not None
+    batch = assemble(plan)
     assert [values.tolist() for values in batch.columns["ref_log_probs"]] == [[2.0]] * 4
 
 

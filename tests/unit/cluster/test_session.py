@@ -1,4 +1,4 @@
-"""How a run reaches Ray: temporary folders with long paths, submitted jobs, and what Ray raises."""
+"""How a run reaches Ray: temporary folders with long paths, submitted jobs, private names, and what Ray raises."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from buffer_rl.cluster.session import (
     MAX_SOCKET_PATH,
     SETUP_HOOK,
     WORKING_DIRECTORY,
+    isolated_ray,
     ray_session,
     short_temporary_folder,
     worker_environment,
@@ -142,3 +143,14 @@ def test_a_joined_cluster_gets_the_merged_environment_and_a_local_one_none_of_th
     assert (joined, given, none) == (worker_environment(None, JOB), os.environ[JOB_CONFIG], None)
     kept = {name: value for name, value in JOB.items() if name not in ("working_dir", "py_modules")}
     assert json.loads(local) == {"runtime_env": kept, "metadata": {}}
+
+
+def test_a_version_of_ray_without_a_private_name_is_refused_and_the_environment_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = dict(os.environ)
+    monkeypatch.delattr(ray._raylet, "AuthenticationTokenLoader")
+    missing = rf"Ray {ray.__version__} has no ray\._raylet\.AuthenticationTokenLoader"
+    with pytest.raises(ClusterError, match=missing), isolated_ray():
+        raise AssertionError("the block is not entered")
+    assert dict(os.environ) == before

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.data import files, jsonl, reader
-from buffer_rl.data.check import Findings
 from buffer_rl.data.dataset import PromptDataset, RowError, RowKeys, build_row
 from buffer_rl.data.files import LocalFile
 from buffer_rl.data.jsonl import MAX_DEPTH, JsonlTable, RowsOnAccess, parse_line
-from buffer_rl.data.reader import read_dataset
+from buffer_rl.data.reader import Findings, read_dataset
 from buffer_rl.errors import DataError
 
 KEYS = RowKeys(multimodal=(("image", "pictures"),))

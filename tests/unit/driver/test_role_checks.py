@@ -14,7 +14,7 @@ from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.kinds.marks import Scope, declared_scope, scope_of, scoped
 from buffer_rl.options.section import compose
 from buffer_rl.plan.algorithm import old_log_probs_pass, own_roles
-from buffer_rl.plan.batch_sizes import with_steps
+from buffer_rl.plan.counts import with_steps
 from buffer_rl.plan.schedule import role_plan
 from buffer_rl.plugin.registry import PluginRegistry
 

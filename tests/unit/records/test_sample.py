@@ -12,8 +12,7 @@ import pytest
 
 from buffer_rl.buffer.codec import for_queue, group_from_json, group_to_json
 from buffer_rl.errors import RolloutError
-from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status, VersionSpan
-from buffer_rl.records.lazy_list import prompt_copies
+from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status, VersionSpan, prompt_copies
 
 UID = GroupUid("data", 3, 1)
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.record import RunRecord
+from buffer_rl.buffer.ledger import Ledger, RunRecord
 from buffer_rl.errors import BufferStateError
 from buffer_rl.files.checkpoint import manifest_content, parse_manifest
 from buffer_rl.observe.metrics import MetricsFile, read_metrics

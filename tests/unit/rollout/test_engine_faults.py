@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.control import EngineControlClient

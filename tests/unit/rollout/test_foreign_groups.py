@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import RolloutError
 from buffer_rl.plugin.registry import PluginRegistry

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import EngineError, RolloutError

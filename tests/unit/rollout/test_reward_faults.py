@@ -15,7 +15,7 @@ from aiohttp import web
 
 from buffer_rl.algo.advantages import grpo
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.ledger_entry import GroupState
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import GroupUid
