@@ -27,6 +27,14 @@ class Selection:
     """The groups of one step, or of one evaluation: open while groups join it, then closed.
 
     num_groups: P, how many it takes; None where all that join are chosen (an evaluation).
+
+    Example:
+        four, five, six = (GroupUid(source="5c1f0a9be3d2", row=row, epoch=0) for row in (4, 5, 6))
+        selection = Selection(num_groups=2)
+        for order, uid in ((2, six), (0, four), (1, five)):  # the order of their leases; six finished first
+            selection.join(uid, order)
+        assert selection.choose(pinned=()) == ([four, five], [six])
+        assert selection.choose(pinned={six}) == ([six, four], [five])  # a final reader got it
     """
 
     def __init__(self, num_groups: int | None) -> None:
@@ -133,6 +141,12 @@ class ReadRequest:
     prefetch_reserve: the request prefetches a full batch, and only where this many more batches are ready for other
     replicas. What is ready in a closed pool counts as full. None: it takes any ready rows. Without effect on deals that
     are made for all replicas.
+
+    Example:
+        sampled = frozenset({"tokens", "response_length"})
+        added = frozenset({"ref_log_probs"})
+        # The second replica of two asks for its fourth deal: whole groups of at most 8 rows, or one larger group.
+        ReadRequest(reader="ref_log_probs", fields=sampled, produces=added, num_rows=8, replica=1, num_replicas=2, deal=3)
     """
 
     reader: str

@@ -7,7 +7,7 @@ after another; the roles of one group share theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,7 +15,7 @@ SHARE_STEPS = 10_000
 """Ray counts parts of a device in steps of 1 / 10,000; shares are rounded down to one."""
 
 
-class Unit(StrEnum):
+class DeviceKind(StrEnum):
     """Kind of device, by Ray's name of the resource."""
 
     GPU = "GPU"
@@ -31,9 +31,9 @@ class Node:
     cpus: int = 0
     gpus: int = 0
 
-    def count(self, unit: Unit) -> int:
+    def count(self, kind: DeviceKind) -> int:
         """Devices of the kind."""
-        return self.gpus if unit is Unit.GPU else self.cpus
+        return self.gpus if kind is DeviceKind.GPU else self.cpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -45,8 +45,8 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """The devices that a role needs.
+class DeviceRequest:
+    """The devices that a role requires.
 
     each: devices of one member, all on one node. together: consecutive members that must be on one node, as the ranks
     of one ``--actor-num-nodes``; divides ``members``. spread: members go to the nodes with the fewest others, in place
@@ -66,8 +66,9 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """The devices of one member, all on one node, and its share of each: 1.0 where it has them to itself."""
+class MemberDevices:
+    """The devices of member ``index`` of a role, all on one node, and its share of each: 1.0 if it has them to
+    itself."""
 
     role: str
     index: int
@@ -76,80 +77,81 @@ class Seat:
 
 
 class NoRoomError(Exception):
-    """A group of demands does not fit: of the first demand without room, its role, the devices that must be on one
+    """A group of requests does not fit. Of the first request without room: its role, the devices that must be on one
     node, and the largest number that is free on one."""
 
-    def __init__(self, demand: Demand, free: int) -> None:
-        super().__init__(f"{demand.role}: {demand.each * demand.together} on one node, {free} free")
-        self.demand = demand
-        self.on_one_node = demand.each * demand.together
+    def __init__(self, request: DeviceRequest, free: int) -> None:
+        super().__init__(f"{request.role}: {request.each * request.together} on one node, {free} free")
+        self.request = request
+        self.on_one_node = request.each * request.together
         self.free = free
 
 
-def all_devices(nodes: Sequence[Node], unit: Unit) -> list[Device]:
+def all_devices(nodes: Sequence[Node], kind: DeviceKind) -> list[Device]:
     """Every device of the kind, in the order of the nodes."""
-    return [Device(node=at, slot=slot) for at, node in enumerate(nodes) for slot in range(node.count(unit))]
+    return [Device(node=at, slot=slot) for at, node in enumerate(nodes) for slot in range(node.count(kind))]
 
 
-def allocate(groups: Sequence[Sequence[Demand]], devices: Sequence[Device]) -> list[Seat]:
-    """The seat of every member.
+def allocate(groups: Sequence[Sequence[DeviceRequest]], devices: Sequence[Device]) -> list[MemberDevices]:
+    """The devices of every member.
 
-    groups: the demands of a group share devices, and no two groups do. Groups are served in their order, or where that
+    groups: the requests of a group share devices, and no two groups do. Groups are served in their order, or where that
     leaves none with enough devices on one node, the largest pieces first. Raises NoRoomError.
     """
     try:
         return _allocate_in_order(groups, devices)
     except NoRoomError:
-        by_size = sorted(groups, key=lambda group: -max(demand.each * demand.together for demand in group))
+        by_size = sorted(groups, key=lambda group: -max(request.each * request.together for request in group))
         return _allocate_in_order(by_size, devices)
 
 
-def _allocate_in_order(groups: Sequence[Sequence[Demand]], devices: Sequence[Device]) -> list[Seat]:
+def _allocate_in_order(groups: Sequence[Sequence[DeviceRequest]], devices: Sequence[Device]) -> list[MemberDevices]:
     free, on_node = list(devices), Counter[int]()
-    seats: list[Seat] = []
+    placed: list[MemberDevices] = []
     for group in groups:
-        widest = max(group, key=lambda demand: (demand.devices, demand.each * demand.together))
+        widest = max(group, key=lambda request: (request.devices, request.each * request.together))
         load = Counter[Device]()  # processes on each device of the group
         held: dict[str, list[tuple[Device, ...]]] = {}
-        for demand in (widest, *(demand for demand in group if demand is not widest)):
-            held[demand.role] = _place(demand, sorted(load) or free, load, on_node)
-            load.update(device for member in held[demand.role] for device in member)
-        for demand in group:
-            seats += _seats(demand.role, held[demand.role], load)
+        for request in (widest, *(request for request in group if request is not widest)):
+            held[request.role] = _place(request, sorted(load) or free, load, on_node)
+            load.update(device for member in held[request.role] for device in member)
+        for request in group:
+            placed += [
+                MemberDevices(
+                    role=request.role,
+                    index=index,
+                    devices=devices,
+                    share=share_of(max(load[device] for device in devices)),
+                )
+                for index, devices in enumerate(held[request.role])
+            ]
         free = [device for device in free if device not in load]
         on_node.update(device.node for device in load)
-    return seats
+    return placed
 
 
 def _place(
-    demand: Demand, devices: Sequence[Device], load: Mapping[Device, int], on_node: Mapping[int, int]
+    request: DeviceRequest, devices: Sequence[Device], load: Mapping[Device, int], on_node: Mapping[int, int]
 ) -> list[tuple[Device, ...]]:
     """The devices of each member: on the first node with room for those that belong together, or on that with the
     fewest devices in use (``on_node``), and there on the devices with the fewest processes (``load``)."""
-    needed, used, in_use = demand.each * demand.together, set[Device](), Counter(on_node)
+    needed, used, in_use = request.each * request.together, set[Device](), Counter(on_node)
     members: list[tuple[Device, ...]] = []
-    for _ in range(demand.members // demand.together):
+    for _ in range(request.members // request.together):
         rooms: dict[int, list[Device]] = {}
         for device in devices:
             if device not in used:
                 rooms.setdefault(device.node, []).append(device)
         fitting = [node for node, room in rooms.items() if len(room) >= needed]
         if not fitting:
-            raise NoRoomError(demand, max(map(len, rooms.values()), default=0))
-        evens = demand.spread or demand.together > 1
+            raise NoRoomError(request, max(map(len, rooms.values()), default=0))
+        evens = request.spread or request.together > 1
         node = min(fitting, key=lambda node: (in_use[node] if evens else 0, node))
         chosen = sorted(sorted(rooms[node], key=lambda device: (load.get(device, 0), device))[:needed])
         used.update(chosen)
         in_use[node] += needed
-        members += [tuple(chosen[at : at + demand.each]) for at in range(0, needed, demand.each)]
+        members += [tuple(chosen[at : at + request.each]) for at in range(0, needed, request.each)]
     return members
-
-
-def _seats(role: str, members: Iterable[tuple[Device, ...]], load: Mapping[Device, int]) -> list[Seat]:
-    return [
-        Seat(role=role, index=index, devices=devices, share=share_of(max(load[device] for device in devices)))
-        for index, devices in enumerate(members)
-    ]
 
 
 def share_of(tenants: int) -> float:

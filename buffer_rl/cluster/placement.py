@@ -19,8 +19,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from buffer_rl.cluster.devices import Device, Node, Seat, Unit
-from buffer_rl.cluster.requirements import Seating, seating
+from buffer_rl.cluster.devices import Device, DeviceKind, MemberDevices, Node
+from buffer_rl.cluster.requirements import DevicePlan, plan_devices
 from buffer_rl.errors import DeadlineError
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plan.layout import grouping
@@ -40,7 +40,7 @@ class BundleGroup:
     """A placement group: the bundles of one kind of device that a run reserves on one node."""
 
     node: Node
-    unit: Unit
+    kind: DeviceKind
     bundles: list[int] = field(default_factory=list)
     """Devices of each bundle."""
 
@@ -56,14 +56,18 @@ class Placement:
     notices: lines for the user about what was chosen. groups: what is reserved; empty where nothing is.
     """
 
-    def __init__(self, args: Args, nodes: Sequence[Node], chosen: Seating) -> None:
+    def __init__(self, args: Args, nodes: Sequence[Node], chosen: DevicePlan) -> None:
         self.notices = chosen.notices
         self.groups: list[BundleGroup] = []
         self._args = args
         self._nodes = list(nodes)
         self._has_gpus = any(node.gpus for node in nodes)
-        self._seats = {(seat.role, seat.index): (unit, seat) for unit, seats in chosen.seats.items() for seat in seats}
-        self._bundle_of: dict[tuple[Unit, Device], tuple[int, int]] = {}  # group and bundle of each device
+        self._members = {
+            (member.role, member.index): (kind, member)
+            for kind, members in chosen.members.items()
+            for member in members
+        }
+        self._bundle_of: dict[tuple[DeviceKind, Device], tuple[int, int]] = {}  # group and bundle of each device
         self._reserved: list[Any] = []
         self._gpu_ids: dict[Device, str] = {}
         self._make_groups()
@@ -74,7 +78,7 @@ class Placement:
 
         engines: whether the run generates. Raises ConfigError, with the arithmetic, where the options ask for more
         devices than ``nodes`` have."""
-        return cls(args, nodes, seating(args, nodes, engines=engines))
+        return cls(args, nodes, plan_devices(args, nodes, engines=engines))
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """The ``.options`` of the actor of a member: its CPUs and GPUs, where Ray starts it, and what its environment
@@ -83,16 +87,16 @@ class Placement:
         chosen: dict[str, Any] = dict(NO_DEVICE)
         computes = role not in ("rollout", ENGINE)  # with torch, on ``--num-train-threads`` (see ``prepare_torch``)
         environment: dict[str, str] = dict(self._args.train_env_vars) if computes else {}
-        if (found := self._seats.get((role, index))) is not None:
-            unit, seat = found
-            gone = bool(self._reserved) and is_node_gone(self._home(seat).node_id)
+        if (found := self._members.get((role, index))) is not None:
+            kind, member = found
+            gone = bool(self._reserved) and is_node_gone(self._home(member).node_id)
             if self._reserved and not gone:
-                chosen["scheduling_strategy"] = self._strategy(unit, seat.devices[0])
-            if len(seat.devices) == 1 or seat.share == 1.0:
-                amount = "num_gpus" if unit is Unit.GPU else "num_cpus"
-                chosen[amount] = seat.share if len(seat.devices) == 1 else len(seat.devices)
+                chosen["scheduling_strategy"] = self._strategy(kind, member.devices[0])
+            if len(member.devices) == 1 or member.share == 1.0:
+                amount = "num_gpus" if kind is DeviceKind.GPU else "num_cpus"
+                chosen[amount] = member.share if len(member.devices) == 1 else len(member.devices)
             elif not gone:  # Ray divides single devices only
-                environment |= self._visible_devices(seat)
+                environment |= self._visible_devices(member)
         elif (node := self._near(role, index)) is not None:
             chosen |= near(node.node_id)
         if computes and not (chosen["num_gpus"] or "CUDA_VISIBLE_DEVICES" in environment) and self._has_gpus:
@@ -101,14 +105,18 @@ class Placement:
 
     def node_of(self, role: str, index: int) -> Node | None:
         """The node of a member; None where Ray chooses it."""
-        found = self._seats.get((role, index))
+        found = self._members.get((role, index))
         return None if found is None else self._home(found[1])
 
     def describe(self) -> str:
         """A table: role, members, devices of each, node; a line for each role and node."""
         rows = Counter(
-            (role, f"{len(seat.devices)} {unit}" + (f" x {seat.share:g}" if seat.share < 1.0 else ""), self._home(seat))
-            for (role, _), (unit, seat) in self._seats.items()
+            (
+                role,
+                f"{len(member.devices)} {kind}" + (f" x {member.share:g}" if member.share < 1.0 else ""),
+                self._home(member),
+            )
+            for (role, _), (kind, member) in self._members.items()
         )
         lines = [("role", "members", "devices each", "node")]
         lines += [(role, str(members), devices, node.address) for (role, devices, node), members in rows.items()]
@@ -148,46 +156,46 @@ class Placement:
             with suppress(Exception):  # fault boundary: Ray itself may be gone
                 remove_placement_group(group)
 
-    def _home(self, seat: Seat) -> Node:
-        return self._nodes[seat.devices[0].node]
+    def _home(self, member: MemberDevices) -> Node:
+        return self._nodes[member.devices[0].node]
 
     def _make_groups(self) -> None:
         """A bundle for each device, or for all devices of a member that has several to itself; a group for each node
         and kind of device."""
-        at: dict[tuple[int, Unit], int] = {}
-        for unit, seat in self._seats.values():
-            pieces = [seat.devices] if seat.share == 1.0 else [(device,) for device in seat.devices]
+        at: dict[tuple[int, DeviceKind], int] = {}
+        for kind, member in self._members.values():
+            pieces = [member.devices] if member.share == 1.0 else [(device,) for device in member.devices]
             for devices in pieces:
-                if (unit, devices[0]) in self._bundle_of:
+                if (kind, devices[0]) in self._bundle_of:
                     continue
-                where = (devices[0].node, unit)
+                where = (devices[0].node, kind)
                 if where not in at:
                     at[where] = len(self.groups)
-                    self.groups.append(BundleGroup(node=self._nodes[devices[0].node], unit=unit))
+                    self.groups.append(BundleGroup(node=self._nodes[devices[0].node], kind=kind))
                 bundles = self.groups[at[where]].bundles
                 for device in devices:
-                    self._bundle_of[unit, device] = (at[where], len(bundles))
+                    self._bundle_of[kind, device] = (at[where], len(bundles))
                 bundles.append(len(devices))
 
     def _ask_gpu_ids(self) -> None:
         """Learn the ids of the devices of members that share several, which Ray does not set for them."""
         asked = {
-            device: self._strategy(unit, device)
-            for unit, seat in self._seats.values()
-            for device in seat.devices
-            if unit is Unit.GPU and len(seat.devices) > 1 and seat.share < 1.0
+            device: self._strategy(kind, device)
+            for kind, member in self._members.values()
+            for device in member.devices
+            if kind is DeviceKind.GPU and len(member.devices) > 1 and member.share < 1.0
         }
         ask = cast(Any, ray.remote)(num_cpus=0, num_gpus=1, max_retries=0)(_gpu_id)
         answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in asked.values()]
         found = ray.get(answers, timeout=self._args.placement_timeout_s)
         self._gpu_ids = dict(zip(asked, found, strict=True))
 
-    def _strategy(self, unit: Unit, device: Device) -> PlacementGroupSchedulingStrategy:
-        group, bundle = self._bundle_of[unit, device]
+    def _strategy(self, kind: DeviceKind, device: Device) -> PlacementGroupSchedulingStrategy:
+        group, bundle = self._bundle_of[kind, device]
         return PlacementGroupSchedulingStrategy(self._reserved[group], placement_group_bundle_index=bundle)
 
-    def _visible_devices(self, seat: Seat) -> dict[str, str]:
-        ids = ",".join(self._gpu_ids[device] for device in seat.devices if device in self._gpu_ids)
+    def _visible_devices(self, member: MemberDevices) -> dict[str, str]:
+        ids = ",".join(self._gpu_ids[device] for device in member.devices if device in self._gpu_ids)
         return {"CUDA_VISIBLE_DEVICES": ids, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} if ids else {}
 
     def _near(self, role: str, index: int) -> Node | None:
@@ -199,18 +207,18 @@ class Placement:
         if chosen := [node for address in named for node in self._nodes if node.address == address]:
             return chosen[index % len(chosen)]
         ranks = grouping(self._args.num_rollout_workers, self._args.num_train_ranks)
-        return next((self.node_of(ACTOR, rank) for rank, units in ranks.items() if index in units), None)
+        return next((self.node_of(ACTOR, rank) for rank, workers in ranks.items() if index in workers), None)
 
 
 def _reserve(group: BundleGroup) -> Any:
-    bundles = [{group.unit.value: float(devices)} for devices in group.bundles]
+    bundles = [{group.kind.value: float(devices)} for devices in group.bundles]
     labels = [{NODE_LABEL: group.node.node_id} for _ in bundles]
     return placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
 
 
 def _not_free(group: BundleGroup, timeout_s: float) -> DeadlineError:
     wanted = sum(group.bundles)
-    devices, are = (f"{wanted} {group.unit}s", "are") if wanted > 1 else (f"1 {group.unit}", "is")
+    devices, are = (f"{wanted} {group.kind}s", "are") if wanted > 1 else (f"1 {group.kind}", "is")
     return DeadlineError(
         f"{devices} of the node {group.node.address} {are} not free after {timeout_s:g} s",
         where="the placement of the run",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from buffer_rl.cluster.devices import Demand, Node, NoRoomError, Seat, Unit, all_devices, allocate
+from buffer_rl.cluster.devices import DeviceKind, DeviceRequest, MemberDevices, Node, NoRoomError, all_devices, allocate
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import uses_critic
@@ -28,14 +28,14 @@ WITH_CRITIC = ("reward",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seating:
-    """The seats of a run by kind of device, and lines for the user about what was chosen."""
+class DevicePlan:
+    """The devices of all members of a run, by their kind, and lines for the user about what was chosen."""
 
-    seats: dict[Unit, list[Seat]]
+    members: dict[DeviceKind, list[MemberDevices]]
     notices: list[str]
 
 
-def seating(args: Args, nodes: Sequence[Node], *, engines: bool) -> Seating:
+def plan_devices(args: Args, nodes: Sequence[Node], *, engines: bool) -> DevicePlan:
     """Which devices of ``nodes`` each member of each role gets.
 
     GPUs first: ranks have one each where ``--train-device`` allows it and there are enough, and so do the workers of
@@ -56,17 +56,17 @@ def seating(args: Args, nodes: Sequence[Node], *, engines: bool) -> Seating:
     if (most := args.num_gpus_per_node) is not None:
         nodes = [replace(node, gpus=min(node.gpus, most)) for node in nodes]
     gpus = sum(node.gpus for node in nodes)
-    trainers = _trainer_demands(args)
+    trainers = _trainer_requests(args)
     notices = [f"--rollout-worker-nodes: there is no node {address} (any more)" for address in missing]
-    unit = Unit.GPU if _trains_on_gpu(args, gpus, trainers, notices) else Unit.CPU
-    demands: dict[Unit, list[Demand]] = {Unit.GPU: [], Unit.CPU: []}
-    demands[unit] += [*trainers, *_role_demands(args)]
+    kind = DeviceKind.GPU if _trains_on_gpu(args, gpus, trainers, notices) else DeviceKind.CPU
+    requests: dict[DeviceKind, list[DeviceRequest]] = {DeviceKind.GPU: [], DeviceKind.CPU: []}
+    requests[kind] += [*trainers, *_role_requests(args)]
     if engines and not args.engine_urls:
-        demands[_engine_unit(args, gpus)].append(_engine_demand(args, _engine_unit(args, gpus)))
-    seats = {Unit.GPU: _gpu_seats(args, nodes, demands[Unit.GPU]), Unit.CPU: []}
+        requests[_engine_kind(args, gpus)].append(_engine_request(args, _engine_kind(args, gpus)))
+    members = {DeviceKind.GPU: _place_on_gpus(args, nodes, requests[DeviceKind.GPU]), DeviceKind.CPU: []}
     if len(nodes) > 1:
-        seats[Unit.CPU] = _cpu_seats(args, nodes, demands[Unit.CPU], notices)
-    return Seating(seats=seats, notices=notices)
+        members[DeviceKind.CPU] = _place_on_cpus(args, nodes, requests[DeviceKind.CPU], notices)
+    return DevicePlan(members=members, notices=notices)
 
 
 def counts_devices(args: Args) -> bool:
@@ -75,17 +75,17 @@ def counts_devices(args: Args) -> bool:
     return any(value is not None for value in asked)
 
 
-def _trainer_demands(args: Args) -> list[Demand]:
+def _trainer_requests(args: Args) -> list[DeviceRequest]:
     if args.debug_rollout_only:
         return []
     ranks, together = args.num_train_ranks, 1
     if args.actor_num_nodes is not None or args.actor_num_gpus_per_node is not None:
         together = ranks // (args.actor_num_nodes or 1)
     roles = [ACTOR, CRITIC] if uses_critic(args) and args.num_rollout != 0 else [ACTOR]
-    return [Demand(role=role, members=ranks, together=together) for role in roles]
+    return [DeviceRequest(role=role, members=ranks, together=together) for role in roles]
 
 
-def _role_demands(args: Args) -> list[Demand]:
+def _role_requests(args: Args) -> list[DeviceRequest]:
     """Of the workers of roles with a model, and of the roles of ``--resource`` that have devices."""
     trains = not args.debug_rollout_only and args.num_rollout != 0
     counts = {
@@ -94,58 +94,58 @@ def _role_demands(args: Args) -> list[Demand]:
         if count and PLACED[role].model and (trains or PLACED[role].called_by)
     }
     replicas = replicas_of(args)
-    demands = [Demand(role=role, members=n) for role, n in counts.items() if replicas.get(role, (1, 1))[1]]
-    demands += [
-        Demand(role=role, members=members, each=each)
+    requests = [DeviceRequest(role=role, members=n) for role, n in counts.items() if replicas.get(role, (1, 1))[1]]
+    requests += [
+        DeviceRequest(role=role, members=members, each=each)
         for role, (members, each) in roles_in_resource(args).items()
         if each and trains
     ]
-    for fused in (text.split("+") for text in args.fuse_roles):  # of one process: the largest demand is that of all
+    for fused in (text.split("+") for text in args.fuse_roles):  # of one process: the largest request is that of all
         largest = max(
-            (demand for demand in demands if demand.role in fused), key=lambda demand: demand.each, default=None
+            (request for request in requests if request.role in fused), key=lambda request: request.each, default=None
         )
-        demands = [demand for demand in demands if demand.role not in fused or demand is largest]
-    return demands
+        requests = [request for request in requests if request.role not in fused or request is largest]
+    return requests
 
 
-def _engine_demand(args: Args, unit: Unit) -> Demand:
-    each = args.rollout_num_gpus_per_engine if unit is Unit.GPU else 1
+def _engine_request(args: Args, kind: DeviceKind) -> DeviceRequest:
+    each = args.rollout_num_gpus_per_engine if kind is DeviceKind.GPU else 1
     if each > 1 and args.rollout_engine == "embedded":
         raise ConfigError(
             f"the embedded engine computes on one GPU, and {each} are asked for",
             where="--rollout-num-gpus-per-engine",
             expected="1, or another --rollout-engine",
         )
-    return Demand(role=ENGINE, members=args.rollout_num_engines, each=each)
+    return DeviceRequest(role=ENGINE, members=args.rollout_num_engines, each=each)
 
 
-def _engine_unit(args: Args, gpus: int) -> Unit:
-    return Unit.CPU if args.engine_device == "cpu" or not gpus else Unit.GPU
+def _engine_kind(args: Args, gpus: int) -> DeviceKind:
+    return DeviceKind.CPU if args.engine_device == "cpu" or not gpus else DeviceKind.GPU
 
 
-def _trains_on_gpu(args: Args, gpus: int, trainers: Sequence[Demand], notices: list[str]) -> bool:
+def _trains_on_gpu(args: Args, gpus: int, trainers: Sequence[DeviceRequest], notices: list[str]) -> bool:
     if args.train_device != "auto" or not trainers:
         return bool(args.train_device == "cuda" or (gpus and args.train_device != "cpu"))
-    members = [demand.members for demand in trainers]
+    members = [request.members for request in trainers]
     wanted = max(members) if args.colocate else sum(members)
     if gpus and (gpus >= wanted or _share_the_only_one(trainers, gpus) or counts_devices(args)):
         return True
     if gpus or counts_devices(args):
         there = f"there {'is' if gpus == 1 else 'are'} {_count(gpus, 'GPU')}" if gpus else "there is no GPU"
-        text = _joined([demand_text(args, demand, Unit.GPU) for demand in trainers])
+        text = _joined([request_text(args, request, DeviceKind.GPU) for request in trainers])
         notices.append(f"{there} for {text}: they compute on the CPU (--train-device auto)")
     return False
 
 
-def _share_the_only_one(trainers: Sequence[Demand], gpus: int) -> bool:
+def _share_the_only_one(trainers: Sequence[DeviceRequest], gpus: int) -> bool:
     """Whether a policy and a critic of one rank each share the only GPU. With more ranks, two of a role could meet on
     it, which the collectives between them do not allow."""
-    return gpus == 1 and all(demand.members == 1 for demand in trainers)
+    return gpus == 1 and all(request.members == 1 for request in trainers)
 
 
-def _gpu_seats(args: Args, nodes: Sequence[Node], demands: Sequence[Demand]) -> list[Seat]:
-    devices = all_devices(nodes, Unit.GPU)
-    groups = _groups(args, demands, len(devices))
+def _place_on_gpus(args: Args, nodes: Sequence[Node], requests: Sequence[DeviceRequest]) -> list[MemberDevices]:
+    devices = all_devices(nodes, DeviceKind.GPU)
+    groups = _groups(args, requests, len(devices))
     engines_counted = args.rollout_num_gpus is not None or ENGINE in replicas_of(args) or args.colocate
     if not engines_counted:
         try:
@@ -155,40 +155,46 @@ def _gpu_seats(args: Args, nodes: Sequence[Node], demands: Sequence[Demand]) -> 
     try:
         return allocate(groups, devices)
     except NoRoomError as error:
-        raise too_few(args, nodes, groups, error, Unit.GPU) from error
+        raise too_few(args, nodes, groups, error, DeviceKind.GPU) from error
 
 
-def _cpu_seats(args: Args, nodes: Sequence[Node], demands: Sequence[Demand], notices: list[str]) -> list[Seat]:
+def _place_on_cpus(
+    args: Args, nodes: Sequence[Node], requests: Sequence[DeviceRequest], notices: list[str]
+) -> list[MemberDevices]:
     """On the CPUs of several nodes: ranks together, others where the fewest are."""
     spread = [
-        demand if demand.role in (ACTOR, CRITIC) else Demand(role=demand.role, members=demand.members, spread=True)
-        for demand in demands
+        request
+        if request.role in (ACTOR, CRITIC)
+        else DeviceRequest(role=request.role, members=request.members, spread=True)
+        for request in requests
     ]
     groups = _groups(args, spread, 0)
     try:
-        return allocate(groups, all_devices(nodes, Unit.CPU))
+        return allocate(groups, all_devices(nodes, DeviceKind.CPU))
     except NoRoomError as error:
         if counts_devices(args):
-            raise too_few(args, nodes, groups, error, Unit.CPU) from error
-        notices.append(f"{too_few(args, nodes, groups, error, Unit.CPU).what}: Ray chooses the nodes of the processes")
+            raise too_few(args, nodes, groups, error, DeviceKind.CPU) from error
+        notices.append(
+            f"{too_few(args, nodes, groups, error, DeviceKind.CPU).what}: Ray chooses the nodes of the processes"
+        )
         return []
 
 
-def _groups(args: Args, demands: Sequence[Demand], gpus: int) -> list[list[Demand]]:
-    """The demands, those that share devices in one list."""
+def _groups(args: Args, requests: Sequence[DeviceRequest], gpus: int) -> list[list[DeviceRequest]]:
+    """The requests, those that share devices in one list."""
     if args.colocate:
-        return [list(demands)] if demands else []
+        return [list(requests)] if requests else []
     leader: dict[str, str] = {}
     if args.colocate_actor_ref:
         leader |= dict.fromkeys(WITH_ACTOR, ACTOR)
     if args.colocate_critic_reward:
         leader |= dict.fromkeys(WITH_CRITIC, CRITIC)
-    trainers = [demand for demand in demands if demand.role in (ACTOR, CRITIC)]
+    trainers = [request for request in requests if request.role in (ACTOR, CRITIC)]
     if len(trainers) == 2 and _share_the_only_one(trainers, gpus):
         leader[CRITIC] = ACTOR
-    groups: dict[str, list[Demand]] = {}
-    for demand in demands:
-        groups.setdefault(leader.get(demand.role, demand.role), []).append(demand)
+    groups: dict[str, list[DeviceRequest]] = {}
+    for request in requests:
+        groups.setdefault(leader.get(request.role, request.role), []).append(request)
     return list(groups.values())
 
 
@@ -196,53 +202,55 @@ def _groups(args: Args, demands: Sequence[Demand], gpus: int) -> list[list[Deman
 
 
 def too_few(
-    args: Args, nodes: Sequence[Node], groups: Sequence[Sequence[Demand]], error: NoRoomError, unit: Unit
+    args: Args, nodes: Sequence[Node], groups: Sequence[Sequence[DeviceRequest]], error: NoRoomError, kind: DeviceKind
 ) -> ConfigError:
-    """The error for demands without room, with the arithmetic."""
-    wanted = sum(max(demand.devices for demand in group) for group in groups)
-    name = "GPU" if unit is Unit.GPU else "CPU"
-    needs = _joined([" together with ".join(demand_text(args, demand, unit) for demand in group) for group in groups])
-    verb = "needs" if len(groups) == 1 and sum(demand.members for demand in groups[0]) == 1 else "need"
-    there, found = _found(args, nodes, unit)
+    """The error for requests without room, with the arithmetic."""
+    wanted = sum(max(request.devices for request in group) for group in groups)
+    name = "GPU" if kind is DeviceKind.GPU else "CPU"
+    needs = _joined(
+        [" together with ".join(request_text(args, request, kind) for request in group) for group in groups]
+    )
+    verb = "needs" if len(groups) == 1 and sum(request.members for request in groups[0]) == 1 else "need"
+    there, found = _found(args, nodes, kind)
     what = f"{needs} {verb} {_count(wanted, name)}; {there}"
     if wanted <= found:
-        piece, one = demand_text(args, error.demand, unit), "needs" if error.demand.members == 1 else "need"
+        piece, one = request_text(args, error.request, kind), "needs" if error.request.members == 1 else "need"
         what += f", of which {piece} {one} {error.on_one_node} on one node, and at most {error.free} are left on one"
-    flags = dict.fromkeys(flag for group in groups for demand in group for flag in _flags(args, demand.role))
+    flags = dict.fromkeys(flag for group in groups for request in group for flag in _flags(args, request.role))
     of_role = any(flag_of(row.workers) in flags for row in DEDICATED.values())
     lower = "lower them (without processes of its own, a role's work is the trainer's)" if of_role else "lower them"
     share = ", or share with --colocate"
-    if unit is Unit.GPU:
+    if kind is DeviceKind.GPU:
         share = ", share with --colocate, or compute on the CPU with --train-device cpu"
     return ConfigError(what, where=", ".join(flags), hint=lower + share)
 
 
-def demand_text(args: Args, demand: Demand, unit: Unit) -> str:
+def request_text(args: Args, request: DeviceRequest, kind: DeviceKind) -> str:
     """``8 trainer ranks (1 node x 8 GPUs)``, ``2 engines x 4 GPUs``, ``1 process of ref``."""
-    members = demand.members
-    if demand.role in (ACTOR, CRITIC):
-        ranks = _count(members, "trainer rank" if demand.role == ACTOR else "critic rank")
-        if demand.together == 1 and not args.actor_num_nodes:
+    members = request.members
+    if request.role in (ACTOR, CRITIC):
+        ranks = _count(members, "trainer rank" if request.role == ACTOR else "critic rank")
+        if request.together == 1 and not args.actor_num_nodes:
             return ranks
-        return f"{ranks} ({_count(members // demand.together, 'node')} x {_count(demand.together, unit.value)})"
-    what = _count(members, "engine") if demand.role == ENGINE else f"{_count(members, 'process')} of {demand.role}"
-    return what if demand.each == 1 else f"{what} x {_count(demand.each, unit.value)}"
+        return f"{ranks} ({_count(members // request.together, 'node')} x {_count(request.together, kind.value)})"
+    what = _count(members, "engine") if request.role == ENGINE else f"{_count(members, 'process')} of {request.role}"
+    return what if request.each == 1 else f"{what} x {_count(request.each, kind.value)}"
 
 
-def _found(args: Args, nodes: Sequence[Node], unit: Unit) -> tuple[str, int]:
+def _found(args: Args, nodes: Sequence[Node], kind: DeviceKind) -> tuple[str, int]:
     """What the cluster has, in words, and the sum."""
-    counts = [node.count(unit) for node in nodes if node.count(unit)]
+    counts = [node.count(kind) for node in nodes if node.count(kind)]
     total = sum(counts)
     if not counts or args.ray_address is None:
         here = "this machine" if args.ray_address is None else "the cluster"
-        there = f"{here} has {_count(total, unit.value) if total else f'no {unit}'}"
+        there = f"{here} has {_count(total, kind.value) if total else f'no {kind}'}"
     elif len(counts) == 1:
-        there = f"the cluster has 1 node with {_count(total, unit.value)}"
+        there = f"the cluster has 1 node with {_count(total, kind.value)}"
     elif len(set(counts)) == 1:
-        there = f"the cluster has {len(counts)} nodes with {_count(counts[0], unit.value)} each = {total}"
+        there = f"the cluster has {len(counts)} nodes with {_count(counts[0], kind.value)} each = {total}"
     else:
-        there = f"the cluster has {len(counts)} nodes with {' + '.join(map(str, counts))} = {total} {unit}s"
-    if unit is Unit.GPU and args.num_gpus_per_node is not None:
+        there = f"the cluster has {len(counts)} nodes with {' + '.join(map(str, counts))} = {total} {kind}s"
+    if kind is DeviceKind.GPU and args.num_gpus_per_node is not None:
         there += f" (--num-gpus-per-node {args.num_gpus_per_node})"
     return there, total
 

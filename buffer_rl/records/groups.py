@@ -38,6 +38,13 @@ class SampleGroup(Sequence[Sample]):
     data_set names the evaluation set that the group comes from; it is empty for training groups.
     sampling_params: what that set says about sampling, under the names of SGLang's protocol; it is stronger than the
     options. rm_type: the registered reward that the set's configuration, and no row, names; empty where it names none.
+
+    Example:
+        uid = GroupUid(source="5c1f0a9be3d2", row=17, epoch=0)
+        samples = [Sample(uid=uid, sample_index=index, prompt="2 + 3 =", label="5") for index in range(2)]
+        group = SampleGroup(uid=uid, samples=samples, attempt=1, incarnation="1-9f2c")
+        group[0].tokens, group[0].response, group[0].response_length = [5, 8, 6, 9, 1], "5", 2
+        group[0].reward, group[0].status = 1.0, Status.COMPLETED
     """
 
     uid: GroupUid = NO_UID
@@ -116,6 +123,10 @@ class Ticket:
     keeps_tokens: a group that is given back keeps what was generated of it so far.
     worker: number of the rollout worker; that of one that goes on where another died, or makes it again, is greater.
     The Buffer refuses calls of an earlier one.
+
+    Example:
+        ticket = Ticket(rollout_id=7, evaluation=False, num_groups=2, version=7, incarnation="1-9f2c", max_staleness=0)
+        assert ticket.task == "train_7"  # two groups, whose trained tokens are all of weights of version 7
     """
 
     rollout_id: int
@@ -156,6 +167,12 @@ class RolloutOutput:
 
     groups: finished groups that were not yet reported with ``buffer.finish``; may be empty.
     metrics: flat numbers, logged under ``rollout/``.
+
+    Example:
+        uid = GroupUid(source="5c1f0a9be3d2", row=17, epoch=0)
+        sample = Sample(uid=uid, prompt="2 + 3 =", tokens=[5, 8, 6, 9, 1], response="5", response_length=2)
+        sample.reward, sample.status, sample.weight_versions = 1.0, Status.COMPLETED, [VersionSpan(7, 0, 2)]
+        RolloutOutput(groups=[SampleGroup(uid=uid, samples=[sample])], metrics={"mean_turns": 1.0})
     """
 
     groups: list[SampleGroup] = field(default_factory=list)
@@ -195,6 +212,16 @@ class TrainBatch:
         under ``--replay-kept-tokens``: see ``Sample.rollout_kept_tokens``;
         ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's
         sample over all its parts, and how many these are, written by the Buffer.
+
+    Example:
+        uid = GroupUid(source="5c1f0a9be3d2", row=17, epoch=0)
+        columns = {  # two rows, with a prompt of two tokens and responses of two tokens and of one
+            "tokens": [np.array([5, 8, 9, 1], dtype=np.int32), np.array([5, 8, 7], dtype=np.int32)],
+            "response_length": np.array([2, 1], dtype=np.int32),
+            "loss_mask": [np.ones(2, dtype=np.float32), np.ones(1, dtype=np.float32)],
+            "reward": np.array([0.5, -0.5], dtype=np.float32),
+        }
+        TrainBatch(rollout_id=7, task="train_7", row_ids=[RowId(uid, 0), RowId(uid, 1)], columns=columns)
     """
 
     rollout_id: int
@@ -242,6 +269,11 @@ class Topology:
         tensor rank 0, context rank 0).
     in_step: a forward pass has a collective over replicas. All replicas then get their rows together, perhaps none, as
         often as each other; how many micro-batches each makes of them they agree on themselves.
+
+    Example:
+        # Four ranks: two replicas of two pipeline stages each. Rank 1 is the source.
+        places = [Topology(dp_rank=rank // 2, dp_size=2, is_head=rank % 2 == 1) for rank in range(4)]
+        assert [place.is_source for place in places] == [False, True, False, False]
     """
 
     dp_rank: int

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from buffer_rl.cluster.devices import Node
-from buffer_rl.cluster.requirements import counts_devices, seating
+from buffer_rl.cluster.requirements import counts_devices, plan_devices
 from buffer_rl.driver.folders import check_lineage
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.files.checkpoint import make_folder, read_manifest
@@ -100,7 +100,7 @@ def check_devices(args: Args) -> None:
             hint="nvidia-smi shows the devices; 'auto' takes one where there is one",
         )
     here = Node(node_id="", address="127.0.0.1", gpus=torch.cuda.device_count())
-    seating(args, [here], engines=not train_only(args))
+    plan_devices(args, [here], engines=not train_only(args))
 
 
 def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:

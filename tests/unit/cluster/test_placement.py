@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.cluster.devices import Node, Unit
+from buffer_rl.cluster.devices import DeviceKind, Node
 from buffer_rl.cluster.placement import Placement
-from buffer_rl.cluster.requirements import seating
+from buffer_rl.cluster.requirements import plan_devices
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose
 from buffer_rl.plan.counts import with_counts
@@ -33,11 +33,13 @@ def nodes(*gpus: int, cpus: int = 8) -> list[Node]:
     return [Node(node_id=f"{i:056x}", address=f"10.0.0.{i + 2}", cpus=cpus, gpus=count) for i, count in enumerate(gpus)]
 
 
-def places(where: list[Node], unit: Unit = Unit.GPU, **given: Any) -> dict[str, list[Place]]:
+def places(where: list[Node], kind: DeviceKind = DeviceKind.GPU, **given: Any) -> dict[str, list[Place]]:
     """Node and slots of each member of each role."""
     found: dict[str, list[Place]] = {}
-    for seat in seating(options(**given), where, engines=True).seats[unit]:
-        found.setdefault(seat.role, []).append((seat.devices[0].node, tuple(device.slot for device in seat.devices)))
+    for member in plan_devices(options(**given), where, engines=True).members[kind]:
+        found.setdefault(member.role, []).append(
+            (member.devices[0].node, tuple(device.slot for device in member.devices))
+        )
     return found
 
 
@@ -83,11 +85,11 @@ def test_a_part_of_a_pool_is_divided_again() -> None:
 def test_four_roles_of_one_pool_have_a_quarter_of_every_device() -> None:
     resource = {"actor": [1, 8], "rollout": [1, 8], "genrm": [8, 1], "reference": [1, 8]}
     args = options(**JUDGED, colocate=True, resource=resource)
-    chosen = seating(args, nodes(8), engines=True).seats[Unit.GPU]
-    assert {(seat.role, seat.devices[0].slot) for seat in chosen} == {
+    chosen = plan_devices(args, nodes(8), engines=True).members[DeviceKind.GPU]
+    assert {(member.role, member.devices[0].slot) for member in chosen} == {
         (role, slot) for role in ("train", "engine", "reward", "ref") for slot in range(8)
     }
-    assert {seat.share for seat in chosen} == {0.25}
+    assert {member.share for member in chosen} == {0.25}
 
 
 def test_roles_of_half_a_shared_pool_sit_side_by_side() -> None:
@@ -126,9 +128,9 @@ def test_a_run_takes_no_more_of_a_node_than_it_may() -> None:
 
 
 def test_on_several_nodes_without_gpus_ranks_and_engines_have_a_cpu_each_on_different_nodes() -> None:
-    found = places(nodes(0, 0, 0, cpus=1), Unit.CPU, **JOINED, rollout_num_engines=2)
+    found = places(nodes(0, 0, 0, cpus=1), DeviceKind.CPU, **JOINED, rollout_num_engines=2)
     assert found == {"train": singles(0, 0), "engine": [*singles(1, 0), *singles(2, 0)]}
-    roomy = places(nodes(0, 0, 0, cpus=8), Unit.CPU, **JOINED, num_train_ranks=2, rollout_num_engines=3)
+    roomy = places(nodes(0, 0, 0, cpus=8), DeviceKind.CPU, **JOINED, num_train_ranks=2, rollout_num_engines=3)
     assert roomy["train"] == singles(0, 0, 1)
     assert [node for node, _ in roomy["engine"]] == [1, 2, 1]
 
@@ -182,7 +184,7 @@ def test_engines_have_gpus_that_are_left_and_are_refused_none_that_are_counted()
 
 def test_a_fall_back_to_the_cpu_is_said() -> None:
     def notices(found: int, **given: Any) -> list[str]:
-        return seating(options(**given), nodes(found), engines=True).notices
+        return plan_devices(options(**given), nodes(found), engines=True).notices
 
     assert notices(3, num_train_ranks=4) == [
         "there are 3 GPUs for 4 trainer ranks: they compute on the CPU (--train-device auto)"
@@ -328,12 +330,12 @@ def test_fused_roles_have_the_devices_of_the_one_that_needs_most() -> None:
 def test_the_embedded_engine_is_refused_a_second_gpu() -> None:
     with pytest.raises(ConfigError, match="--rollout-num-gpus-per-engine: the embedded engine computes on one GPU"):
         places(nodes(8), rollout_num_gpus_per_engine=2)
-    assert places(nodes(0, 0), Unit.CPU, **JOINED, rollout_num_gpus_per_engine=2)["engine"] == singles(1, 0)
+    assert places(nodes(0, 0), DeviceKind.CPU, **JOINED, rollout_num_gpus_per_engine=2)["engine"] == singles(1, 0)
 
 
 def test_cpus_that_nobody_counted_are_left_to_ray() -> None:
-    chosen = seating(options(**JOINED, rollout_num_engines=2), nodes(0, 0, cpus=1), engines=True)
-    assert chosen.seats == {Unit.GPU: [], Unit.CPU: []}
+    chosen = plan_devices(options(**JOINED, rollout_num_engines=2), nodes(0, 0, cpus=1), engines=True)
+    assert chosen.members == {DeviceKind.GPU: [], DeviceKind.CPU: []}
     assert chosen.notices == [
         "1 trainer rank and 2 engines need 3 CPUs; the cluster has 2 nodes with 1 CPU each = 2: "
         "Ray chooses the nodes of the processes"
@@ -352,7 +354,7 @@ def test_cpus_that_nobody_counted_are_left_to_ray() -> None:
     judges=st.none() | st.tuples(st.integers(1, 3), st.integers(1, 2)),
     flags=st.sets(st.sampled_from(["colocate", "colocate_actor_ref", "use_critic", "colocate_critic_reward"])),
 )
-def test_every_layout_gives_each_member_one_seat_and_no_device_away_twice(
+def test_every_layout_gives_each_member_devices_once_and_no_device_away_twice(
     gpus: list[int],
     actor: tuple[int, int],
     engines: tuple[int, int],
@@ -369,22 +371,22 @@ def test_every_layout_gives_each_member_one_seat_and_no_device_away_twice(
         placement = Placement.of(args, nodes(*gpus))
     except ConfigError:
         return
-    unit = Unit.GPU if sum(gpus) else Unit.CPU
-    seats = seating(args, nodes(*gpus), engines=True).seats[unit]
-    if not seats:
-        assert len(gpus) == 1 or unit is Unit.CPU
+    kind = DeviceKind.GPU if sum(gpus) else DeviceKind.CPU
+    members = plan_devices(args, nodes(*gpus), engines=True).members[kind]
+    if not members:
+        assert len(gpus) == 1 or kind is DeviceKind.CPU
         return
-    members = {"train": actor[0] * actor[1], "engine": engines[0], "ref": refs, "judge": (judges or (0, 0))[0]}
-    members["critic"] = members["train"] * ("use_critic" in flags)
-    assert Counter(seat.role for seat in seats) == Counter({role: count for role, count in members.items() if count})
-    assert len({(seat.role, seat.index) for seat in seats}) == len(seats)
+    counts = {"train": actor[0] * actor[1], "engine": engines[0], "ref": refs, "judge": (judges or (0, 0))[0]}
+    counts["critic"] = counts["train"] * ("use_critic" in flags)
+    assert Counter(member.role for member in members) == Counter({role: n for role, n in counts.items() if n})
+    assert len({(member.role, member.index) for member in members}) == len(members)
     held: Counter[Any] = Counter()
-    for seat in seats:
-        assert len({device.node for device in seat.devices}) == 1
-        assert len(set(seat.devices)) == len(seat.devices)
-        held.update(dict.fromkeys(seat.devices, seat.share))
+    for member in members:
+        assert len({device.node for device in member.devices}) == 1
+        assert len(set(member.devices)) == len(member.devices)
+        held.update(dict.fromkeys(member.devices, member.share))
     assert max(held.values()) <= 1
-    ranks = [seat.devices[0].node for seat in seats if seat.role == "train"]
-    if unit is Unit.GPU:
+    ranks = [member.devices[0].node for member in members if member.role == "train"]
+    if kind is DeviceKind.GPU:
         assert all(len(set(ranks[at : at + actor[1]])) == 1 for at in range(0, len(ranks), actor[1]))
     assert sum(sum(group.bundles) for group in placement.groups) == len(held)
