@@ -143,10 +143,11 @@ class ReadRequest:
     are made for all replicas.
 
     Example:
-        sampled = frozenset({"tokens", "response_length"})
-        added = frozenset({"ref_log_probs"})
         # The second replica of two asks for its fourth deal: whole groups of at most 8 rows, or one larger group.
-        ReadRequest(reader="ref_log_probs", fields=sampled, produces=added, num_rows=8, replica=1, num_replicas=2, deal=3)
+        ReadRequest(
+            reader="ref_log_probs", fields=frozenset({"tokens"}), produces=frozenset({"ref_log_probs"}),
+            num_rows=8, replica=1, num_replicas=2, deal=3,
+        )
     """
 
     reader: str
