@@ -1,25 +1,61 @@
 """Import names of packages that are not installed, which a plugin provides for code that was written for them.
 
-An entry point of the group ``buffer_rl.import_names`` says which: its name is the top-level package, its value a
-package whose files are loaded under that name. A finder is put on ``sys.meta_path`` only once a plugin's code asks for
-the name and nothing else has it, or ``-p NAME`` does.
+An entry point of the group ``buffer_rl.import_names`` says which: its name is the top-level package, its value names a
+``NameTable``. A finder, which makes the modules of the table, is put on ``sys.meta_path`` only once a plugin's code
+asks for the name and nothing else has it, or ``-p NAME`` does.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from buffer_rl.plugin.calls import plugin_error
+from buffer_rl.plugin.calls import contained, error_name, plugin_error
 from buffer_rl.plugin.entry_points import EntryPointInfo, EntryPoints
 from buffer_rl.plugin.reference import find_module
 from buffer_rl.plugin.shipping import imports_of
 
 KIND = "import_names"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameTable:
+    """The modules of a package, and where what they name is.
+
+    modules: by the dotted name below the package, which is "" itself: the modules that have the names, each with a
+    text as after ``import``. absent: what is in place of names that cannot be had, by ``module.name``. page: what to
+    read about all others.
+
+    Example:
+        NameTable(
+            modules={"": {}, "utils": {}, "utils.types": {"buffer_rl.records.groups": "Sample, SampleGroup as Group"}},
+            absent={"utils.types.Actor": "the driver starts the trainer"},
+            page="docs/coming_from_there.md",
+        )
+    """
+
+    modules: Mapping[str, Mapping[str, str]]
+    absent: Mapping[str, str] = field(default_factory=dict)
+    page: str = ""
+
+    def names_of(self, module: str) -> dict[str, tuple[str, str]]:
+        """Of each name in a module, the module that has it and its name there."""
+        found: dict[str, tuple[str, str]] = {}
+        for where, names in self.modules[module].items():
+            for name in names.split(","):
+                there, _, here = name.strip().partition(" as ")
+                found[here or there] = where, there
+        return found
+
+    def is_package(self, module: str) -> bool:
+        """Whether other modules of the table are in it."""
+        return any(other.startswith(f"{module}.") if module else other for other in self.modules)
 
 
 class ImportNames:
@@ -40,7 +76,7 @@ class ImportNames:
         if loaded is not None and not is_provided(loaded):
             file = getattr(loaded, "__file__", None)
             raise plugin_error(None, name, f"the package {name!r} is loaded already, from {file}")
-        _install(name, self._folder(entry), first=True)
+        _install(entry)
         return True
 
     def provide_for(self, file: str) -> None:
@@ -60,12 +96,12 @@ class ImportNames:
         provided = False
         for root in {name.partition(".")[0] for name in names}:
             entry = self._entry(root)
-            found = None if entry is None else find_module(root, self._folders)
+            found = None if entry is None or _finder_of(root) else find_module(root, self._folders)
             if entry is None or (found is not None and found.file):
                 continue
             if found is not None:  # a folder of that name, such as a checkout, which Python takes for a package
                 sys.modules.pop(root, None)
-            _install(root, self._folder(entry), first=found is not None)
+            _install(entry)
             provided = True
         return provided
 
@@ -77,54 +113,89 @@ class ImportNames:
     def _entry(self, name: str) -> EntryPointInfo | None:
         return next((entry for entry in self._entry_points.usable(KIND) if entry.name == name), None)
 
-    def _folder(self, entry: EntryPointInfo) -> str:
-        found = find_module(entry.value, self._folders)
-        if found is None or not found.folders:
-            raise plugin_error(None, entry.name, f"its package {entry.value!r} is not there", origin=str(entry))
-        return found.folders[0]
-
 
 class ImportNameFinder:
-    """Finds top-level packages in folders of other names; what is below them, Python finds by itself.
+    """Finds and makes the modules of a table under the name of a package. What is in them is imported when it is asked
+    for. Of a module that is not in the table, a folder on the package's ``__path__`` may have the file.
 
-    A module below them that is not there raises ImportError with the page to read.
+    A module or name that is not there raises ImportError with the page to read.
     """
 
-    def __init__(self, name: str, folder: str) -> None:
+    def __init__(self, name: str, table: NameTable) -> None:
         self.provided_name = name
-        self.folder = folder
+        self._table = table
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """As importlib's finders."""
-        if fullname == self.provided_name:
-            return importlib.util.spec_from_file_location(
-                fullname, f"{self.folder}/__init__.py", submodule_search_locations=[self.folder]
-            )
-        if fullname.startswith(f"{self.provided_name}.") and path is not None and _is_missing(fullname, path):
-            raise ModuleNotFoundError(
-                f"{fullname!r} is not among the names of {self.provided_name!r} that buffer_rl provides; "
-                "docs/coming_from_slime.md says what there is in its place",
-                name=fullname,
-            )
+        top, _, module = fullname.partition(".")
+        if top != self.provided_name:
+            return None
+        if module in self._table.modules:
+            return ModuleSpec(fullname, self, is_package=self._table.is_package(module))
+        if any(_has_module(folder, fullname) for folder in path or ()):
+            return None
+        raise ModuleNotFoundError(
+            f"{fullname!r} is not among the names of {top!r} that buffer_rl provides; "
+            f"{self._table.page} says what there is in its place",
+            name=fullname,
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As importlib's loaders: a module as any other."""
         return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As importlib's loaders: fill the module with what the table says of it."""
+        below = module.__name__.partition(".")[2]
+        names = self._table.names_of(below)
+
+        def found(name: str) -> Any:
+            if name in names:
+                where, there = names[name]
+                value = getattr(importlib.import_module(where), there)
+                setattr(module, name, value)
+                return value
+            if name.startswith("__"):  # Python's own questions, such as for __file__
+                raise AttributeError(name)
+            if hasattr(module, "__path__"):  # ``from package import module`` asks for it
+                return importlib.import_module(f"{module.__name__}.{name}")
+            reason = self._table.absent.get(f"{below}.{name}", "buffer_rl has nothing that does the same")
+            absent = f"{module.__name__}.{name}"
+            raise ImportError(f"{absent} cannot be had here: {reason}; see {self._table.page}", name=absent)
+
+        if names:
+            vars(module)["__all__"] = [*names]
+        vars(module)["__getattr__"] = found
 
 
 def is_provided(module: ModuleType) -> bool:
-    """Whether the module was found by an ``ImportNameFinder``."""
-    return any(
-        isinstance(finder, ImportNameFinder) and getattr(module, "__file__", None) == f"{finder.folder}/__init__.py"
-        for finder in sys.meta_path
-    )
+    """Whether the module was made by an ``ImportNameFinder``."""
+    return isinstance(getattr(module, "__loader__", None), ImportNameFinder)
 
 
-def _is_missing(fullname: str, path: Sequence[str]) -> bool:
+def _has_module(folder: str, fullname: str) -> bool:
     last = fullname.rpartition(".")[2]
-    return not any(Path(folder, f"{last}.py").is_file() or Path(folder, last).is_dir() for folder in path)
+    return Path(folder, f"{last}.py").is_file() or Path(folder, last).is_dir()
 
 
-def _install(name: str, folder: str, *, first: bool) -> None:
-    if any(isinstance(finder, ImportNameFinder) and finder.provided_name == name for finder in sys.meta_path):
+def _finder_of(name: str) -> ImportNameFinder | None:
+    finders = (finder for finder in sys.meta_path if isinstance(finder, ImportNameFinder))
+    return next((finder for finder in finders if finder.provided_name == name), None)
+
+
+def _install(entry: EntryPointInfo) -> None:
+    if _finder_of(entry.name) is not None:
         return
-    sys.meta_path.insert(0 if first else len(sys.meta_path), ImportNameFinder(name, folder))
+    module, _, attribute = entry.value.partition(":")
+    try:
+        with contained():
+            table = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # fault boundary: another distribution's module may raise anything
+        raise plugin_error(
+            None, entry.name, f"its table fails to load: {error_name(error)}", origin=str(entry)
+        ) from error
+    if not isinstance(table, NameTable):
+        raise plugin_error(None, entry.name, f"{entry.value!r} is no NameTable", origin=str(entry))
+    sys.meta_path.insert(0, ImportNameFinder(entry.name, table))

@@ -11,6 +11,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.machinery import ModuleSpec, PathFinder
@@ -179,6 +180,12 @@ def _find_child(parent: FoundModule, part: str) -> FoundModule | None:
     loaded = sys.modules.get(name)
     if loaded is not None:
         return FoundModule(name=name, file=getattr(loaded, "__file__", None) or "", folders=_package_folders(loaded))
+    for finder in sys.meta_path:  # one that makes modules which no folder has (buffer_rl.plugin.import_names)
+        if getattr(finder, "provided_name", None) == name.partition(".")[0]:
+            with suppress(ModuleNotFoundError):
+                spec = finder.find_spec(name, parent.folders)
+                if spec is not None:
+                    return _from_spec(name, spec)
     if not parent.folders:
         return None
     # The last component alone: under its full name, a namespace package would ask for its imported parent.

@@ -11,7 +11,7 @@ from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import ConfigError
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.prompts import PromptEncoder
-from buffer_rl_slime.missing import PAGE
+from buffer_rl_slime.names import PAGE
 
 
 class DataSource(abc.ABC):

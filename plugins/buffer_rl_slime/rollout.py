@@ -26,11 +26,11 @@ from buffer_rl.rollout.context import RolloutContext, current_context, current_s
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.requests import answer_for, is_stopped, sampling_seed
+from buffer_rl.rollout.sft import SFTRollout
 from buffer_rl.rollout.user_functions import UNNAMED, call_user
 from buffer_rl_slime import http
 from buffer_rl_slime.rewards import async_rm, batched_async_rm
-from buffer_rl_slime.running import run
-from buffer_rl_slime.tools import get_rollout_num_engines
+from buffer_rl_slime.tools import get_rollout_num_engines, run
 
 
 @dataclass
@@ -319,3 +319,9 @@ def _meta_of(answer: GenerateResult) -> dict[str, Any]:
 async def abort_servers_until_idle(urls: Sequence[str]) -> None:
     """End the running requests of the rollout function. urls: of the engines, as the router lists them."""
     await http.abort_running()
+
+
+def generate_sft_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> Any:
+    """Supervised fine-tuning (``slime.rollout.sft_rollout``): the built-in function ``sft``, which reports its groups
+    itself."""
+    return run(SFTRollout(args)(args, rollout_id, data_buffer, evaluation))

@@ -1,15 +1,26 @@
-"""Small helpers that slime's functions import."""
+"""Small helpers that slime's functions import: ``run`` for coroutines, hooks of samples, loss masks of conversations,
+trace spans that record nothing, and names that can be imported and not used."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import concurrent.futures
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+import inspect
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any, ClassVar, NoReturn, TypeVar
 
+from buffer_rl.errors import ConfigError, RolloutError
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout import prompts
 from buffer_rl.rollout.context import context_or_none
+from buffer_rl.rollout.loss_masks import encode_conversation
+from buffer_rl.rollout.prompts import PromptEncoder
+from buffer_rl_slime.names import PAGE
 
 T = TypeVar("T")
 
@@ -98,3 +109,151 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 def load_processor(name_or_path: str, **kwargs: Any) -> None:
     """None: there are no images here."""
     return None
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, with the caller's context variables. In a rollout it runs on the rollout's event loop, to
+    which engines and rewards belong, while the caller's thread waits, at most ``--rollout-timeout-s``; elsewhere on an
+    event loop of its own.
+
+    Raises RolloutError if it is called on the rollout's event loop itself, which could never go on.
+    """
+    context = context_or_none()
+    loop = context.loop if context is not None else None
+    if context is None or loop is None or not loop.is_running():
+        return asyncio.run(work)
+    if _is_current(loop):
+        work.close()
+        raise RolloutError(
+            "run() is called in a coroutine, which would wait for itself",
+            where="slime.utils.async_utils.run",
+            expected="a synchronous function",
+            hint="await the coroutine instead",
+        )
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    tasks: list[asyncio.Task[None]] = []
+    variables = copy_context()
+
+    async def finish() -> None:
+        try:
+            done.set_result(await work)
+        except asyncio.CancelledError:
+            done.cancel()
+            raise
+        except BaseException as error:  # the caller's thread raises it
+            done.set_exception(error)
+
+    loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(finish(), context=variables)))
+    try:
+        return done.result(timeout=context.args.rollout_timeout_s)
+    except TimeoutError:
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+        raise
+
+
+def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
+    """``value``, a sample or nested lists of samples, after every hook saw each sample, in order.
+
+    A hook ``(args, sample, ...)`` gets those of ``kwargs`` that it names; it changes the sample or returns another.
+    Raises RolloutError for anything else that it returns."""
+    paths = getattr(args, "rollout_sample_hook_path", None) or []
+    if not paths:
+        return value
+    if not isinstance(value, Sample):
+        return [await apply_rollout_sample_hooks(args, item, **kwargs) for item in value]
+    for path in paths:
+        hook = load_function(path)
+        parameters = inspect.signature(hook).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        given = kwargs if takes_all else {name: item for name, item in kwargs.items() if name in parameters}
+        answer = hook(args, value, **given)
+        answer = await answer if inspect.isawaitable(answer) else answer
+        if answer is not None and not isinstance(answer, Sample):
+            raise RolloutError(
+                f"it returned {type(answer).__name__}", where=f"hook {path!r}", expected="Sample or None"
+            )
+        value = value if answer is None else answer
+    return value
+
+
+def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
+    """Of each mask the tokens from the first 1 on; 0 where there is none."""
+    return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
+
+
+class MultiTurnLossMaskGenerator:
+    """Token ids and loss masks of conversations. tokenizer_type: a ``--loss-mask-type``.
+
+    Unlike slime's, whose masks count tokens of messages rendered apart, white space behind an answer's end token is not
+    trained on (``docs/rollouts.md``)."""
+
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_type = tokenizer_type
+        self._prompts = PromptEncoder(tokenizer)
+
+    def get_loss_mask(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
+        """``[num_tokens]`` token ids, and 1 for each that is trained on. Raises DataError for a conversation whose
+        answers cannot be found."""
+        prompt = [dict(message) for message in messages]
+        where = GroupUid("conversation", 0, 0)  # for messages: the caller alone knows which row it is
+        sample = Sample(uid=where, prompt=prompt, metadata={"tools": tools} if tools else {})
+        return encode_conversation(self._prompts, sample, self.tokenizer_type)
+
+    def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
+        """See the function of this name."""
+        return get_response_lengths(loss_masks)
+
+
+class Span:
+    """Takes attributes and keeps none."""
+
+    def set_attr(self, key: str, value: Any) -> Span:
+        return self
+
+    def update_attrs(self, attrs: Mapping[str, Any] | None) -> Span:
+        return self
+
+    set = set_attr
+    update = update_attrs
+
+
+@contextmanager
+def trace_span(target: Any, name: str, attrs: Mapping[str, Any] | None = None, **kwargs: Any) -> Iterator[Span]:
+    """A span around a block."""
+    yield Span()
+
+
+def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    """A moment."""
+
+
+def trace_function(name: str, **kwargs: Any) -> Callable[[Any], Any]:
+    """A decorator that leaves the function as it is."""
+    return lambda function: function
+
+
+def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """No attributes."""
+    return {}
+
+
+def _refuse(name: str, hint: str) -> NoReturn:
+    raise ConfigError(f"{name} cannot be had here", where="an import of slime", hint=f"{hint}; see {PAGE}")
+
+
+def build_processor_kwargs(multimodal_inputs: Any = None) -> NoReturn:
+    """Refused: there are no images here."""
+    _refuse("build_processor_kwargs", "there are no images")
+
+
+def encode_image_for_rollout_engine(image: Any) -> NoReturn:
+    """Refused: there are no images here."""
+    _refuse("encode_image_for_rollout_engine", "there are no images")

@@ -15,16 +15,15 @@ from aiohttp import web
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.options.section import compose
-from buffer_rl.plugin.import_names import ImportNameFinder
+from buffer_rl.plugin.import_names import ImportNameFinder, is_provided
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl_slime import filters, http, masks, rewards, tools
-from buffer_rl_slime.running import run
+from buffer_rl_slime import filters, http, rewards, tools
+from buffer_rl_slime.names import SLIME
+from buffer_rl_slime.tools import run
 from harness.scripted_server import ScriptedServer, served
-
-NAMES = Path(importlib.import_module("buffer_rl_slime.names").__file__ or "").parent / "slime"
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def test_an_installed_package_of_the_name_is_left_alone_unless_p_asks(
         PluginRegistry.from_flags(["slime"])
     del sys.modules["slime"]
     PluginRegistry.from_flags(["slime"])
-    assert Path(importlib.import_module("slime").__file__ or "").parent == NAMES
+    assert is_provided(importlib.import_module("slime"))
 
 
 def test_a_blocked_name_is_not_provided(tmp_path: Path, clean: None) -> None:
@@ -123,10 +122,13 @@ def test_a_module_is_imported_from_its_package(clean: None) -> None:
 
 def test_every_module_of_the_names_is_importable_and_exports_what_it_lists(clean: None) -> None:
     PluginRegistry.from_flags(["slime"])
-    for file in sorted(NAMES.rglob("*.py")):
-        parts = file.relative_to(NAMES).with_suffix("").parts
-        module = importlib.import_module(".".join(["slime", *(part for part in parts if part != "__init__")]))
-        assert all(hasattr(module, name) for name in getattr(module, "__all__", ()))
+    for name in SLIME.modules:
+        module = importlib.import_module(f"slime.{name}" if name else "slime")
+        names = SLIME.names_of(name)
+        assert {*names} == {*getattr(module, "__all__", ())}
+        assert bool(names) or SLIME.is_package(name)
+        for here, (where, there) in names.items():
+            assert getattr(module, here) is getattr(importlib.import_module(where), there)
 
 
 def test_torch_and_transformers_are_not_loaded_by_the_names_that_rewards_import() -> None:
@@ -202,7 +204,7 @@ def test_graders_under_slimes_names() -> None:
 def test_helpers() -> None:
     assert tools.group_by([1, 2, 3], key=lambda n: n % 2) == {1: [1, 3], 0: [2]}
     assert [n for n in range(6) if tools.should_run_periodic_action(n, 2, num_rollout=5)] == [1, 3, 4, 5]
-    assert masks.get_response_lengths([[0, 1, 0], [0, 0]]) == [2, 0]
+    assert tools.get_response_lengths([[0, 1, 0], [0, 0]]) == [2, 0]
     drop = filters.DynamicFilterOutput(keep=False, keep_when_insufficient=True)
     decide = filters.should_drop_dynamic_filter_output
     assert decide(drop, remaining_batch_size=3, target_data_size=2)

@@ -1,7 +1,0 @@
-"""Traces."""
-
-from __future__ import annotations
-
-from buffer_rl_slime.missing import missing
-
-__getattr__ = missing(__name__)
