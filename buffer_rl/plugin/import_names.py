@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -114,7 +115,7 @@ class ImportNames:
         return next((entry for entry in self._entry_points.usable(KIND) if entry.name == name), None)
 
 
-class ImportNameFinder:
+class ImportNameFinder(Loader):
     """Finds and makes the modules of a table under the name of a package. What is in them is imported when it is asked
     for. Of a module that is not in the table, a folder on the package's ``__path__`` may have the file.
 
@@ -141,10 +142,6 @@ class ImportNameFinder:
             f"{self._table.page} says what there is in its place",
             name=fullname,
         )
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As importlib's loaders: a module as any other."""
-        return None
 
     def exec_module(self, module: ModuleType) -> None:
         """As importlib's loaders: fill the module with what the table says of it."""
