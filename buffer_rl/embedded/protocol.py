@@ -13,7 +13,7 @@ from typing import Any
 from buffer_rl.embedded.log_probs import LogProbDetails
 from buffer_rl.embedded.sampling import MAX_ROWS, SamplingError, SamplingParams, is_neutral
 from buffer_rl.embedded.scheduler import Request
-from buffer_rl.engines.row_ids import row_rid, row_seeds
+from buffer_rl.engines.protocol import row_rid, row_seeds
 from buffer_rl.engines.text import TextCodec
 
 # Fields of SGLang's request that name or trace a request and change no answer of one engine.

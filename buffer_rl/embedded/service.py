@@ -21,7 +21,7 @@ from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.embedded.sglang_update import PartialWeights, SessionUpdate
 from buffer_rl.embedded.streams import Piece, Stream
 from buffer_rl.embedded.weight_groups import WeightGroups
-from buffer_rl.engines.replica import WEIGHTS
+from buffer_rl.engines.protocol import WEIGHTS
 from buffer_rl.engines.text import TextCodec
 from buffer_rl.errors import EngineError
 

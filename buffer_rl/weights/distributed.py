@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from buffer_rl.args import Args
-    from buffer_rl.engines.server_info import ServerInfo
+    from buffer_rl.engines.protocol import ServerInfo
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.options import WeightOptions
     from buffer_rl.weights.process_group import Backend, Rendezvous, WeightGroup

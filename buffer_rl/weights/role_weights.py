@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from buffer_rl.engines.server_info import ServerInfo
+from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import EngineError, WorkerDiedError
 from buffer_rl.weights.disk import VERSION_GLOB
 from buffer_rl.weights.publish import ATTEMPTS

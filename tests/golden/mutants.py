@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the samples of a prompt share a seed",
-        file="buffer_rl/engines/row_ids.py",
+        file="buffer_rl/engines/protocol.py",
         old="for number in range(1, num_rows + 1)",
         new="for number in [1] * num_rows",
         runs=("lockstep",),
