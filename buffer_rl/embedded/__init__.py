@@ -6,8 +6,7 @@ routes         SGLang's HTTP routes, and the check of the API key
 generate_route ``/generate``, with an eye on clients that go away
 openai_routes  OpenAI's routes, and their streams
 openai         OpenAI's chat and text completions to the body of ``/generate``, and back
-protocol       the body of ``/generate`` to engine requests
-answers        finished engine requests to the answer of ``/generate``
+protocol       the body of ``/generate`` to engine requests, and finished ones to its answer
 streams        text and tokens of requests that are answered while they run
 metrics        what ``/metrics`` says
 service        requests in flight, commands and health, in the event loop

@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from buffer_rl.embedded.answers import answers, meta_info
 from buffer_rl.embedded.engine_thread import EngineThread
 from buffer_rl.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
 from buffer_rl.embedded.metrics import PREFIX, Counts, Sample, render
-from buffer_rl.embedded.protocol import BadRequestError, GenerateCall, Limits, has_long_text, parse_generate
+from buffer_rl.embedded.protocol import (
+    BadRequestError,
+    GenerateCall,
+    Limits,
+    answers,
+    has_long_text,
+    meta_info,
+    parse_generate,
+)
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.embedded.streams import Piece, Stream
 from buffer_rl.embedded.weight_groups import WeightGroups

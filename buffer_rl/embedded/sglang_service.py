@@ -1,7 +1,7 @@
 """The engine behaving as a SGLang 0.5.23 server where the two differ, for tests of what runs with one.
 
-A request stays under way for a scheduler step after its abort; one that came in a pause cannot be aborted before the end
-of it; ``/ready`` is 503 in a pause; seeds reproduce nothing unless the engine is deterministic, and then the rows of a
+A request stays under way for a scheduler step after its abort; one that came in a pause cannot be aborted before its
+end; ``/ready`` is 503 in a pause; seeds reproduce nothing unless the engine is deterministic, and then the rows of a
 request share one; a bad token id or an empty text ends the process; sequences end two tokens before the context does.
 SIGUSR1 stops the engine thread, and the next one lets it go on: ``/health`` does not notice.
 
