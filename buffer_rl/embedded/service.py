@@ -14,7 +14,7 @@ import torch
 
 from buffer_rl.embedded.engine_thread import EngineThread
 from buffer_rl.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
-from buffer_rl.embedded.metrics import PREFIX, Counts, Sample, render
+from buffer_rl.embedded.metrics import PREFIX, Counts, Metric, render
 from buffer_rl.embedded.protocol import (
     BadRequestError,
     GenerateCall,
@@ -334,12 +334,12 @@ class EngineService:
     def metrics(self) -> str:
         """Prometheus' text of what was answered and what is going on."""
         running, queue = self.scheduler.num_running, self.scheduler.num_waiting
-        gauges: list[Sample] = [
+        gauges: list[Metric] = [
             (f"{PREFIX}num_running_reqs", "gauge", "Requests with a slot.", running),
             (f"{PREFIX}num_queue_reqs", "gauge", "Requests without a slot.", queue),
             (f"{PREFIX}gen_throughput", "gauge", "Tokens a second since the last look.", self.counts.throughput()),
         ]
-        return render(gauges + self.counts.samples(), self.model.options.model_path)
+        return render(gauges + self.counts.counters(), self.model.options.model_path)
 
     async def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``: the settings, and how much is going on. The engine thread answers it between two

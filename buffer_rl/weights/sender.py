@@ -29,8 +29,8 @@ Shapes = dict[str, tuple[int, ...]]
 MAX_SHOWN = 5
 
 
-class Answers:
-    """What the ranks answer to a call that was started."""
+class StartedSend:
+    """A call of the ranks' senders that was started."""
 
     def __init__(self, method: str, futures: Sequence[Future[Any]], timeout_s: float) -> None:
         names = [f"{ACTOR} {rank}" for rank in range(len(futures))]
@@ -53,9 +53,9 @@ class Senders:
         self._start_call = start_call
         self._timeout_s = timeout_s
 
-    def start(self, method: str, *arguments: Any) -> Answers:
+    def start(self, method: str, *arguments: Any) -> StartedSend:
         """Have every rank's sender do ``method`` with the rank's weights and ``arguments``; does not wait for it."""
-        return Answers(method, self._start_call(method, *arguments), self._timeout_s)
+        return StartedSend(method, self._start_call(method, *arguments), self._timeout_s)
 
     def send(self, method: str, *arguments: Any) -> list[Any]:
         """``start`` and wait for the answers, in rank order."""
