@@ -278,8 +278,4 @@ class LoopThread:
 
 def _run_until(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
     with asyncio.Runner(loop_factory=lambda: loop) as runner:  # cancels what still runs, so that no caller waits for it
-        runner.run(_waited(ended))
-
-
-async def _waited(ended: asyncio.Event) -> None:
-    await ended.wait()
+        runner.run(ended.wait())
