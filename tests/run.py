@@ -27,7 +27,7 @@ ALL = "not campaign and not sglang and not megatron"
 EMBEDDED = "tests/unit/embedded"
 OF_SERVERS = (
     *("engine_thread", "generate_route", "openai_routes", "released_memory", "server", "sglang_service"),
-    *("sglang_update", "streams", "weight_groups", "weight_update"),
+    *("imitated_update", "streams", "weight_groups", "weight_update"),
 )
 NUMERICAL = (
     *("tests/unit/algo", "tests/unit/plan", "tests/unit/train", EMBEDDED, "tests/unit/megatron"),

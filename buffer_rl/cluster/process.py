@@ -276,9 +276,11 @@ def refuses_connections(url: str) -> bool:
 class ServerProcess:
     """A child process that opens its ports itself. They are reserved until it is ready; where another process takes one
     all the same, it is started again on others. ``url`` is that of the first port, and final after ``wait_ready``.
-    A server that can inherit a socket that listens (``listening_socket``) does not need this.
+    A server that can inherit a socket that listens (``listening_socket``) does not need this. Meets
+    ``buffer_rl.kinds.engine.EngineProcess``.
 
-    command: the command for free ports of ``hosts``, one each. The others: see ``ChildProcess``.
+    command: the command for free ports of ``hosts``, one each. ready_path: what it answers with 200 once it is ready.
+    The others: see ``ChildProcess``.
     """
 
     def __init__(
@@ -288,9 +290,11 @@ class ServerProcess:
         log_path: str,
         *,
         hosts: Sequence[str],
+        ready_path: str = "/health",
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._name = name
+        self._ready_path = ready_path
         self._command = command
         self._log_path = log_path
         self._hosts = hosts
@@ -305,28 +309,33 @@ class ServerProcess:
             self.process = ChildProcess(self._name, self._command(ports), self._log_path, env=self._env)
             self._held = held.pop_all()
 
-    def wait_ready(self, path: str, timeout_s: float) -> None:
-        """Return once it answers ``path`` with 200. Raises EngineError, with the end of its log, if it ends,
-        DeadlineError if it does not answer within ``timeout_s``."""
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once it is ready. Raises EngineError, with the end of its log, if it ends, DeadlineError if it is not
+        within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                wait_until_ready(self.url + path, self.process, max(deadline - time.monotonic(), 0.0), self._check)
-                self._check()  # what answered may be the process that has its port
+                left = max(deadline - time.monotonic(), 0.0)
+                wait_until_ready(self.url + self._ready_path, self.process, left, self._check_start)
+                self._check_start()  # what answered may be the process that has its port
                 self._held.close()
                 return
             except EngineError:
                 if attempt == START_ATTEMPTS or not self._has_no_port():
                     raise
-                self.stop()
+                ServerProcess.stop(self)  # a subclass may free more in ``stop``, which the next start needs
                 self._start()
+
+    def check(self) -> None:
+        """Raises EngineError, with the end of the log, if the process has ended."""
+        self.process.check()
 
     def stop(self) -> None:
         """End the process; returns when it is gone."""
         self.process.stop()
         self._held.close()
 
-    def _check(self) -> None:
+    def _check_start(self) -> None:
         self.process.check()
         if self._has_no_port():
             raise EngineError(f"{self._name} has no port; {self.process.log_end()}", where=self._log_path)

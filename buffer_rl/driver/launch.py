@@ -64,9 +64,8 @@ from buffer_rl.train.learning_rate import with_decay_iters
 from buffer_rl.train.rank import start_train_group
 from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
 from buffer_rl.train.role_worker import start_roles
-from buffer_rl.weights.confirm import LogProbCheck
 from buffer_rl.weights.options import engines_may_differ
-from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.publish import LogProbCheck, Publisher
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts, RolePublisher
 from buffer_rl.weights.sender import Senders
 

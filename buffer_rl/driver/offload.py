@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from buffer_rl.engines.replica import CACHE, WEIGHTS
+from buffer_rl.engines.protocol import CACHE, WEIGHTS
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.schedule import RunPlan, Schedule

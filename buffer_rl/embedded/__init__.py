@@ -6,8 +6,7 @@ routes         SGLang's HTTP routes, and the check of the API key
 generate_route ``/generate``, with an eye on clients that go away
 openai_routes  OpenAI's routes, and their streams
 openai         OpenAI's chat and text completions to the body of ``/generate``, and back
-protocol       the body of ``/generate`` to engine requests
-answers        finished engine requests to the answer of ``/generate``
+protocol       the body of ``/generate`` to engine requests, and finished ones to its answer
 streams        text and tokens of requests that are answered while they run
 metrics        what ``/metrics`` says
 service        requests in flight, commands and health, in the event loop
@@ -21,6 +20,5 @@ fast_decoder   the decoder for the architectures that it knows
 fallback       the decoder for every other model
 decode_check   compares a decoder with the model's own forward pass, on a small copy
 weight_groups  groups in which a sender broadcasts weights to engines
-sglang_update  weight updates as a SGLang server makes them, for tests
 loader         models from Hugging Face folders, new weights for them, checksums of the weights served
 """

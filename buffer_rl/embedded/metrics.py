@@ -9,7 +9,7 @@ from buffer_rl.embedded.scheduler import Request
 
 PREFIX = "sglang:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Sample = tuple[str, str, str, float]
+Metric = tuple[str, str, str, float]
 """Name, type, help and value."""
 
 
@@ -40,7 +40,7 @@ class Counts:
         self._last = now, self.generation_tokens
         return (self.generation_tokens - tokens) / max(now - before, 1e-9)
 
-    def samples(self) -> list[Sample]:
+    def counters(self) -> list[Metric]:
         """The counters."""
         total, counter = PREFIX, "counter"
         return [
@@ -54,10 +54,10 @@ class Counts:
         ]
 
 
-def render(samples: list[Sample], model_name: str) -> str:
+def render(metrics: list[Metric], model_name: str) -> str:
     """The text of ``/metrics``."""
     label = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return "".join(
         f'# HELP {name} {text}\n# TYPE {name} {kind}\n{name}{{model_name="{label}"}} {value!r}\n'
-        for name, kind, text, value in samples
+        for name, kind, text, value in metrics
     )

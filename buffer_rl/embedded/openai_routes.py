@@ -11,8 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from buffer_rl.embedded import openai
-from buffer_rl.embedded.answers import meta_info
-from buffer_rl.embedded.protocol import BadRequestError, GenerateCall
+from buffer_rl.embedded.protocol import BadRequestError, GenerateCall, meta_info
 from buffer_rl.embedded.service import EngineService
 from buffer_rl.embedded.streams import Piece
 from buffer_rl.engines.http_server import JSONError, read_json

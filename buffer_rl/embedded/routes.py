@@ -22,7 +22,7 @@ from buffer_rl.embedded.openai_routes import OpenAIRoutes
 from buffer_rl.embedded.protocol import BadRequestError, weight_version
 from buffer_rl.embedded.service import EngineService
 from buffer_rl.engines.http_server import Front, JSONError, read_json
-from buffer_rl.engines.replica import CACHE, WEIGHTS
+from buffer_rl.engines.protocol import CACHE, WEIGHTS
 from buffer_rl.errors import EngineError
 
 PROBE_TIMEOUT_S = 20.0

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from buffer_rl.embedded.fast_decoder import VOCAB_BLOCK
-from buffer_rl.engines.row_ids import GOLDEN, mix64
+from buffer_rl.engines.protocol import GOLDEN, mix64
 
 GREEDY_BELOW = 1e-6  # SGLang's threshold for "temperature 0"
 MAX_ROWS = 4096

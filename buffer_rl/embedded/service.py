@@ -8,22 +8,31 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from buffer_rl.embedded.answers import answers, meta_info
 from buffer_rl.embedded.engine_thread import EngineThread
 from buffer_rl.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
-from buffer_rl.embedded.metrics import PREFIX, Counts, Sample, render
-from buffer_rl.embedded.protocol import BadRequestError, GenerateCall, Limits, has_long_text, parse_generate
+from buffer_rl.embedded.metrics import PREFIX, Counts, Metric, render
+from buffer_rl.embedded.protocol import (
+    BadRequestError,
+    GenerateCall,
+    Limits,
+    answers,
+    has_long_text,
+    meta_info,
+    parse_generate,
+)
 from buffer_rl.embedded.scheduler import Request, Scheduler
-from buffer_rl.embedded.sglang_update import PartialWeights, SessionUpdate
 from buffer_rl.embedded.streams import Piece, Stream
 from buffer_rl.embedded.weight_groups import WeightGroups
-from buffer_rl.engines.replica import WEIGHTS
+from buffer_rl.engines.protocol import WEIGHTS
 from buffer_rl.engines.text import TextCodec
 from buffer_rl.errors import EngineError
+
+if TYPE_CHECKING:
+    from buffer_rl.embedded.sglang_service import PartialWeights
 
 T = TypeVar("T")
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -35,7 +44,11 @@ class EngineService:
     """Everything behind the HTTP routes of one embedded engine.
 
     on_failure: set it to be called once if the engine thread fails; every waiting request has been failed by then.
+    imitate: the server that it answers as, if another one.
     """
+
+    imitate: str | None = None
+    update_class: type[StagedUpdate] = StagedUpdate
 
     def __init__(
         self,
@@ -46,9 +59,7 @@ class EngineService:
         weight_version: str,
         return_kept: bool = False,
         weight_update_timeout_s: float = 600.0,
-        imitate: str | None = None,
     ) -> None:
-        self.imitate = imitate
         self.model = model
         self.model_path = model.options.model_path
         self.codec = TextCodec(tokenizer)
@@ -75,9 +86,9 @@ class EngineService:
         )
         self.counts = Counts()
         self.on_failure: Callable[[], None] = lambda: None
-        self._partial = PartialWeights(model) if imitate else None
-        self.staged = SessionUpdate() if imitate else StagedUpdate()
-        shapes = None if imitate else model.checkpoint_shapes
+        self._weights: LoadedModel | PartialWeights = model
+        self.staged = self.update_class()
+        shapes = None if self.imitate else model.checkpoint_shapes
         self.groups = WeightGroups(shapes, self.staged, weight_update_timeout_s)
         self._in_flight: dict[str, Request] = {}
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="texts")
@@ -250,7 +261,7 @@ class EngineService:
 
         def run() -> int:
             held = self.scheduler.num_running + self.scheduler.num_waiting
-            self._replace(lambda: (self._partial or self.model).replace_weights(path), version, flush_cache)
+            self._replace(lambda: self._weights.replace_weights(path), version, flush_cache)
             self.model_path = path
             return held if self.scheduler.paused else 0
 
@@ -259,15 +270,7 @@ class EngineService:
         return int(await self._thread.call(run, when_drained=True))
 
     async def part_arrived(self) -> None:
-        """Imitating SGLang: take the weights of a part of an update at once. Else they are staged until its end."""
-        weights = self._partial
-        if isinstance(self.staged, SessionUpdate) and weights is not None:
-            tensors, version, flush_cache = self.staged.taken()
-
-            def run() -> None:
-                self._replace(lambda: weights.replace_tensors(tensors), version, flush_cache)
-
-            await self._thread.call(run, when_drained=True)
+        """Called after each part of an update: it is staged until the end."""
 
     async def end_weight_update(self) -> None:
         """Take the weights that were staged, all at once.
@@ -276,8 +279,6 @@ class EngineService:
         if no update is under way, or in the cases of ``update_weights``.
         """
         tensors, version, flush_cache = self.staged.finish()
-        if self._partial is not None:
-            return
 
         def run() -> None:
             try:
@@ -333,12 +334,12 @@ class EngineService:
     def metrics(self) -> str:
         """Prometheus' text of what was answered and what is going on."""
         running, queue = self.scheduler.num_running, self.scheduler.num_waiting
-        gauges: list[Sample] = [
+        gauges: list[Metric] = [
             (f"{PREFIX}num_running_reqs", "gauge", "Requests with a slot.", running),
             (f"{PREFIX}num_queue_reqs", "gauge", "Requests without a slot.", queue),
             (f"{PREFIX}gen_throughput", "gauge", "Tokens a second since the last look.", self.counts.throughput()),
         ]
-        return render(gauges + self.counts.samples(), self.model.options.model_path)
+        return render(gauges + self.counts.counters(), self.model.options.model_path)
 
     async def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``: the settings, and how much is going on. The engine thread answers it between two

@@ -1,9 +1,14 @@
 """The engine behaving as a SGLang 0.5.23 server where the two differ, for tests of what runs with one.
 
-Weight updates aside: a request stays under way for a scheduler step after its abort; one that came in a pause cannot be
-aborted before the end of it; ``/ready`` is 503 in a pause; seeds reproduce nothing unless the engine is deterministic,
-and then the rows of a request share one; a bad token id or an empty text ends the process; sequences end two tokens
-before the context does. SIGUSR1 stops the engine thread, and the next one lets it go on: ``/health`` does not notice.
+A request stays under way for a scheduler step after its abort; one that came in a pause cannot be aborted before its
+end; ``/ready`` is 503 in a pause; seeds reproduce nothing unless the engine is deterministic, and then the rows of a
+request share one; a bad token id or an empty text ends the process; sequences end two tokens before the context does.
+SIGUSR1 stops the engine thread, and the next one lets it go on: ``/health`` does not notice.
+
+Each part of a weight update is served as soon as it arrives. A session stays open until ``/end_weight_update``: a
+second begin is refused, also after a refused part and after ``/continue_generation``. The version changes with the
+first part that names one. Unknown names are ignored and wrong shapes answered with success; SGLang then serves garbage,
+this engine the old values.
 """
 
 from __future__ import annotations
@@ -12,13 +17,18 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from buffer_rl.embedded.loader import LoadedModel, StagedUpdate, read_tensors
 from buffer_rl.embedded.protocol import GenerateCall
 from buffer_rl.embedded.scheduler import Request
 from buffer_rl.embedded.service import EngineService
+from buffer_rl.errors import EngineError
 
 ABORT_S = 0.02
 """From an abort to the end of its requests: a scheduler step."""
@@ -30,11 +40,66 @@ VOCAB_MULTIPLE = 64
 """The embedding has rows up to a multiple of it."""
 
 
+class SessionUpdate(StagedUpdate):
+    """A session, in which ``taken`` gives what has arrived since the last call."""
+
+    def begin(self, selector: Any = "all") -> None:
+        """Open the session. Raises EngineError if it is open."""
+        if self._tensors is not None:
+            raise EngineError("a weight-update session is already open; call end_weight_update() first")
+        super().begin(selector)
+
+    def discard(self) -> None:
+        """Forget what has arrived and is not served yet; the session stays open."""
+        if self._tensors is not None:
+            self.taken()
+
+    def finish(self) -> tuple[dict[str, torch.Tensor], str | None, bool]:
+        """Close the session; all that has arrived is served already. Raises EngineError if it is not open."""
+        taken = super().finish()
+        self._tensors = None
+        return taken
+
+    def taken(self) -> tuple[dict[str, torch.Tensor], str | None, bool]:
+        """The tensors that arrived, the version's name if one was given, and whether to flush."""
+        taken = (self._tensors or {}, self._version, self._flush)
+        self._tensors, self._version, self._flush = {}, None, False
+        return taken
+
+
+class PartialWeights:
+    """The weights that ``model`` serves, any of which can be replaced alone."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._served = read_tensors(Path(model.options.model_path))
+
+    def replace_weights(self, path: str) -> None:
+        """Take what fits of the weights in the folder ``path``. Raises EngineError if it has none."""
+        if not (tensors := read_tensors(Path(path))):
+            raise EngineError("no weights can be read", where=path)
+        self.replace_tensors(tensors)
+
+    def replace_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the tensors whose name and shape are those of a weight; the others stay as they are."""
+        fits = {name: tensor for name, tensor in tensors.items() if self._shape(name) == tensor.shape}
+        self._served = self._served | {name: tensor.clone() for name, tensor in fits.items()}
+        self._model.replace_tensors(self._served)
+
+    def _shape(self, name: str) -> torch.Size | None:
+        return self._served[name].shape if name in self._served else None
+
+
 class SGLangService(EngineService):
     """An ``EngineService`` that behaves as a SGLang server."""
 
+    imitate = "sglang"
+    update_class = SessionUpdate
+    staged: SessionUpdate
+
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, imitate="sglang", **settings)
+        super().__init__(*args, **settings)
+        self._weights = self._partial = PartialWeights(self.model)
         own = self.limits
         self.limits = replace(
             own,
@@ -93,6 +158,17 @@ class SGLangService(EngineService):
         came, self._came_in_pause = self._came_in_pause, []
         for requests in came:
             super()._submit(requests)
+
+    async def part_arrived(self) -> None:
+        tensors, version, flush_cache = self.staged.taken()
+
+        def run() -> None:
+            self._replace(lambda: self._partial.replace_tensors(tensors), version, flush_cache)
+
+        await self._thread.call(run, when_drained=True)
+
+    async def end_weight_update(self) -> None:
+        self.staged.finish()
 
     def answers(self, call: GenerateCall) -> list[dict[str, Any]]:
         rows = super().answers(call)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from buffer_rl.engines.control import EngineFanOut, HttpSession, decode_json, status_error
-from buffer_rl.engines.row_ids import ROWS, RowSeeds, row_rid
-from buffer_rl.engines.server_info import ServerInfo
+from buffer_rl.engines.http import EngineFanOut, HttpSession, decode_json, status_error
+from buffer_rl.engines.protocol import ROWS, RowSeeds, ServerInfo, row_rid
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.section import required
@@ -223,9 +222,9 @@ class EngineClient:
         *,
         routing_key: str | None = None,
     ) -> list[GenerateResult]:
-        """Generate ``num_rows`` answers for ``input_ids`` with one request, in order; see ``buffer_rl.engines.row_ids``
-        for their ids and seeds. They arrive together. Retries and errors are those of ``agenerate``, of all rows at
-        once.
+        """Generate ``num_rows`` answers for ``input_ids`` with one request, in order. For their ids and seeds see
+        ``buffer_rl.engines.protocol``. They arrive together. Retries and errors are those of ``agenerate``, of all rows
+        at once.
         """
         if not 1 < num_rows <= ROWS:
             raise EngineError(f"{num_rows} rows in a request", expected=f"2 to {ROWS}", where=f"request {rid!r}")

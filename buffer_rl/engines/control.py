@@ -1,241 +1,29 @@
-"""HTTP calls to all engines of a fleet at once, and the control calls for synchronous code on top of them."""
+"""The control calls to engines, for synchronous code: to those at fixed URLs, and to those of a fleet."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, Self, TypeVar
 
-import aiohttp
-import orjson
-
-from buffer_rl.cluster.process import auth_headers
-from buffer_rl.engines.loop_thread import LoopThread
-from buffer_rl.engines.replica import CACHE, WEIGHTS
-from buffer_rl.engines.server_info import ServerInfo
-from buffer_rl.errors import EngineError
+from buffer_rl.engines.http import EngineFanOut, LoopThread
+from buffer_rl.engines.protocol import CACHE, WEIGHTS, ServerInfo
+from buffer_rl.engines.registry import (
+    POLL_INTERVAL_S,
+    SERVES,
+    EngineEvent,
+    EngineRegistry,
+    EngineState,
+    Published,
+    Replica,
+)
+from buffer_rl.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
-
-
-class HttpSession:
-    """One aiohttp session, made in the event loop that uses it first. ``timeout_s``: deadline of one request.
-    api_key: sent with each. keepalive_s: an idle connection is used again for so long."""
-
-    def __init__(self, timeout_s: float, api_key: str | None = None, keepalive_s: float = 60.0) -> None:
-        self.timeout_s = timeout_s
-        self._keepalive_s = keepalive_s
-        self._headers = {"Content-Type": "application/json", **auth_headers(api_key)}
-        self._session: aiohttp.ClientSession | None = None
-
-    def session(self) -> aiohttp.ClientSession:
-        """The session, without a limit of connections."""
-        if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
-                timeout=aiohttp.ClientTimeout(total=self.timeout_s),
-                headers=self._headers,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
-        return self._session
-
-    async def close(self) -> None:
-        """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-
 CONTROL_TIMEOUT_S = 60.0
-ENDED_POLL_S = 0.5
-CONTROL_KEEPALIVE_S = 2.0
-"""Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
-fail."""
-
-
-class EngineFanOut:
-    """One call to all engines at once; all failures become one EngineError that names the URLs, the HTTP statuses and
-    the answers.
-
-    urls: the engines, asked for when a call is made; where there are none, the workers that the router at
-    ``router_url`` lists then.
-    timeout_s: deadline of one call. is_gone: whether to ignore the failure of the engine at a URL, because it has
-    died or was dropped; asked only where another engine answered, with the failure; it may block for a moment. A call
-    that no engine answers fails all the same. has_ended: whether the engine at a URL that has not answered yet was
-    given up meanwhile, so that its answer is not waited for. api_key: of engines and router.
-    """
-
-    def __init__(
-        self,
-        urls: Callable[[], Sequence[str]],
-        timeout_s: float,
-        *,
-        router_url: str = "",
-        is_gone: Callable[[str, EngineError], bool] | None = None,
-        has_ended: Callable[[str], bool] = lambda url: False,
-        api_key: str | None = None,
-    ) -> None:
-        self._urls = urls
-        self._has_ended = has_ended
-        self.timeout_s = timeout_s
-        self._router_url = router_url
-        self._is_gone = is_gone
-        self._http = HttpSession(timeout_s, api_key, CONTROL_KEEPALIVE_S)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._http.close()
-
-    async def post(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        reachable_only: bool = False,
-        only: Collection[str] | None = None,
-    ) -> None:
-        """Send ``body`` to all engines, or to those at the URLs ``only``. reachable_only: pass over engines that cannot
-        be reached, or do not answer in time."""
-        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only, only=only)
-
-    async def post_each(
-        self, path: str, bodies: Mapping[str, Mapping[str, Any]], timeout_s: float | None = None
-    ) -> None:
-        """``post`` with a body for each of the engines at the URLs ``bodies``. timeout_s: a deadline of its own."""
-        by_url = {url: orjson.dumps(dict(body)) for url, body in bodies.items()}
-        await self._all("POST", path, by_url, only=by_url, timeout_s=timeout_s)
-
-    async def sample(self, urls: Collection[str], body: Mapping[str, Any]) -> dict[str, Any]:
-        """End the pause of the engines at ``urls`` and have each answer the request ``body``; the answers by URL."""
-        await self.post("/continue_generation", {}, only=urls)
-        found = await self._all("POST", "/generate", orjson.dumps(dict(body)), only=urls)
-        return {url: decode_json(raw, f"{url}/generate") for url, raw in found.items()}
-
-    async def versions(self) -> dict[str, str]:
-        """The weight version of each engine, by URL."""
-        return await self._field("weight_version", "GET", "/model_info", None)
-
-    async def server_info(self, *, reachable_only: bool = False) -> dict[str, ServerInfo]:
-        """What each engine is, by URL. reachable_only: see ``post``."""
-        # An engine of a plugin may not have it: it is taken for one that promises nothing.
-        found = await self._all("GET", "/server_info", None, reachable_only=reachable_only, missing=b"{}")
-        return {url: ServerInfo.parse(decode_json(raw, f"{url}/server_info"), url) for url, raw in found.items()}
-
-    async def checksums(self) -> dict[str, str]:
-        """The checksum of the weights that each engine serves, by URL."""
-        action = orjson.dumps({"action": "checksum"})
-        return await self._field("per_engine_checksum", "POST", "/weights_checker", action)
-
-    async def _field(self, name: str, method: str, path: str, body: bytes | None) -> dict[str, str]:
-        found = {}
-        for url, raw in (await self._all(method, path, body)).items():
-            answer = decode_json(raw, url + path)
-            if not isinstance(answer, dict) or name not in answer:
-                raise EngineError(f"the answer has no {name}", where=url + path)
-            found[url] = str(answer[name])
-        return found
-
-    async def _all(
-        self,
-        method: str,
-        path: str,
-        body: bytes | Mapping[str, bytes] | None,
-        *,
-        reachable_only: bool = False,
-        only: Collection[str] | None = None,
-        missing: bytes | None = None,
-        timeout_s: float | None = None,
-    ) -> dict[str, bytes]:
-        timeout_s = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
-        urls = [url for url in self._urls() or await self._urls_of_router() if only is None or url in only]
-        bodies = [body[url] if isinstance(body, Mapping) else body for url in urls]
-        calls = [
-            self._until_ended(url, self._one(method, url + path, own, timeout_s))
-            for url, own in zip(urls, bodies, strict=True)
-        ]
-        results = await asyncio.gather(*calls)
-        if missing is not None:
-            results = [missing if isinstance(each, EngineError) and each.status == 404 else each for each in results]
-        answers = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, bytes)}
-        failures = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, EngineError)}
-        if reachable_only:
-            failures = {url: error for url, error in failures.items() if not _is_out_of_reach(error)}
-        elif answers and self._is_gone is not None:
-            failures = {
-                url: error for url, error in failures.items() if not await asyncio.to_thread(self._is_gone, url, error)
-            }
-        if len(failures) == 1:
-            raise next(iter(failures.values()))
-        if failures:
-            what = f"{len(failures)} of {len(urls)} engines failed:\n" + "\n".join(map(str, failures.values()))
-            raise EngineError(what, where=path)
-        return answers
-
-    async def _urls_of_router(self) -> list[str]:
-        if not self._router_url:
-            return []
-        url = f"{self._router_url}/workers"
-        raw = await self._one("GET", url, None, self.timeout_s)
-        if isinstance(raw, EngineError):
-            raise raw
-        try:
-            return [str(worker["url"]).rstrip("/") for worker in decode_json(raw, url)["workers"]]
-        except (KeyError, TypeError) as error:
-            raise EngineError(f"the answer is no list of workers: {raw[:200]!r}", where=url) from error
-
-    async def _until_ended(self, url: str, call: Coroutine[Any, Any, bytes | EngineError]) -> bytes | EngineError:
-        """What ``call`` returns. An engine that hangs and is ended breaks it; one that is not the run's to end would
-        leave it open."""
-        task = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait([task], timeout=ENDED_POLL_S))[0]:
-                if self._has_ended(url):
-                    return EngineError("it was given up while a call to it was open", where=url)
-            return task.result()
-        finally:
-            task.cancel()
-
-    async def _one(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes | EngineError:
-        try:
-            async with asyncio.timeout(timeout_s):
-                async with self._http.session().request(method, url, data=body) as response:
-                    raw = await response.read()
-        except TimeoutError as error:
-            failure = EngineError(f"no answer within {timeout_s:g} s", where=url)
-            failure.__cause__ = error
-            return failure
-        except aiohttp.ClientError as error:
-            failure = EngineError(f"{type(error).__name__}: {error}", where=url, hint="read the engine's log")
-            failure.__cause__ = error
-            return failure
-        return raw if response.status == 200 else status_error(url, response.status, raw)
-
-
-def _is_out_of_reach(error: EngineError) -> bool:
-    return is_connection_error(error) or isinstance(error.__cause__, TimeoutError)
-
-
-def is_connection_error(error: EngineError) -> bool:
-    """Whether a call failed because the engine could not be reached, or the connection was lost."""
-    return isinstance(error.__cause__, aiohttp.ClientError)
-
-
-def decode_json(raw: bytes, url: str) -> Any:
-    """``raw`` as JSON. Raises EngineError naming ``url``."""
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise EngineError(f"the answer is not JSON: {raw[:200]!r}", where=url) from error
-
-
-def status_error(url: str, status: int, raw: bytes) -> EngineError:
-    """An error that names the URL, the HTTP status and the answer's text."""
-    error = EngineError(f"HTTP {status}: {raw[:2000].decode(errors='replace').strip()}", where=url)
-    error.status = status
-    return error
 
 
 class EngineControlClient:
@@ -397,3 +185,188 @@ class EngineControlClient:
     def checksums(self) -> dict[str, str]:
         """The checksum of the weights that each engine serves, by URL."""
         return self._run(lambda engines: engines.checksums())
+
+
+FAILED_LAST_ATTEMPT = "failed the last attempt of a publication"
+
+
+class FleetControl(EngineControlClient):
+    """Reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
+    another one answers, nor does a quarantined one: one that fails after ``drop_failed_engines``, or whose answer does
+    not come in time, as asking it again would take as long. Replacements that wait for weights take part, and serve
+    from ``resume`` on.
+
+    timeout_s: deadline of one call. start_timeout_s: of the wait for an engine where there is none. api_key: of the
+    engines.
+    """
+
+    def __init__(
+        self,
+        registry: EngineRegistry,
+        *,
+        timeout_s: float,
+        start_timeout_s: float | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        super().__init__(
+            (), timeout_s=timeout_s, is_gone=self._is_gone_or_dropped, has_ended=self._has_ended, api_key=api_key
+        )
+        self._registry = registry
+        self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
+        self._in_publication: list[Replica] | None = None
+        self._folder: str | None = None
+        self._versions: dict[str, str] = {}
+        self._drops_failed = False
+
+    def targets(self) -> Sequence[str]:
+        """The engines that calls go to now."""
+        return [replica.url for replica in self._replicas() if replica in self._registry and replica.failure is None]
+
+    def _replicas(self) -> list[Replica]:
+        if self._in_publication is not None:
+            return self._in_publication
+        return self._registry.in_state(*SERVES) or self._registry.in_state(EngineState.WAITING)
+
+    def wait_for_engine(self) -> None:
+        """Return once an engine can take weights: at once, or when a replacement answers. Raises EngineError if none
+        will come, DeadlineError if none does in ``start_timeout_s``."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self.targets():
+            self._leave()  # a replacement may need the lock before it answers
+            self._registry.has_memory = True  # although the trainer is awake: nothing goes on without an engine
+            if self._registry.over is not None:
+                raise self._registry.over
+            if time.monotonic() > deadline:
+                what = f"no engine came in place of those that died within {self._start_timeout_s:g} s"
+                raise DeadlineError(what, where="publish", hint="raise --engine-start-timeout-s")
+            time.sleep(POLL_INTERVAL_S)
+
+    def drop_failed_engines(self) -> None:
+        """Until the publication ends, quarantine an engine that fails a call that another one answers: it gets no more
+        calls, and the fleet replaces it as one that died."""
+        self._drops_failed = True
+
+    def drop(self, urls: Collection[str]) -> bool:
+        """Quarantine the engines at ``urls``, after ``drop_failed_engines``. Returns whether that was done."""
+        for replica in self._replicas() if self._drops_failed else ():
+            if replica.url in urls:
+                self._drop(replica)
+        return self._drops_failed
+
+    def pause(self, mode: str = "retract") -> None:
+        """Begin a publication, or another attempt of it: stop decoding on every engine that answers."""
+        self._hold()
+        self._folder, self._versions = None, {}
+        super().pause(mode)
+
+    def _hold(self) -> None:
+        """Fix the engines that calls go to; none joins them before ``end_publication``."""
+        if self._in_publication is None:
+            if not self._registry.publication.acquire(timeout=self.timeout_s):
+                raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
+            self._in_publication = self._registry.in_state(*SERVES, EngineState.WAITING)
+
+    def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every engine take the weights in the folder ``path`` and call them ``version``."""
+        super().update_weights_from_disk(path, version)
+        self._folder = path
+
+    def versions(self) -> dict[str, str]:
+        """The weight version of each engine, by URL."""
+        self._versions = super().versions()
+        return self._versions
+
+    def resume(self, urls: Collection[str] | None = None) -> None:
+        """End the publication: the engines at ``urls`` go on, or all; replacements among them serve, if all have the
+        same weights. Where an engine fails it, the publication goes on. Those without their cache go on when they have
+        it, after ``resume_memory``."""
+        ready = [replica.url for replica in self._replicas() if not replica.released]
+        super().resume([url for url in ready if urls is None or url in urls])
+        found = {url: version for url, version in self._versions.items() if urls is None or url in urls}
+        if len(set(found.values())) == 1:  # versions() was asked for, and all have the same
+            self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
+            for replica in self._replicas():
+                if replica.url in found:
+                    replica.note(EngineEvent.HAS_WEIGHTS)
+        self.end_publication()
+
+    def release_memory(self) -> None:
+        """Have the engines free their memory, whatever runs there retracted; waits for those that are being started.
+        One that fails it is dropped, where others do not; none is started before ``resume_memory`` of the cache."""
+        self._registry.hold_starts(self._start_timeout_s + self.timeout_s)
+        with self._turn():
+            self._hold()
+            self.pause()
+            self.flush()
+            super().release_memory()
+            for replica in self._replicas():
+                replica.released = (*WEIGHTS, *CACHE)
+
+    def resume_memory(self, tags: Collection[str]) -> None:
+        """Have the engines take back memory of the kinds ``tags`` that they released; those that serve and have all of
+        it go on. Fails as ``release_memory``."""
+        with self._turn():
+            self._hold()
+            self._registry.has_memory = CACHE[0] in tags  # before that, the trainer is awake
+            self._in_publication = back = [replica for replica in self._replicas() if replica.released]
+            if not self.targets():
+                return
+            self._post("/resume_memory_occupation", {"tags": list(tags)})
+            for replica in back:
+                replica.released = tuple(tag for tag in replica.released if tag not in tags)
+            serving = [r.url for r in back if not r.released and r.state in SERVES]
+            super().resume(serving)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A publication of one attempt. Where all engines died in it, the fleet starts others."""
+        self._drops_failed = True
+        try:
+            yield
+        except EngineError:
+            if self.targets() or self._registry.over is not None:
+                raise
+        finally:
+            self.end_publication()
+
+    def end_publication(self) -> None:
+        """Engines may join from now on; those that did not go on stay paused."""
+        self._drops_failed, self._versions = False, {}
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._in_publication is not None:
+            self._in_publication = None
+            self._registry.publication.release()
+
+    def _run(self, call: Callable[[EngineFanOut], Coroutine[Any, Any, T]]) -> T:
+        replicas = self._replicas()
+        try:
+            if not self.targets():
+                raise EngineError("there is no engine to ask", where="the fleet")
+            return super()._run(call)
+        except EngineError as error:
+            if not all(self._registry.is_gone(replica.url) for replica in replicas):
+                raise
+            deaths = [death for replica in replicas if (death := replica.error()) is not None]
+            raise self._registry.over or (deaths[-1] if deaths else error) from error
+
+    def _has_ended(self, url: str) -> bool:
+        """Whether the engine that is called at ``url`` has ended; behind an address that is not the run's, another
+        replica may wait for the same one to answer again."""
+        return any(replica.failure is not None for replica in self._replicas() if replica.url == url)
+
+    def _is_gone_or_dropped(self, url: str, error: EngineError) -> bool:
+        if self._has_ended(url) or self._registry.is_gone(url):
+            return True
+        failing = next((replica for replica in self._replicas() if replica.url == url), None)
+        hangs = isinstance(error.__cause__, TimeoutError)
+        if failing is None or not (self._drops_failed or hangs):
+            return False
+        self._drop(failing, f"hangs in a publication: {error.what}" if hangs else FAILED_LAST_ATTEMPT)
+        return True
+
+    @staticmethod
+    def _drop(replica: Replica, why: str = FAILED_LAST_ATTEMPT) -> None:
+        what, hint = f"engine {replica.index} {why}", "its log, and the notices of attempts before, say why"
+        replica.end(EngineError(what, where=replica.url, hint=hint), EngineEvent.REFUSED)

@@ -16,12 +16,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.engines.control import EngineControlClient
-from buffer_rl.engines.heartbeat import Heartbeat
-from buffer_rl.engines.registry import EngineRegistry, FleetControl
-from buffer_rl.engines.replica import EngineEvent, EngineState, Replica
+from buffer_rl.engines.control import EngineControlClient, FleetControl
+from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Replica
 from buffer_rl.engines.router import Router
-from buffer_rl.engines.supervisor import Supervisor
+from buffer_rl.engines.supervisor import Heartbeat, Supervisor
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.plugin.calls import Guarded, call, returned

@@ -1,4 +1,14 @@
-"""The engines of a fleet now: a registry of them, and the control calls of a publication to them.
+"""The engines of a fleet now: what each can do (a state machine without HTTP and without threads), and all of them.
+
+::
+
+    starting ───────────────────────────────┐
+    restarting ──> loading ──> waiting ──> serving <──> suspect
+                      └────────────────────┘
+    any of them ──> quarantined, dead
+
+The process of a dead or quarantined engine is ended, and a replacement, another ``Replica`` of the same index, begins
+as restarting. Probes that fail count in each state that is probed; only one that serves becomes suspect.
 
 Engines come and go while others generate and take weights. Who waits for whom:
 
@@ -14,16 +24,119 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from enum import StrEnum
 
-from buffer_rl.engines.control import EngineControlClient, EngineFanOut
-from buffer_rl.engines.replica import CACHE, SERVES, WEIGHTS, EngineEvent, EngineState, Replica
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
+from buffer_rl.kinds.engine import EngineProcess
 
-T = TypeVar("T")
+
+class EngineState(StrEnum):
+    """What an engine of the fleet can do now."""
+
+    STARTING = "starting"  # it was started with the run, and does not answer yet
+    RESTARTING = "restarting"  # it was started in the place of another one, and does not answer yet
+    LOADING = "loading"  # it answers, and takes the current weights by itself
+    WAITING = "waiting"  # it answers, and needs the current weights before its first request
+    SERVING = "serving"  # the router sends it requests
+    SUSPECT = "suspect"  # it serves, but its last probe failed: new requests go to others, where there are any
+    QUARANTINED = "quarantined"  # it answers, but not as it should: it gets no requests, and is replaced
+    DEAD = "dead"  # it ended, hangs, or did not start; it is replaced
+
+
+class EngineEvent(StrEnum):
+    """What may change the state."""
+
+    ANSWERED = "answered"  # for the first time
+    NEEDS_WEIGHTS = "needs weights"  # that it cannot take by itself
+    HAS_WEIGHTS = "has weights"  # the current ones
+    PROBE_FAILED = "probe failed"
+    PROBE_ANSWERED = "probe answered"
+    REFUSED = "refused"  # it failed the last attempt of a publication, or answers wrong
+    ENDED = "ended"
+
+
+_S, _E = EngineState, EngineEvent
+_ENDS = {_E.REFUSED: _S.QUARANTINED, _E.ENDED: _S.DEAD}
+TRANSITIONS: dict[EngineState, dict[EngineEvent, EngineState]] = {
+    _S.STARTING: {_E.HAS_WEIGHTS: _S.SERVING, **_ENDS},
+    _S.RESTARTING: {_E.ANSWERED: _S.LOADING, **_ENDS},
+    _S.LOADING: {_E.NEEDS_WEIGHTS: _S.WAITING, _E.HAS_WEIGHTS: _S.SERVING, **_ENDS},
+    _S.WAITING: {_E.HAS_WEIGHTS: _S.SERVING, **_ENDS},
+    _S.SERVING: {_E.PROBE_FAILED: _S.SUSPECT, **_ENDS},
+    _S.SUSPECT: {_E.PROBE_ANSWERED: _S.SERVING, **_ENDS},
+    _S.QUARANTINED: {},
+    _S.DEAD: {},
+}
+"""Any other event changes nothing: threads that watch an engine learn late that it has ended."""
+
+SERVES = (EngineState.SERVING, EngineState.SUSPECT)
+PROBED = (*SERVES, EngineState.WAITING, EngineState.LOADING)
+"""Of one that starts, the deadline is ``--engine-start-timeout-s``."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Replica:
+    """One engine. index: its place in the fleet; a replacement takes over that of the engine that was lost.
+
+    failure: why it is dead or quarantined. released: tags of the memory that it was made to free. on_change: called
+    after each transition with the replica, the state before and a reason, from the thread that caused it.
+    """
+
+    index: int
+    engine: EngineProcess
+    state: EngineState = EngineState.STARTING
+    failure: BufferRLError | None = None
+    released: tuple[str, ...] = ()
+    on_change: Callable[[Replica, EngineState, str], None] | None = None
+    _silent_since: float | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the engine."""
+        return self.engine.url
+
+    def note(self, event: EngineEvent, why: str = "") -> bool:
+        """Make the transition that ``event`` causes. Returns whether there is one."""
+        with self._lock:
+            before = self.state
+            self.state = TRANSITIONS[before].get(event, before)
+        if self.state is before:
+            return False
+        if self.on_change is not None:
+            self.on_change(self, before, why)
+        return True
+
+    def end(self, error: BufferRLError, event: EngineEvent = EngineEvent.ENDED) -> None:
+        """It cannot be used any more, because of ``error``. The first error stays."""
+        with self._lock:
+            self.failure = self.failure or error
+        self.note(event, error.what.splitlines()[0])
+
+    def probed(self, answered: bool, now: float) -> float:
+        """Note a probe that ended at ``now``, in seconds on any clock. Returns for how many seconds all have failed:
+        since the first that did, not since the last that was answered, so that a machine that slept finds its engines
+        well."""
+        if answered:
+            self._silent_since = None
+            self.note(EngineEvent.PROBE_ANSWERED)
+            return 0.0
+        if self._silent_since is None:
+            self._silent_since = now
+        self.note(EngineEvent.PROBE_FAILED, "its probe failed")
+        return now - self._silent_since
+
+    def error(self) -> BufferRLError | None:
+        """Why the engine cannot be used any more; None while it can. Asks whether its process has ended."""
+        if self.failure is None:
+            try:
+                self.engine.check()
+            except BufferRLError as error:
+                self.end(error)
+        return self.failure
+
 
 DEATH_TIMEOUT_S = 1.0
 """How long a process whose connections broke may take until the kernel says that it has ended."""
@@ -133,188 +246,3 @@ class EngineRegistry:
                 return False
             time.sleep(POLL_INTERVAL_S)
         return True
-
-
-FAILED_LAST_ATTEMPT = "failed the last attempt of a publication"
-
-
-class FleetControl(EngineControlClient):
-    """Reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
-    another one answers, nor does a quarantined one: one that fails after ``drop_failed_engines``, or whose answer does
-    not come in time, as asking it again would take as long. Replacements that wait for weights take part, and serve
-    from ``resume`` on.
-
-    timeout_s: deadline of one call. start_timeout_s: of the wait for an engine where there is none. api_key: of the
-    engines.
-    """
-
-    def __init__(
-        self,
-        registry: EngineRegistry,
-        *,
-        timeout_s: float,
-        start_timeout_s: float | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        super().__init__(
-            (), timeout_s=timeout_s, is_gone=self._is_gone_or_dropped, has_ended=self._has_ended, api_key=api_key
-        )
-        self._registry = registry
-        self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
-        self._in_publication: list[Replica] | None = None
-        self._folder: str | None = None
-        self._versions: dict[str, str] = {}
-        self._drops_failed = False
-
-    def targets(self) -> Sequence[str]:
-        """The engines that calls go to now."""
-        return [replica.url for replica in self._replicas() if replica in self._registry and replica.failure is None]
-
-    def _replicas(self) -> list[Replica]:
-        if self._in_publication is not None:
-            return self._in_publication
-        return self._registry.in_state(*SERVES) or self._registry.in_state(EngineState.WAITING)
-
-    def wait_for_engine(self) -> None:
-        """Return once an engine can take weights: at once, or when a replacement answers. Raises EngineError if none
-        will come, DeadlineError if none does in ``start_timeout_s``."""
-        deadline = time.monotonic() + self._start_timeout_s
-        while not self.targets():
-            self._leave()  # a replacement may need the lock before it answers
-            self._registry.has_memory = True  # although the trainer is awake: nothing goes on without an engine
-            if self._registry.over is not None:
-                raise self._registry.over
-            if time.monotonic() > deadline:
-                what = f"no engine came in place of those that died within {self._start_timeout_s:g} s"
-                raise DeadlineError(what, where="publish", hint="raise --engine-start-timeout-s")
-            time.sleep(POLL_INTERVAL_S)
-
-    def drop_failed_engines(self) -> None:
-        """Until the publication ends, quarantine an engine that fails a call that another one answers: it gets no more
-        calls, and the fleet replaces it as one that died."""
-        self._drops_failed = True
-
-    def drop(self, urls: Collection[str]) -> bool:
-        """Quarantine the engines at ``urls``, after ``drop_failed_engines``. Returns whether that was done."""
-        for replica in self._replicas() if self._drops_failed else ():
-            if replica.url in urls:
-                self._drop(replica)
-        return self._drops_failed
-
-    def pause(self, mode: str = "retract") -> None:
-        """Begin a publication, or another attempt of it: stop decoding on every engine that answers."""
-        self._hold()
-        self._folder, self._versions = None, {}
-        super().pause(mode)
-
-    def _hold(self) -> None:
-        """Fix the engines that calls go to; none joins them before ``end_publication``."""
-        if self._in_publication is None:
-            if not self._registry.publication.acquire(timeout=self.timeout_s):
-                raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
-            self._in_publication = self._registry.in_state(*SERVES, EngineState.WAITING)
-
-    def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have every engine take the weights in the folder ``path`` and call them ``version``."""
-        super().update_weights_from_disk(path, version)
-        self._folder = path
-
-    def versions(self) -> dict[str, str]:
-        """The weight version of each engine, by URL."""
-        self._versions = super().versions()
-        return self._versions
-
-    def resume(self, urls: Collection[str] | None = None) -> None:
-        """End the publication: the engines at ``urls`` go on, or all; replacements among them serve, if all have the
-        same weights. Where an engine fails it, the publication goes on. Those without their cache go on when they have
-        it, after ``resume_memory``."""
-        ready = [replica.url for replica in self._replicas() if not replica.released]
-        super().resume([url for url in ready if urls is None or url in urls])
-        found = {url: version for url, version in self._versions.items() if urls is None or url in urls}
-        if len(set(found.values())) == 1:  # versions() was asked for, and all have the same
-            self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
-            for replica in self._replicas():
-                if replica.url in found:
-                    replica.note(EngineEvent.HAS_WEIGHTS)
-        self.end_publication()
-
-    def release_memory(self) -> None:
-        """Have the engines free their memory, whatever runs there retracted; waits for those that are being started.
-        One that fails it is dropped, where others do not; none is started before ``resume_memory`` of the cache."""
-        self._registry.hold_starts(self._start_timeout_s + self.timeout_s)
-        with self._turn():
-            self._hold()
-            self.pause()
-            self.flush()
-            super().release_memory()
-            for replica in self._replicas():
-                replica.released = (*WEIGHTS, *CACHE)
-
-    def resume_memory(self, tags: Collection[str]) -> None:
-        """Have the engines take back memory of the kinds ``tags`` that they released; those that serve and have all of
-        it go on. Fails as ``release_memory``."""
-        with self._turn():
-            self._hold()
-            self._registry.has_memory = CACHE[0] in tags  # before that, the trainer is awake
-            self._in_publication = back = [replica for replica in self._replicas() if replica.released]
-            if not self.targets():
-                return
-            self._post("/resume_memory_occupation", {"tags": list(tags)})
-            for replica in back:
-                replica.released = tuple(tag for tag in replica.released if tag not in tags)
-            serving = [r.url for r in back if not r.released and r.state in SERVES]
-            super().resume(serving)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """A publication of one attempt. Where all engines died in it, the fleet starts others."""
-        self._drops_failed = True
-        try:
-            yield
-        except EngineError:
-            if self.targets() or self._registry.over is not None:
-                raise
-        finally:
-            self.end_publication()
-
-    def end_publication(self) -> None:
-        """Engines may join from now on; those that did not go on stay paused."""
-        self._drops_failed, self._versions = False, {}
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._in_publication is not None:
-            self._in_publication = None
-            self._registry.publication.release()
-
-    def _run(self, call: Callable[[EngineFanOut], Coroutine[Any, Any, T]]) -> T:
-        replicas = self._replicas()
-        try:
-            if not self.targets():
-                raise EngineError("there is no engine to ask", where="the fleet")
-            return super()._run(call)
-        except EngineError as error:
-            if not all(self._registry.is_gone(replica.url) for replica in replicas):
-                raise
-            deaths = [death for replica in replicas if (death := replica.error()) is not None]
-            raise self._registry.over or (deaths[-1] if deaths else error) from error
-
-    def _has_ended(self, url: str) -> bool:
-        """Whether the engine that is called at ``url`` has ended; behind an address that is not the run's, another
-        replica may wait for the same one to answer again."""
-        return any(replica.failure is not None for replica in self._replicas() if replica.url == url)
-
-    def _is_gone_or_dropped(self, url: str, error: EngineError) -> bool:
-        if self._has_ended(url) or self._registry.is_gone(url):
-            return True
-        failing = next((replica for replica in self._replicas() if replica.url == url), None)
-        hangs = isinstance(error.__cause__, TimeoutError)
-        if failing is None or not (self._drops_failed or hangs):
-            return False
-        self._drop(failing, f"hangs in a publication: {error.what}" if hangs else FAILED_LAST_ATTEMPT)
-        return True
-
-    @staticmethod
-    def _drop(replica: Replica, why: str = FAILED_LAST_ATTEMPT) -> None:
-        what, hint = f"engine {replica.index} {why}", "its log, and the notices of attempts before, say why"
-        replica.end(EngineError(what, where=replica.url, hint=hint), EngineEvent.REFUSED)

@@ -15,7 +15,6 @@ from sglang_router.router_args import RouterArgs  # type: ignore[import-untyped]
 
 from buffer_rl.cluster.process import (
     POLL_INTERVAL_S,
-    ChildProcess,
     ServerProcess,
     arguments_of,
     auth_headers,
@@ -37,9 +36,9 @@ OWN = {
 """Arguments of the router that the run sets itself, with the option for each that has one."""
 
 
-class Router:
+class Router(ServerProcess):
     """The router in front of the workers that are added, on a free port of the address ``host``. It starts at once, and
-    answers at ``url`` after ``wait_ready``.
+    answers at ``url`` after ``wait_ready``, whether it has workers or not.
 
     request_timeout_s: after which it gives up on a generation. api_key: what clients must send, and what the workers
     ask for. policy: how it chooses a worker. arguments: more of them, under its own names.
@@ -59,43 +58,20 @@ class Router:
         self._api_key = api_key
         self._answers = False
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
-        self._server = ServerProcess(
+        super().__init__(
             "sglang-router",
             lambda ports: [*_command(policy, request_timeout_s, host, *ports), *more],
             log_path,
             hosts=(host, LOOPBACK),
+            ready_path="/liveness",
             env=key_environment(api_key),
         )
 
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-        return self._server.url
-
-    @property
-    def process(self) -> ChildProcess:
-        """Its process."""
-        return self._server.process
-
     def wait_ready(self, timeout_s: float) -> None:
-        """Return once it answers, whether it has workers or not. Raises EngineError with the end of its log if it ends,
-        DeadlineError if it is not ready within ``timeout_s``."""
+        """Return once it answers, whether it has workers or not."""
         if not self._answers:
-            self._server.wait_ready("/liveness", timeout_s)
+            super().wait_ready(timeout_s)
             self._answers = True
-
-    @property
-    def pid(self) -> int:
-        """Process id, and the id of its process group."""
-        return self.process.pid
-
-    def check(self) -> None:
-        """Raises EngineError, with the end of the log, if the router has ended."""
-        self.process.check()
-
-    def stop(self) -> None:
-        """End the process; returns when it is gone."""
-        self._server.stop()
 
     def workers(self) -> dict[str, str]:
         """The router's own id of each worker, by URL. Raises EngineError."""

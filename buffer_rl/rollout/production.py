@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffer_rl.buffer.partial import DONE
-from buffer_rl.engines.row_ids import ROWS
+from buffer_rl.engines.protocol import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
 from buffer_rl.kinds.results import as_sample, check_statuses
 from buffer_rl.options.user_args import user_args

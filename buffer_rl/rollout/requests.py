@@ -1,7 +1,7 @@
 """What a rollout asks of the engines: request ids, seeds, samples that share one request, and the stop of all of them.
 
 The first responses of a group's samples are asked for in the same moment, for one prompt and with equal sampling
-parameters. They go as one request of several rows (``buffer_rl.engines.row_ids``): sixteen samples, those of indices 0
+parameters. They go as one request of several rows (``buffer_rl.engines.protocol``): sixteen samples, those of indices 0
 to 15, 16 to 31, …, cost little more than one. A sample's seed is mixed from the seed of its sixteen and its place in
 them, as the embedded engine mixes those of rows, so a sample has the same tokens whether it is asked for alone or with
 others.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.engines.row_ids import ROWS, SEED_BITS, RowSeeds, row_rid, row_seeds
+from buffer_rl.engines.protocol import ROWS, SEED_BITS, RowSeeds, row_rid, row_seeds
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.records.groups import GroupUid, RowId, Sample, Status, tile
 from buffer_rl.records.sample import STATUS_OF_REASON

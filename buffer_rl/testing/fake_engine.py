@@ -10,8 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from buffer_rl.engines.row_ids import row_rid, row_seeds
-from buffer_rl.engines.server_info import EMBEDDED
+from buffer_rl.engines.protocol import EMBEDDED, row_rid, row_seeds
 from buffer_rl.testing.faulty_server import Fault, FaultPoint, FaultyServer
 from buffer_rl.testing.sglang_rules import SglangRules, refusal
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.engines.server_info import ServerInfo
+from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.records.groups import SampleGroup, Ticket, Topology

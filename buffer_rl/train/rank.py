@@ -102,7 +102,7 @@ class TrainRank:
 
         from buffer_rl.train.model import prepare_torch, seed_all
         from buffer_rl.train.objective import Objective
-        from buffer_rl.weights.names import PublishedNames
+        from buffer_rl.weights.sender import PublishedNames
 
         self._names = PublishedNames(self._args)
         if self._world_size > 1:

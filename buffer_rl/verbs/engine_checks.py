@@ -13,7 +13,7 @@ from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.external import urls_of
-from buffer_rl.engines.server_info import ServerInfo
+from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.hf_config import max_positions, read_config
 from buffer_rl.options.section import flag_of, required

@@ -17,45 +17,25 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import BufferRLError, EngineError
 from buffer_rl.weights.tensor import tensor_parallel_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from buffer_rl.args import Args
-    from buffer_rl.engines.server_info import ServerInfo
+    from buffer_rl.engines.control import EngineControlClient
+    from buffer_rl.engines.protocol import ServerInfo
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.options import WeightOptions
     from buffer_rl.weights.process_group import Backend, Rendezvous, WeightGroup
+    from buffer_rl.weights.role_weights import RoleReceivers
     from buffer_rl.weights.sender import Senders
 
 JOIN_TIMEOUT_S = 15.0
 """An engine that dies while the group is made is noticed after so long; later deaths are noticed at once."""
 BLOCKED_TIMEOUT_S = 30.0
 """A SGLang server that joins a group which does not come about may never answer: it is given up after so long."""
-
-
-class Receivers(Protocol):
-    """What weights are broadcast to: ``buffer_rl.engines.control.EngineControlClient``, or the processes of a role."""
-
-    def server_info(self) -> dict[str, ServerInfo]: ...
-    def init_weights_update_group(
-        self,
-        address: str,
-        port: int,
-        ranks: Mapping[str, int],
-        *,
-        name: str,
-        backend: Backend = "gloo",
-        timeout_s: float | None = None,
-    ) -> None: ...
-    def update_weights_from_distributed(
-        self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None
-    ) -> None: ...
-    def destroy_weights_update_group(self, name: str) -> None: ...
 
 
 class DistributedSender:
@@ -131,7 +111,7 @@ class DistributedTransport:
         self._name: str | None = None
         self._plan: list[Any] = []
 
-    def connect(self, trainer: Senders, engines: Receivers) -> None:
+    def connect(self, trainer: Senders, engines: EngineControlClient | RoleReceivers) -> None:
         """Make the group of the trainer and the engines that are there now. A name of its own each time: an engine may
         still be in a group that failed, and the trainer is in others' groups."""
         self.close()

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from buffer_rl.engines.server_info import ServerInfo
+from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import EngineError, WorkerDiedError
 from buffer_rl.weights.disk import VERSION_GLOB
 from buffer_rl.weights.publish import ATTEMPTS
@@ -117,8 +117,8 @@ class RoleBroadcasts:
 
 
 class RoleReceivers:
-    """The processes of a role as receivers of broadcasts (``buffer_rl.weights.distributed.Receivers``). All calls raise
-    WorkerDiedError, naming the role, if one of them has died."""
+    """The processes of a role as receivers of broadcasts, with the calls that ``EngineControlClient`` has for them. All
+    raise WorkerDiedError, naming the role, if a process has died."""
 
     def __init__(self, role: ActorGroup, timeout_s: float) -> None:
         self._role = role
@@ -130,14 +130,7 @@ class RoleReceivers:
         return {self._role.role: ServerInfo(tp_size=len(self._role.actors))}
 
     def init_weights_update_group(
-        self,
-        address: str,
-        port: int,
-        ranks: Mapping[str, int],
-        *,
-        name: str,
-        backend: str = "gloo",
-        timeout_s: float | None = None,
+        self, address: str, port: int, ranks: Mapping[str, int], *, name: str, **_: Any
     ) -> None:
         """Have the processes join the group as its ranks 1, 2, …"""
         self._call("join", address, port, name, 1 + sum(ranks.values()))

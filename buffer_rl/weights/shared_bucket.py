@@ -24,8 +24,7 @@ import torch
 import torch.multiprocessing as torch_multiprocessing
 
 from buffer_rl.errors import EngineError
-from buffer_rl.weights import cuda_ipc
-from buffer_rl.weights.shared_memory import SharedMemory, as_bytes, open_memory
+from buffer_rl.weights.shared_memory import SharedMemory, as_bytes, copy_cuda_memory, open_memory, share_cuda_memory
 
 ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple, as torch's own allocator does, so that views of any dtype are aligned."""
@@ -226,7 +225,7 @@ class _DeviceBucket:
             self._flat[place.offset : place.offset + place.num_bytes].copy_(as_bytes(tensor))
 
     def handle(self) -> str:
-        return _text("cuda_ipc", cuda_ipc.share(self._flat), self._layout)
+        return _text("cuda_ipc", share_cuda_memory(self._flat), self._layout)
 
     def close(self) -> None:
         del self._flat
@@ -235,7 +234,7 @@ class _DeviceBucket:
 class SharedWeights:
     """What one process shares of one version. ``release`` gives it up; a process that ends has released it too.
 
-    cuda_ipc: tensors that are on a CUDA device stay there; else they go through the machine's own memory.
+    use_cuda_ipc: tensors that are on a CUDA device stay there; else they go through the machine's own memory.
     """
 
     def __init__(self, *, use_cuda_ipc: bool = False) -> None:
@@ -287,7 +286,7 @@ def open_bucket(text: str) -> dict[str, torch.Tensor]:
     if kind == "memory":
         return checked.views(open_memory(where, checked.num_bytes))
     if kind == "cuda_ipc":
-        return checked.views(cuda_ipc.copy_from(where, checked.num_bytes))
+        return checked.views(copy_cuda_memory(where, checked.num_bytes))
     raise EngineError(f"unknown kind of shared weights {kind!r}", expected="memory or cuda_ipc")
 
 

@@ -17,7 +17,7 @@ from buffer_rl.weights.options import WeightOptions
 if TYPE_CHECKING:
     from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
-    from buffer_rl.engines.server_info import ServerInfo
+    from buffer_rl.engines.protocol import ServerInfo
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.sender import Senders
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.cluster.process import ChildProcess, ServerProcess, key_environment
+from buffer_rl.cluster.process import ServerProcess, key_environment
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import max_positions
 from buffer_rl_sglang.options import SERVER, check_server, environment, on_cpu, server_arguments
@@ -27,8 +27,8 @@ MAX_UNIX_PATH = 107
 _SOCKET_ROOM = len("/sglang_01234567/tmp01234567")  # what a server's sockets are named below the temporary folder
 
 
-class SglangServer:
-    """A SGLang server that was started; meets ``buffer_rl.kinds.engine.EngineProcess``.
+class SglangServer(ServerProcess):
+    """A SGLang server that was started.
 
     Its temporary files are in a folder of its own, which ``stop`` removes, as it does the shared memory of a server
     that was killed."""
@@ -42,7 +42,7 @@ class SglangServer:
         if on_cpu(args) and (ranks := args.rollout_num_gpus_per_engine) > 1:  # else one NUMA node for each is wanted
             cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
-        self._server = ServerProcess(
+        super().__init__(
             f"SGLang server {index}",
             lambda ports: [args.sglang_python, str(SERVER), *_arguments(args, index, *ports)],
             log_path,
@@ -50,30 +50,15 @@ class SglangServer:
             env=variables,
         )
 
-    @property
-    def url(self) -> str:
-        """Base URL, without a trailing slash; final after ``wait_ready``."""
-        return self._server.url
-
-    @property
-    def process(self) -> ChildProcess:
-        """Of the last start."""
-        return self._server.process
-
     def wait_ready(self, timeout_s: float) -> None:
-        """Return once the server answers. Raises EngineError if its process ends first, DeadlineError if it takes
-        longer than ``timeout_s`` seconds."""
-        self._server.wait_ready("/health", timeout_s)
+        """Return once the server answers."""
+        super().wait_ready(timeout_s)
         self._shared |= _shared_memory(self.process.pid)
-
-    def check(self) -> None:
-        """Raises EngineError, with the end of the log, if the process has ended."""
-        self.process.check()
 
     def stop(self) -> None:
         """End the process and all that it started; returns when nothing of it is left."""
         self._shared |= _shared_memory(self.process.pid)
-        self._server.stop()
+        super().stop()
         for path in self._shared:
             path.unlink(missing_ok=True)
         shutil.rmtree(self._temporary, ignore_errors=True)

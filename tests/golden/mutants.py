@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the samples of a prompt share a seed",
-        file="buffer_rl/engines/row_ids.py",
+        file="buffer_rl/engines/protocol.py",
         old="for number in range(1, num_rows + 1)",
         new="for number in [1] * num_rows",
         runs=("lockstep",),
@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         name="the engine confirms version 2 and keeps the weights of version 1",
         file="buffer_rl/embedded/service.py",
-        old="self._replace(lambda: (self._partial or self.model).replace_weights(path), version, flush_cache)",
-        new="self._replace(lambda: version != '2' and self.model.replace_weights(path), version, flush_cache)",
+        old="self._replace(lambda: self._weights.replace_weights(path), version, flush_cache)",
+        new="self._replace(lambda: version != '2' and self._weights.replace_weights(path), version, flush_cache)",
         runs=("lockstep",),
     ),
     Mutant(

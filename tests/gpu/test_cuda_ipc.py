@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from buffer_rl.errors import EngineError
-from buffer_rl.weights import cuda_ipc
 from buffer_rl.weights.shared_bucket import SharedWeights
+from buffer_rl.weights.shared_memory import copy_cuda_memory, share_cuda_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +51,6 @@ def test_without_inter_process_handles_the_machine_s_memory_is_used() -> None:
 
 
 def test_a_device_that_this_process_does_not_see_is_refused() -> None:
-    handle = cuda_ipc.share(torch.zeros(64, dtype=torch.uint8, device="cuda"))
+    handle = share_cuda_memory(torch.zeros(64, dtype=torch.uint8, device="cuda"))
     with pytest.raises(EngineError, match="does not see"):
-        cuda_ipc.copy_from({**handle, "device_uuid": "00000000-0000-0000-0000-000000000000"}, 64)
+        copy_cuda_memory({**handle, "device_uuid": "00000000-0000-0000-0000-000000000000"}, 64)

@@ -25,9 +25,8 @@ from safetensors.torch import load_file
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.embedded.launcher import EmbeddedEngine, launch
-from buffer_rl.engines.control import EngineControlClient
-from buffer_rl.engines.registry import EngineRegistry, FleetControl
-from buffer_rl.engines.replica import EngineState, Replica
+from buffer_rl.engines.control import EngineControlClient, FleetControl
+from buffer_rl.engines.registry import EngineRegistry, EngineState, Replica
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.options.section import compose, dump_args, load_args
 from buffer_rl.plugin.registry import PluginRegistry

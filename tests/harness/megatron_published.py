@@ -27,7 +27,7 @@ columns."""
 
 def note_served(rollout_id: int, args: Any, samples: Any, extra: Any, seconds: float) -> None:
     """``--custom-rollout-log-function-path``: checksums of the weights that the engines sampled the rollout with."""
-    from buffer_rl.engines.control import EngineFanOut
+    from buffer_rl.engines.http import EngineFanOut
 
     async def ask() -> dict[str, str]:
         engines = EngineFanOut(lambda: [], 30.0, router_url=args.router_url, api_key=args.engine_api_key)

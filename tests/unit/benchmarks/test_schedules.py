@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, step_stats
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.weights.names import PublishedNames
+from buffer_rl.weights.sender import PublishedNames
 
 GROUPS = st.lists(st.tuples(st.floats(0.01, 5.0), st.integers(1, 50_000)), min_size=1, max_size=8)
 KINDS = {

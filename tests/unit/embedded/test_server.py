@@ -17,8 +17,8 @@ from buffer_rl.embedded.launcher import launch
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.fleet import EngineFleet
+from buffer_rl.engines.protocol import ROWS, row_seeds
 from buffer_rl.engines.router import Router
-from buffer_rl.engines.row_ids import ROWS, row_seeds
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.fake_engine import FakeEngine
 

@@ -12,9 +12,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from buffer_rl.engines.client import MAX_RETRIES, EngineClient, parse_answer
-from buffer_rl.engines.control import EngineControlClient, EngineFanOut
-from buffer_rl.engines.row_ids import RowSeeds, row_seeds
-from buffer_rl.engines.server_info import ServerInfo
+from buffer_rl.engines.control import EngineControlClient
+from buffer_rl.engines.http import EngineFanOut
+from buffer_rl.engines.protocol import RowSeeds, ServerInfo, row_seeds
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.records.groups import Status, VersionSpan
 from buffer_rl.testing.fake_engine import FakeEngine, Fault

@@ -51,7 +51,7 @@ def end_of(fleet):
 
 
 def pids_of(fleet):
-    return [engine.process.pid for engine in fleet.engines] + ([fleet.router.pid] if fleet.router else [])
+    return [engine.process.pid for engine in fleet.engines] + ([fleet.router.process.pid] if fleet.router else [])
 
 
 def group_members(leader):
@@ -182,7 +182,7 @@ def test_an_engine_that_ends_fails_the_start_while_those_before_it_still_load(en
 def test_a_router_that_ends_fails_the_start_while_engines_still_load(engine_args, tmp_path):
     args = engine_args(engine_start_timeout_s=600.0)
     with EngineFleet(args, str(tmp_path), lambda *_: Loading()) as fleet:
-        os.kill(fleet.router.pid, signal.SIGKILL)
+        os.kill(fleet.router.process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"sglang-router was killed by signal 9; its log is empty"):
             fleet.wait_ready()
 
@@ -205,7 +205,7 @@ def test_a_router_that_lists_no_engine_or_has_ended_fails_the_call_with_the_end_
 
         with pytest.raises(EngineError, match="the engine has ended"):
             router.add("http://127.0.0.1:2", timeout_s=600.0, check=ended)
-        os.kill(router.pid, signal.SIGKILL)
+        os.kill(router.process.pid, signal.SIGKILL)
         wait_until(lambda: router.process.exit_status is not None, "the router's end")
         with pytest.raises(EngineError, match="was killed by signal 9; the end of its log:"):
             router.workers()
@@ -256,7 +256,7 @@ from buffer_rl.engines.fleet import EngineFleet
 fleet = EngineFleet(SimpleNamespace(**{vars(engine_args())!r}), {str(tmp_path)!r}, launch)
 fleet.start()
 fleet.wait_ready()
-print(fleet.engines[0].process.pid, fleet.router.pid, flush=True)
+print(fleet.engines[0].process.pid, fleet.router.process.pid, flush=True)
 time.sleep(600)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -336,7 +336,7 @@ def test_a_server_whose_port_another_process_took_is_started_again_on_another_on
     with taking_ports(2, lives_s) as (command, given):
         server = ServerProcess("server", command, str(tmp_path / "log"), hosts=["127.0.0.1"])
         try:
-            server.wait_ready("/health", 60.0)
+            server.wait_ready(60.0)
             assert len(given) == 3
             assert server.url == f"http://127.0.0.1:{given[2]}"
             assert urllib.request.urlopen(server.url, timeout=10).status == 200
@@ -357,7 +357,7 @@ def test_a_server_that_finds_no_port_or_ends_otherwise_fails_with_its_log(tmp_pa
     with taking_ports(9) as (command, given):
         server = ServerProcess("server", command, str(tmp_path / "log"), hosts=["127.0.0.1"])
         with pytest.raises(EngineError, match="server exited with status 1"):
-            server.wait_ready("/health", 60.0)
+            server.wait_ready(60.0)
         assert len(given) == 3
 
     def broken(ports):
@@ -366,7 +366,7 @@ def test_a_server_that_finds_no_port_or_ends_otherwise_fails_with_its_log(tmp_pa
 
     failing = ServerProcess("server", broken, str(tmp_path / "log"), hosts=["127.0.0.1"])
     with pytest.raises(EngineError, match="no model"):
-        failing.wait_ready("/health", 60.0)
+        failing.wait_ready(60.0)
     assert len(given) == 4
     server.stop()
     failing.stop()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engines.registry import EngineRegistry, FleetControl, Published
-from buffer_rl.engines.replica import EngineEvent, EngineState, Replica
+from buffer_rl.engines.control import FleetControl
+from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Published, Replica
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.fake_roles import local_senders

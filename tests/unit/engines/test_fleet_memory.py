@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engines.registry import EngineRegistry, FleetControl, Published
-from buffer_rl.engines.replica import CACHE, WEIGHTS, EngineState, Replica
+from buffer_rl.engines.control import FleetControl
+from buffer_rl.engines.protocol import CACHE, WEIGHTS
+from buffer_rl.engines.registry import EngineRegistry, EngineState, Published, Replica
 from buffer_rl.engines.supervisor import Supervisor
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault

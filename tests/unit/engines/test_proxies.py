@@ -15,9 +15,8 @@ from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.external import ExternalEngine
 from buffer_rl.engines.fleet import EngineFleet
-from buffer_rl.engines.heartbeat import Heartbeat
-from buffer_rl.engines.registry import EngineRegistry
-from buffer_rl.engines.replica import EngineState, Replica
+from buffer_rl.engines.registry import EngineRegistry, EngineState, Replica
+from buffer_rl.engines.supervisor import Heartbeat
 from buffer_rl.testing.fake_engine import FakeEngine
 from harness.processes import holds_within
 

@@ -152,12 +152,12 @@ def test_a_router_that_is_too_busy_to_let_go_of_a_dead_engine_is_asked_again(eng
     with EngineFleet(args, str(tmp_path), launch, notices.append) as fleet, watched(fleet) as raised:
         fleet.wait_ready()
         monkeypatch.setattr("buffer_rl.engines.router.CALL_TIMEOUT_S", 0.3)
-        os.kill(fleet.router.pid, signal.SIGSTOP)
+        os.kill(fleet.router.process.pid, signal.SIGSTOP)
         try:
             lost = kill(fleet, 0)
             assert holds_within(60, lambda: len(notices) > 2)
         finally:
-            os.kill(fleet.router.pid, signal.SIGCONT)
+            os.kill(fleet.router.process.pid, signal.SIGCONT)
         monkeypatch.undo()
         assert holds_within(60, lambda: list(fleet.router.workers()) == [fleet.engines[0].url])
         assert raised == []

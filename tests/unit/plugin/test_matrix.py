@@ -17,7 +17,7 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.engines.fleet import EngineFleet
-from buffer_rl.engines.row_ids import RowSeeds
+from buffer_rl.engines.protocol import RowSeeds
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.kinds.table import KINDS
 from buffer_rl.observe.observer import RunObserver

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.engines.row_ids import RowSeeds, row_rid, row_seeds
+from buffer_rl.engines.protocol import RowSeeds, row_rid, row_seeds
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket, VersionSpan

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.engines.client import EngineClient
-from buffer_rl.engines.row_ids import row_rid
+from buffer_rl.engines.protocol import row_rid
 from buffer_rl.errors import EngineError
 from buffer_rl.records.groups import Sample, Status
 from buffer_rl.rollout.context import LeaseScope, lease_scope

@@ -11,7 +11,7 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.engines.client import GenerateResult
-from buffer_rl.engines.row_ids import RowSeeds
+from buffer_rl.engines.protocol import RowSeeds
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose
 from buffer_rl.options.user_args import user_args

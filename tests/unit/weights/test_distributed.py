@@ -18,7 +18,7 @@ from buffer_rl.embedded.launcher import launch
 from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.fleet import EngineFleet
-from buffer_rl.engines.server_info import EMBEDDED, ServerInfo
+from buffer_rl.engines.protocol import EMBEDDED, ServerInfo
 from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Topology

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.engines.server_info import ServerInfo
+from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Topology

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from buffer_rl.engines.row_ids import GOLDEN, ROWS, mix64, row_seeds
+from buffer_rl.engines.protocol import GOLDEN, ROWS, mix64, row_seeds
 
 
 def splitmix64_in_plain_python(z: int) -> int:

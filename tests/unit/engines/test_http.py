@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from buffer_rl.engines.loop_thread import LoopThread
+from buffer_rl.engines.http import LoopThread
 from harness.processes import holds_within
 
 

@@ -16,7 +16,7 @@ from buffer_rl.errors import TrainError
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.train.model import hf_state, load_model
-from buffer_rl.weights.names import PublishedNames
+from buffer_rl.weights.sender import PublishedNames
 
 Weights = dict[str, torch.Tensor]
 
