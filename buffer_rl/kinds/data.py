@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.records.groups import Column, Sample, SampleGroup
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 @runtime_checkable
@@ -27,4 +25,22 @@ class DataSource(Protocol):
 class SamplesToTrainData(Protocol):
     """Turns one group's samples into training columns (see ``TrainBatch.columns``), one row a sample."""
 
-    def __call__(self, args: Args, samples: list[Sample]) -> dict[str, Column]: ...
+    def __call__(self, args: Any, samples: list[Sample]) -> dict[str, Column]: ...
+
+
+KINDS = (
+    PluginKind(
+        name="data_source",
+        flags=("--data-source-path",),
+        protocol=DataSource,
+        signature="class (args) with get_samples, save, load, __len__",
+        may_be_async=True,
+        constructed=("args",),
+    ),
+    PluginKind(
+        name="samples_to_train_data",
+        flags=("--custom-convert-samples-to-train-data-path",),
+        protocol=SamplesToTrainData,
+        signature="(args, samples) -> dict of columns",
+    ),
+)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
+from buffer_rl.kinds.kind import PluginKind
 
 
 class EngineProcess(Protocol):
@@ -32,7 +31,7 @@ class EngineLauncher(Protocol):
     its ``sampling_seed`` alone, and ``check(args)``, which is called before anything starts and raises ConfigError for
     options that its engines cannot serve."""
 
-    def __call__(self, args: Args, index: int, log_path: str) -> EngineProcess: ...
+    def __call__(self, args: Any, index: int, log_path: str) -> EngineProcess: ...
 
 
 class WeightTransport(Protocol):
@@ -62,3 +61,26 @@ class WeightTransport(Protocol):
 
     def close(self) -> None:
         """Free everything: the run ends, or a publication failed for good. May be called twice."""
+
+
+KINDS = (
+    PluginKind(
+        name="engine",
+        flags=("--rollout-engine",),
+        protocol=EngineLauncher,
+        signature="(args, index, log_path) -> EngineProcess",
+    ),
+    PluginKind(
+        name="weight_transport",
+        flags=("--weight-sync-mode",),
+        protocol=WeightTransport,
+        signature="class (args) with sender, staged, connect, prepare, publish, close",
+        attributes=("sender",),
+        changed=dict.fromkeys(
+            ("load", "cleanup"),
+            "a weight transport has two sides now: connect(trainer, engines), prepare(version), publish(version) and "
+            "close() in the driver, and a class `sender` in each rank of the trainer; see docs/models.md",
+        ),
+        constructed=("args",),
+    ),
+)

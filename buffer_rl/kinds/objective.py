@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import LossInputs, Sums, TokenLoss
 from buffer_rl.records.groups import TrainBatch
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 class AdvantageEstimator(Protocol):
@@ -22,7 +20,7 @@ class AdvantageEstimator(Protocol):
     it declares that it needs them.
     """
 
-    def __call__(self, args: Args, batch: TrainBatch) -> None: ...
+    def __call__(self, args: Any, batch: TrainBatch) -> None: ...
 
 
 class PolicyLoss(Protocol):
@@ -30,7 +28,7 @@ class PolicyLoss(Protocol):
     ``buffer_rl.kinds.marks.loss_unit`` says what it must see together, and which columns it reads beside the usual
     ones."""
 
-    def __call__(self, args: Args, inputs: LossInputs) -> TokenLoss: ...
+    def __call__(self, args: Any, inputs: LossInputs) -> TokenLoss: ...
 
 
 class Correction(Protocol):
@@ -38,7 +36,7 @@ class Correction(Protocol):
     difference between the engine's log-probabilities and the trainer's. They are taken without a gradient. It declares
     what it must see together, and which columns it reads, as a loss does."""
 
-    def __call__(self, args: Args, inputs: LossInputs) -> Any: ...
+    def __call__(self, args: Any, inputs: LossInputs) -> Any: ...
 
 
 class Objective(Protocol):
@@ -56,3 +54,25 @@ class Objective(Protocol):
         log_probs, entropy: ``[num_rows, width]`` float32 in nats, of the response tokens of ``rows``, with any padding
         on the right. values: the same of a critic. A loss of the backend's own (such as one that balances experts) is
         multiplied by ``sums.divisor`` and added."""
+
+
+KINDS = (
+    PluginKind(
+        name="advantage",
+        flags=("--advantage-estimator", "--custom-advantage-function-path"),
+        protocol=AdvantageEstimator,
+        signature="(args, batch) -> None",
+    ),
+    PluginKind(
+        name="loss",
+        flags=("--loss-type", "--custom-loss-function-path"),
+        protocol=PolicyLoss,
+        signature="(args, inputs) -> TokenLoss",
+    ),
+    PluginKind(
+        name="correction",
+        flags=("--custom-tis-function-path",),
+        protocol=Correction,
+        signature="(args, inputs) -> weights [num_rows, max_response]",
+    ),
+)

@@ -1,31 +1,174 @@
-"""What rewards receive and return."""
+"""What rewards and filters of groups receive and return."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
-from buffer_rl.records.groups import Sample, SampleGroup
+import numpy as np
 
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
+from buffer_rl.errors import RewardError, RolloutError, short_repr
+from buffer_rl.kinds.kind import PluginKind
+from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class RewardModel(Protocol):
     """Scores one sample: a finite number, or a mapping of which ``--reward-key`` names the one to train on."""
 
     def __call__(
-        self, args: Args, sample: Sample
+        self, args: Any, sample: Sample
     ) -> float | Mapping[str, Any] | Awaitable[float | Mapping[str, Any]]: ...
 
 
 class GroupRewardModel(Protocol):
     """Scores all samples of a prompt together: one finite number a sample, in order."""
 
-    def __call__(self, args: Args, group: SampleGroup) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+    def __call__(self, args: Any, group: SampleGroup) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+
+
+class DynamicSamplingFilter(Protocol):
+    """Decides whether a finished, scored group is trained on."""
+
+    def __call__(self, args: Any, group: SampleGroup) -> FilterDecision | bool: ...
+
+
+class SampleFilter(Protocol):
+    """Marks samples of a whole rollout with ``sample.remove_sample = True``."""
+
+    def __call__(self, args: Any, groups: list[SampleGroup]) -> None: ...
 
 
 class RewardPostProcess(Protocol):
     """Turns the rewards of one group's samples into ``(raw_rewards, rewards)``, one number a sample each."""
 
-    def __call__(self, args: Args, samples: list[Sample]) -> tuple[Sequence[float], Sequence[float]]: ...
+    def __call__(self, args: Any, samples: list[Sample]) -> tuple[Sequence[float], Sequence[float]]: ...
+
+
+def check_reward(value: object, *, where: str) -> float | dict[str, Any]:
+    """The reward as a float, or by name as floats, texts and Nones, of which ``--reward-key`` names a number.
+
+    Finite numbers are accepted, booleans as 0 and 1, numpy scalars and arrays of no dimensions too. None, NaN,
+    infinity, text and lists raise RewardError: a reward that could not be computed is never a silent 0.
+    """
+    if type(value) is float and abs(value) <= FLOAT32_MAX:  # nearly all of them
+        return value
+    if not isinstance(value, Mapping):
+        return _finite_number(value, where)
+    if not value:
+        raise RewardError("the reward is an empty mapping", where=where, expected="at least one name with a number")
+    rewards: dict[str, Any] = {}
+    for key, entry in value.items():
+        if not isinstance(key, str):
+            raise RewardError(f"the reward has the key {key!r}", where=where, expected="text keys")
+        number = None
+        if entry is not None and not isinstance(entry, str):
+            number = _finite_number(entry, f"{where}, entry {key!r}" if where else f"entry {key!r}")
+        rewards[key] = entry if number is None else number
+    if all(isinstance(entry, str | None) for entry in rewards.values()):
+        raise RewardError("the reward is a mapping without a number", where=where, expected="one under --reward-key")
+    return rewards
+
+
+def check_group_rewards(value: object, count: int, *, where: str) -> list[float]:
+    """The rewards of a group's ``count`` samples, in order: finite numbers. Raises RewardError otherwise."""
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes) or len(value) != count:
+        raise RewardError(f"the reward is {short_repr(value)}", where=where, expected=f"a list of {count} numbers")
+    return [_finite_number(entry, f"{where}, entry {i}") for i, entry in enumerate(value)]
+
+
+def _finite_number(value: object, where: str) -> float:
+    number = unwrap_scalar(value)
+    if not isinstance(number, numbers.Real):
+        raise RewardError(
+            f"the reward is {short_repr(value)}",
+            where=where,
+            expected="a finite number, or a mapping of names to finite numbers",
+            hint="a reward function without a return statement returns None" if value is None else "",
+        )
+    try:
+        result = float(number)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise RewardError(f"the reward is {short_repr(value)}, not finite", where=where, expected="a finite number")
+    if abs(result) > FLOAT32_MAX:
+        what = f"the reward is {short_repr(value)}, too large to train on"
+        raise RewardError(what, where=where, expected=f"a number of at most {FLOAT32_MAX:.3g}, which float32 holds")
+    return result
+
+
+def unwrap_scalar(value: object) -> object:
+    """A Python number for a scalar or array of no dimensions of numpy or torch (neither is imported here)."""
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        return value.item()  # type: ignore[attr-defined]
+    return value
+
+
+def check_filter_decision(value: object, *, where: str) -> FilterDecision:
+    """The decision of a dynamic sampling filter; a bare boolean and any object with ``keep`` and perhaps ``reason``
+    are accepted. Raises RolloutError otherwise."""
+    if isinstance(value, FilterDecision):
+        keep = _as_bool(value.keep)
+        if keep is not None and isinstance(value.reason, str):
+            return value if keep is value.keep else replace(value, keep=keep)
+    elif (keep := _as_bool(value)) is not None:
+        return FilterDecision(keep=keep)
+    elif (keep := _as_bool(getattr(value, "keep", None))) is not None:  # a record of slime's or of the user's own
+        reason = getattr(value, "reason", None)
+        if reason is None or isinstance(reason, str):
+            fallback = bool(getattr(value, "keep_when_insufficient", False))
+            return FilterDecision(keep=keep, reason=reason or "", keep_when_insufficient=fallback)
+    raise RolloutError(
+        f"the filter returned {short_repr(value)}",
+        where=where,
+        expected="FilterDecision(keep=True or False, reason=text), or True or False",
+        hint="a filter without a return statement returns None" if value is None else "",
+    )
+
+
+def _as_bool(value: object) -> bool | None:
+    scalar = unwrap_scalar(value)
+    return scalar if isinstance(scalar, bool) else None
+
+
+KINDS = (
+    PluginKind(
+        name="reward",
+        flags=("--rm-type", "--custom-rm-path"),
+        protocol=RewardModel,
+        signature="(args, sample) -> float | dict",
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="group_reward",
+        flags=("--custom-group-rm-path",),
+        protocol=GroupRewardModel,
+        signature="(args, group) -> list[float]",
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="filter",
+        flags=("--dynamic-sampling-filter-path",),
+        protocol=DynamicSamplingFilter,
+        signature="(args, group) -> FilterDecision | bool",
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="sample_filter",
+        flags=("--rollout-sample-filter-path",),
+        protocol=SampleFilter,
+        signature="(args, groups) -> None",
+        may_be_async=True,
+    ),
+    PluginKind(
+        name="reward_post_process",
+        flags=("--custom-reward-post-process-path",),
+        protocol=RewardPostProcess,
+        signature="(args, samples) -> (raw_rewards, rewards)",
+    ),
+)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.records.groups import Column, Topology, TrainBatch
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from buffer_rl.args import Args
     from buffer_rl.plan.roles import Role
 
 
@@ -107,4 +107,48 @@ class ModelProvider(Protocol):
     ``[num_rows, num_tokens, vocabulary]``, with ``get_output_embeddings()`` and causal attention. It is moved to the
     trainer's device and to float32."""
 
-    def __call__(self, args: Args) -> Any: ...
+    def __call__(self, args: Any) -> Any: ...
+
+
+KINDS = (
+    PluginKind(
+        name="trainer",
+        flags=("--train-backend",),
+        protocol=Trainer,
+        signature="class (args, rank, world_size, objective) with what buffer_rl.kinds.trainer.Trainer has",
+        changed=dict.fromkeys(
+            ("forward_backward", "finish_accumulation", "compute_advantages", "export_buckets"),
+            "a trainer is built as cls(args, rank, world_size, objective) now: accumulate(batch) calls the objective, "
+            "backward on the summed loss, and returns its Sums (forward_backward is gone); optimizer_step(scale) "
+            "multiplies the gradients; export() is collective; topology says which rows the rank gets; advantages are "
+            "the framework's",
+        ),
+        constructed=("args", "rank", "world_size", "objective"),
+    ),
+    PluginKind(
+        name="role",
+        flags=("--role-path",),
+        protocol=FieldRole,
+        signature="class (args) with role (a buffer_rl.plan.roles.Role) and compute(batch) -> columns",
+        constructed=("args",),
+    ),
+    PluginKind(
+        name="converter",
+        flags=("--model-converter-path",),
+        protocol=ModelConverter,
+        signature="class (args) with load, export",
+        changed=dict.fromkeys(
+            ("to_trainer", "to_hf"),
+            "a converter has load(model, folder) and export(model) now: derive the class from "
+            "buffer_rl.train.converter.NameMap, whose load and export call to_trainer and to_hf for each tensor",
+        ),
+        constructed=("args",),
+    ),
+    PluginKind(
+        name="model_provider",
+        flags=("--custom-model-provider-path",),
+        protocol=ModelProvider,
+        signature="(args) -> model, or (pre_process, post_process, vp_stage) -> its part",
+        keywords=("pre_process", "post_process"),
+    ),
+)

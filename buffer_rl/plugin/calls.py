@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from buffer_rl.errors import BufferRLError, EndedBySignal, PluginError, short_repr
-from buffer_rl.kinds.table import PluginKind, kind_named
+from buffer_rl.kinds.kind import PluginKind
+from buffer_rl.kinds.table import kind_named
 
 _MOST_NAMES_SHOWN = 12
 TAIL_LINES = 12

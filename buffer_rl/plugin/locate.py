@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from buffer_rl.errors import PluginError
-from buffer_rl.kinds.table import PluginKind
+from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.plugin.calls import contained, error_name, nearest, original, plugin_error
 from buffer_rl.plugin.reference import (
     Form,

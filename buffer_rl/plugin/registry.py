@@ -16,7 +16,8 @@ from typing import Any, cast
 import pluggy
 
 from buffer_rl.errors import PluginError
-from buffer_rl.kinds.table import KINDS, PluginKind, kind_named
+from buffer_rl.kinds.kind import PluginKind
+from buffer_rl.kinds.table import KINDS, kind_named
 from buffer_rl.plugin.calls import nearest, plugin_error
 from buffer_rl.plugin.entry_points import (
     AUTOLOAD_VARIABLE,

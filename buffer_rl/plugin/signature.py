@@ -7,7 +7,8 @@ import inspect
 from typing import Any
 
 from buffer_rl.errors import PluginError, short_repr
-from buffer_rl.kinds.table import KINDS, PluginKind, kind_named
+from buffer_rl.kinds.kind import PluginKind
+from buffer_rl.kinds.table import KINDS, kind_named
 from buffer_rl.plugin.calls import plugin_error
 
 # A class is a function that returns an object: right for kinds whose result is an object, and for rollouts,

@@ -18,7 +18,7 @@ import numpy as np
 from buffer_rl.algo.rewards import shaped
 from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.kinds.marks import needs_of
-from buffer_rl.kinds.results import check_group_rewards
+from buffer_rl.kinds.reward import check_group_rewards
 from buffer_rl.plan.algorithm import estimator_needs, estimator_of, is_supervised, loss_flag, loss_of
 from buffer_rl.records.groups import Sample, SampleGroup, Status
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from buffer_rl.buffer.partial import DONE
 from buffer_rl.engines.protocol import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
-from buffer_rl.kinds.results import as_sample, check_statuses
+from buffer_rl.kinds.rollout import as_sample, check_statuses
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import place, returned
 from buffer_rl.plugin.signature import takes_evaluation

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.cluster.process import die_with_parent
 from buffer_rl.errors import BufferRLError
-from buffer_rl.kinds.results import check_group_rewards, check_reward
+from buffer_rl.kinds.reward import check_group_rewards, check_reward
 from buffer_rl.options.section import load_args
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import contained, contained_task, error_text

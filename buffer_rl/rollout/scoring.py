@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.kinds.marks import is_for_rows
-from buffer_rl.kinds.results import check_reward, check_statuses
+from buffer_rl.kinds.reward import check_reward
+from buffer_rl.kinds.rollout import check_statuses
 from buffer_rl.options.section import dump_args
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import error_text

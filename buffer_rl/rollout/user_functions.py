@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.errors import BufferRLError, RolloutError, short_repr
-from buffer_rl.kinds.results import check_filter_decision, check_metrics
-from buffer_rl.kinds.rollout import RolloutBuffer
+from buffer_rl.kinds.reward import check_filter_decision
+from buffer_rl.kinds.rollout import RolloutBuffer, check_metrics
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import awaited, call, contained, place, raised, returned
 from buffer_rl.plugin.signature import takes

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.calling import blocking
 from buffer_rl.errors import BufferRLError, DataError, RewardError, RolloutError, short_repr
-from buffer_rl.kinds.results import as_leased_group, as_sample, check_reward, check_rollout_output, check_statuses
-from buffer_rl.kinds.rollout import RolloutBuffer
+from buffer_rl.kinds.reward import check_reward
+from buffer_rl.kinds.rollout import RolloutBuffer, as_leased_group, as_sample, check_rollout_output, check_statuses
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plugin.calls import error_text

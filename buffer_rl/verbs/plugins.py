@@ -16,7 +16,8 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.kinds.table import KINDS, PluginKind, kind_named
+from buffer_rl.kinds.kind import PluginKind
+from buffer_rl.kinds.table import KINDS, kind_named
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve

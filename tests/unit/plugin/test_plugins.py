@@ -344,7 +344,7 @@ def test_a_missing_reference_answers_fast_and_importing_plugins_brings_neither_t
     code = (
         "import sys\n"
         "from buffer_rl.plugin.registry import PluginRegistry\n"
-        "import buffer_rl.kinds.results, buffer_rl.plugin.hookspecs\n"
+        "import buffer_rl.kinds.table, buffer_rl.plugin.hookspecs\n"
         "try:\n    PluginRegistry().locate('trainer', 'buffer_rl.train.torch_trainr:TorchTrainer')\n"
         "except ValueError as error:\n    print(error)\n"
         "PluginRegistry().locate('trainer', 'torch')\n"

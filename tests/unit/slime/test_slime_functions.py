@@ -10,7 +10,7 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import RolloutError
-from buffer_rl.kinds.results import as_leased_group
+from buffer_rl.kinds.rollout import as_leased_group
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, QueueHeader, RolloutOutput, Sample, SampleGroup, Status, Ticket

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from buffer_rl.errors import RewardError, RolloutError
-from buffer_rl.kinds.results import check_filter_decision, check_reward, check_rollout_output
+from buffer_rl.kinds.reward import check_filter_decision, check_reward
+from buffer_rl.kinds.rollout import check_rollout_output
 from buffer_rl.records.groups import FilterDecision, GroupUid, RolloutOutput, Sample, SampleGroup
 
 
