@@ -1,4 +1,4 @@
-"""Loss masks of conversations (slime's ``MultiTurnLossMaskGenerator``), by ``buffer_rl.rollout.loss_masks``."""
+"""Loss masks of conversations (slime's ``MultiTurnLossMaskGenerator``), by ``buffer_rl.rollout.sft``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from buffer_rl.records.groups import GroupUid, Sample
-from buffer_rl.rollout.loss_masks import encode_conversation
 from buffer_rl.rollout.prompts import PromptEncoder
+from buffer_rl.rollout.sft import encode_conversation
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
