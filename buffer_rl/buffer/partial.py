@@ -134,7 +134,7 @@ def check_spans(group: SampleGroup) -> None:
                 fault,
                 where=f"row {sample.row_id}",
                 expected="VersionSpan(version, start, end) in order, over every response token whose loss_mask is 1",
-                hint="buffer_rl.rollout.turns sets them; an empty list is not checked",
+                hint="buffer_rl.rollout.generate sets them; an empty list is not checked",
             )
 
 

@@ -9,8 +9,7 @@ offload      who has the memory of shared devices, and when
 checks       options that contradict each other; notices about options
 algorithm_checks  those of estimator, loss, critic, teacher, rewards
 role_checks  the same, for what depends on imported plugins
-session      what a run keeps when its processes are started again
-restart      when and how they are
+restart      when and how a run's processes are started again, and what it keeps then
 folders      locks of the folders that only one driver may write to
 provenance   versions, plugins, code and data of a run
 resume       what differs from the run that wrote the checkpoint

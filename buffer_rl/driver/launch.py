@@ -27,9 +27,8 @@ from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.provenance import provenance_of
-from buffer_rl.driver.restart import Processes, run_with_restarts
+from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
-from buffer_rl.driver.session import RunSession
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint

@@ -26,8 +26,19 @@ from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts, read_facts, rea
 from buffer_rl.observe.summary import REPORT_FILE, eval_gains, run_files
 from buffer_rl.observe.svg_chart import COLOURS, TEMPLATES, Line, format_number, line_chart, stacked_bars
 from buffer_rl.observe.timeline import read_trace
-from buffer_rl.observe.timeline_picture import chosen_steps, format_seconds, headline, names_shown, step_picture
-from buffer_rl.observe.timeline_stats import Spans, StepStats, overlap_of, spans_within, step_stats, step_windows
+from buffer_rl.observe.timeline_stats import (
+    Spans,
+    StepStats,
+    chosen_steps,
+    format_seconds,
+    headline,
+    names_shown,
+    overlap_of,
+    spans_within,
+    step_picture,
+    step_stats,
+    step_windows,
+)
 
 MAX_STEPS = 12  # rollouts of a kind whose samples are shown, spread evenly, the first and the last one among them
 MAX_PER_STEP = 16

@@ -1,13 +1,11 @@
 """Rollouts: generation, scoring, filtering, evaluation; where user code runs.
 
 default         the default rollout function: leases, generates, scores and filters groups until enough are kept
-sft             the rollout function of supervised fine-tuning: the answers are those of the data
-loss_masks      conversations of the data: token ids, and which of them are trained on
+sft             the rollout function of supervised fine-tuning: the data's answers; loss masks of conversations
 evaluate        evaluation on held-out prompts, and its metrics
 production      generates and scores one group; task groups and the deadline of a rollout
-generate        the built-in generate function: sampling parameters, continued responses
-requests        what is asked of the engines: ids, seeds, samples that share a request, and its stop
-turns           several turns in one sample, for generate functions of users
+generate        the built-in generate function: sampling parameters, continued responses, several turns in a sample
+requests        what is asked of the engines, for which lease: ids, seeds, samples that share a request, the stop
 prompts         the tokenizer, chat templates, prompts to token ids
 scoring         chooses each sample's reward function and computes the reward within a deadline
 reward_pool     the processes of synchronous rewards: batches, deadlines, kills
@@ -20,7 +18,7 @@ user_rollout    calls a user's rollout function and reads its answer, slime's ev
 user_functions  calls the user's filters and log functions
 conversion      one finished group to columns
 stats           counts of a rollout, and its metrics
-context         what user functions reach in a rollout: tokenizer, engine, scorer, lease
+context         what user functions reach in a rollout: tokenizer, engine, scorer
 worker          the process of a rollout worker
 data_source     the process of a user's data source
 options         the options of rollouts, rewards and evaluation

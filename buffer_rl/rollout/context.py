@@ -23,29 +23,10 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
     from buffer_rl.engines.client import EngineClient
     from buffer_rl.plugin.registry import PluginRegistry
-    from buffer_rl.rollout.requests import RequestNumbers, Requests
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseScope:
-    """Which lease the running code works on; part of every request id.
-
-    task: the pool (``train_3``, ``eval_3``); incarnation and attempt: those of the group's lease. A repeated
-    lease of one row gets new request ids, so that an engine never answers it from an earlier request.
-    requests: those of the rollout; None outside one.
-    numbers: of the responses that were requested during this attempt; None outside one.
-    """
-
-    task: str = ""
-    incarnation: str = ""
-    attempt: int = 1
-    requests: Requests | None = None
-    numbers: RequestNumbers | None = None
 
 
 NO_CONTEXT = "there is no rollout context here"
 _CONTEXT: ContextVar[RolloutContext | None] = ContextVar("buffer_rl_rollout_context", default=None)
-_SCOPE: ContextVar[LeaseScope] = ContextVar("buffer_rl_lease_scope", default=LeaseScope())  # noqa: B039 (frozen)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,18 +147,3 @@ def current_context() -> RolloutContext:
             "a thread of your own needs contextvars.copy_context()",
         )
     return context
-
-
-def current_scope() -> LeaseScope:
-    """The lease that the running code works on; an empty scope outside a rollout."""
-    return _SCOPE.get()
-
-
-@contextmanager
-def lease_scope(scope: LeaseScope) -> Iterator[None]:
-    """Make ``scope`` the one that ``current_scope()`` returns, here and in tasks started from here."""
-    token = _SCOPE.set(scope)
-    try:
-        yield
-    finally:
-        _SCOPE.reset(token)

@@ -16,10 +16,10 @@ from buffer_rl.plugin.calls import place, returned
 from buffer_rl.plugin.signature import takes_evaluation
 from buffer_rl.records.groups import Sample, SampleGroup, Status, Ticket, VersionSpan
 from buffer_rl.records.ids import version_number
-from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
+from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate, generate_shared, reset_to_prompt
-from buffer_rl.rollout.requests import RequestNumbers, Requests, num_sharing
+from buffer_rl.rollout.requests import LeaseScope, RequestNumbers, Requests, lease_scope, num_sharing
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
 

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from buffer_rl.engines.protocol import ROWS, SEED_BITS, RowSeeds, row_rid, row_s
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.records.groups import GroupUid, RowId, Sample, Status, tile
 from buffer_rl.records.sample import STATUS_OF_REASON
-from buffer_rl.rollout.context import LeaseScope, RolloutContext, current_context, current_scope
+from buffer_rl.rollout.context import RolloutContext, current_context
 
 if TYPE_CHECKING:
     from buffer_rl.engines.client import EngineClient, GenerateResult
@@ -34,6 +35,41 @@ REPEAT_S = 0.5
 """A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
 GRACE_S = 30.0
 """An abort is answered at once; a generate function of the user that takes longer than this to end is cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseScope:
+    """Which lease the running code works on; part of every request id.
+
+    task: the pool (``train_3``, ``eval_3``); incarnation and attempt: those of the group's lease. A repeated
+    lease of one row gets new request ids, so that an engine never answers it from an earlier request.
+    requests: those of the rollout; None outside one.
+    numbers: of the responses that were requested during this attempt; None outside one.
+    """
+
+    task: str = ""
+    incarnation: str = ""
+    attempt: int = 1
+    requests: Requests | None = None
+    numbers: RequestNumbers | None = None
+
+
+_SCOPE: ContextVar[LeaseScope] = ContextVar("buffer_rl_lease_scope", default=LeaseScope())  # noqa: B039 (frozen)
+
+
+def current_scope() -> LeaseScope:
+    """The lease that the running code works on; an empty scope outside a rollout."""
+    return _SCOPE.get()
+
+
+@contextlib.contextmanager
+def lease_scope(scope: LeaseScope) -> Iterator[None]:
+    """Make ``scope`` the one that ``current_scope()`` returns, here and in tasks started from here."""
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
 
 
 def shared_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:

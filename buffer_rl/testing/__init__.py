@@ -1,15 +1,12 @@
 """Fakes that ship with the library, for tests of plugins and of the library itself.
 
-fake_buffer      a Buffer in memory, for tests of rollout functions
-fake_engine      an HTTP server that answers ``/generate`` as a function says, with faults on order
-fake_roles       rollouts, a trainer and a publisher without processes
-faulty_server    the HTTP server of ``fake_engine``, which fails on order
-lint             rows from a seed and findings, of the linters
-lint_estimator   does an advantage estimator hold what it declares?
-lint_loss        does a loss hold what it declares? (imports torch)
-local_buffer     the real Buffer without its process
-loss_step        a step of a loss without a model (imports torch)
-sglang_rules     what a real server does with requests, for ``fake_engine``
-tiny             tiny models with random weights, and a character tokenizer
-virtual_runtime  a runtime whose calls take virtual time
+fake_buffer     a Buffer in memory, for tests of rollout functions; the real Buffer without its process
+fake_engine     an HTTP server that answers ``/generate`` as a function says, with faults on order
+fake_roles      rollouts, a trainer and a publisher without processes; a runtime in virtual time
+faulty_server   the HTTP server of ``fake_engine``, which fails on order
+lint            rows from a seed and findings, of the linters
+lint_estimator  does an advantage estimator hold what it declares?
+lint_loss       does a loss hold what it declares? a step of a loss without a model (imports torch)
+sglang_rules    what a real server does with requests, for ``fake_engine``
+tiny            tiny models with random weights, and a character tokenizer
 """

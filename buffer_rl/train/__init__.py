@@ -6,14 +6,13 @@ forward        log-probabilities and entropies under a model
 objective      loss and advantage estimator of a run; gradients before the step's totals are known
 optimizer      AdamW, reduction and sums of gradients
 learning_rate  the learning rate of each optimizer step
-steps          optimizer steps on a rollout; steps that are not finite
+steps          optimizer steps on a rollout; steps that are not finite; the KL coefficient under --kl-target
 stream         rows of a rollout that still runs: the torch dataset, the stages of roles
 model          loading, exporting and writing models
 save_dtype     the number format of the folders of models that are written for others
 converter      base class of model converters; reading a folder tensor by tensor
 rank_files     files of a rank in a checkpoint
 torch_trainer  the default trainer backend
-kl_control     the KL coefficient of a run with --kl-target, in a rank
 logprob_gate   comparison of the engine's log-probabilities with the trainer's
 rank           a rank as a Ray actor
 peers          how ranks meet: at the start, before a forward pass, in sums

@@ -34,13 +34,13 @@ from buffer_rl.plan.roles import ACTOR, CRITIC, FIELD_OF_MODEL
 from buffer_rl.plugin.calls import construct, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Topology, TrainBatch
-from buffer_rl.train.kl_control import KLControl
 from buffer_rl.train.logprob_gate import LogProbGap, batch_of, compare_log_probs
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.train.peers import Peers, Rendezvous
 from buffer_rl.train.role_worker import joined_reports
 from buffer_rl.train.steps import (
     NON_FINITE_FOLDER,
+    KLControl,
     NonFiniteGuard,
     StepReport,
     require_old_log_probs,

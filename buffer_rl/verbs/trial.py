@@ -20,10 +20,9 @@ from buffer_rl.options.section import flag_of
 from buffer_rl.plan.schedule import train_only
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
-from buffer_rl.rollout.loss_masks import is_conversation
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import load_tokenizer
-from buffer_rl.rollout.sft import SFTRollout, fill
+from buffer_rl.rollout.sft import SFTRollout, fill, is_conversation
 from buffer_rl.verbs.preflight import MODEL_FOLDERS
 from buffer_rl.verbs.reward_trial import score_sources
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation

@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 from buffer_rl.records.groups import Sample
-from buffer_rl.rollout.turns import add_observation, generate_turn
+from buffer_rl.rollout.generate import add_observation, generate_turn
 
 CALL_START, CALL_END, ANSWER_END = "<", ">", "="
 MAX_CALLS = 3

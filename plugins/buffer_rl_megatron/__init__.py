@@ -8,8 +8,7 @@ layers       the layers of ``--transformer-impl local``: norms, and the layer sp
 bridge       Hugging Face folders to Megatron models and back, through mbridge, in shards
 hf_folder    writes a Hugging Face folder from weights that arrive one at a time
 convert      ``buffer-rl convert``
-context      which tokens of a row a context-parallel rank has
-attention    causal attention of packed rows for ``--transformer-impl local``
+attention    which tokens of a row a context-parallel rank has; causal attention for ``--transformer-impl local``
 vocabulary   log-probabilities and entropies of a vocabulary that is split over ranks
 forward      micro-batches through a model's pipeline, and what comes out of it for response tokens
 checkpoint   weights and optimizer state in torch_dist folders, for any later layout

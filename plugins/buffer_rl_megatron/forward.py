@@ -44,8 +44,7 @@ from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks
 from buffer_rl_megatron import compat
-from buffer_rl_megatron.attention import packed_rows
-from buffer_rl_megatron.context import Share, share_of
+from buffer_rl_megatron.attention import Share, packed_rows, share_of
 from buffer_rl_megatron.layers import ValueHead
 from buffer_rl_megatron.options import has_auxiliary_loss
 from buffer_rl_megatron.vocabulary import log_probs_and_entropies

@@ -1,8 +1,7 @@
 """An HTTP service that agents anywhere write trajectories to, by group, and a rollout function that trains on them.
 
-trajectory  what is written, and its checks
 store       groups, leases and counts, in one SQLite file
-server      the routes, their authorization and their errors
+server      the routes, what they take and its checks, their authorization and their errors
 page        the statistics as a page with charts
 client      the service's callers: agents, and the rollout function
 rollout     ``ServiceRollout``: complete groups from the service into the Buffer

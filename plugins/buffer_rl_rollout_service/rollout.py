@@ -25,10 +25,10 @@ from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.records.groups import GroupUid, RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.evaluate import evaluate
-from buffer_rl.rollout.loss_masks import encode_conversation
+from buffer_rl.rollout.sft import encode_conversation
 from buffer_rl.rollout.user_functions import apply_filter
 from buffer_rl_rollout_service.client import ServiceClient
-from buffer_rl_rollout_service.trajectory import Trajectory
+from buffer_rl_rollout_service.server import Trajectory
 
 NOTE = "rollout_service_reader"
 UNUSABLE = "unusable"

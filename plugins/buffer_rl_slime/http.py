@@ -12,7 +12,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from buffer_rl.rollout.context import context_or_none, current_context, current_scope
+from buffer_rl.rollout.context import context_or_none, current_context
+from buffer_rl.rollout.requests import current_scope
 
 RETRY_S = 1.0
 OUTSIDE_TIMEOUT_S = 600.0

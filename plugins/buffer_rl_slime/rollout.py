@@ -22,10 +22,10 @@ from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.options.section import required
 from buffer_rl.plugin.signature import takes_evaluation
 from buffer_rl.records.groups import Sample, SampleGroup, Status
-from buffer_rl.rollout.context import RolloutContext, current_context, current_scope
+from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import sampling_params_for
-from buffer_rl.rollout.requests import answer_for, is_stopped, sampling_seed
+from buffer_rl.rollout.requests import answer_for, current_scope, is_stopped, sampling_seed
 from buffer_rl.rollout.sft import SFTRollout
 from buffer_rl.rollout.user_functions import UNNAMED, call_user
 from buffer_rl_slime import http

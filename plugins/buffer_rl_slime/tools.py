@@ -18,8 +18,8 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout import prompts
 from buffer_rl.rollout.context import context_or_none
-from buffer_rl.rollout.loss_masks import encode_conversation
 from buffer_rl.rollout.prompts import PromptEncoder
+from buffer_rl.rollout.sft import encode_conversation
 from buffer_rl_slime.names import PAGE
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
 from buffer_rl.testing.lint import batch_of as batch_of
 from buffer_rl.testing.lint import with_sizes as with_sizes
-from buffer_rl.testing.loss_step import Outcome as Outcome
-from buffer_rl.testing.loss_step import outcome as outcome
+from buffer_rl.testing.lint_loss import Outcome as Outcome
+from buffer_rl.testing.lint_loss import outcome as outcome
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.torch_trainer import TorchTrainer
 

@@ -39,8 +39,7 @@ def split_attention(
 
     from megatron.core import parallel_state
 
-    from buffer_rl_megatron.attention import CausalAttention, packed_rows
-    from buffer_rl_megatron.context import share_of
+    from buffer_rl_megatron.attention import CausalAttention, packed_rows, share_of
 
     with groups(Layout(cp=dist.get_world_size())):
         group = parallel_state.get_context_parallel_group()

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.embedded import launcher
-from buffer_rl.rollout.context import current_scope
+from buffer_rl.rollout.requests import current_scope
 from buffer_rl.rollout.generate import generate
 
 

@@ -219,7 +219,7 @@ import asyncio, json, time, urllib.request
 from pathlib import Path
 
 from buffer_rl.cluster.process import auth_headers
-from buffer_rl.rollout.context import current_scope
+from buffer_rl.rollout.requests import current_scope
 from buffer_rl.rollout.generate import generate
 
 

@@ -21,8 +21,7 @@ from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, Trai
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
-from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
-from buffer_rl.testing.virtual_runtime import Span, VirtualRuntime
+from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain, Span, VirtualRuntime
 from harness.ledger_contents import count_states
 
 PLAN = RunPlan(

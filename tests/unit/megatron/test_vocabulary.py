@@ -59,8 +59,7 @@ def attention(**changes: Any) -> Any:
 
 
 def test_packed_rows_attend_to_their_own_earlier_tokens() -> None:
-    from buffer_rl_megatron.attention import packed_rows
-    from buffer_rl_megatron.context import share_of
+    from buffer_rl_megatron.attention import packed_rows, share_of
 
     lengths = np.array([7, 48, 20, 1, 33])
     generator = torch.Generator().manual_seed(0)

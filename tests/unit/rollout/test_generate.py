@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.records.groups import GroupUid, Status, VersionSpan
-from buffer_rl.rollout.context import LeaseScope, current_context, lease_scope
+from buffer_rl.rollout.context import current_context
 from buffer_rl.rollout.generate import generate, sampling_params_for
 from buffer_rl.rollout.production import generate_group
-from buffer_rl.rollout.requests import Requests, request_id, sampling_seed, shared_seed
+from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope, request_id, sampling_seed, shared_seed
 from buffer_rl.rollout.stats import RolloutStats
 
 

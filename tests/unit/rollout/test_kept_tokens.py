@@ -12,8 +12,7 @@ from buffer_rl.errors import RolloutError
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import SampleGroup, Status, VersionSpan
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.rollout.generate import generate, sampling_params_for
-from buffer_rl.rollout.turns import add_observation, generate_turn
+from buffer_rl.rollout.generate import add_observation, generate, generate_turn, sampling_params_for
 
 REPLAY = {"replay_kept_tokens": True, "rollout_top_p": 0.9}
 

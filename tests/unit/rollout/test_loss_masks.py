@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.records.groups import GroupUid, Sample
-from buffer_rl.rollout.loss_masks import encode_conversation
 from buffer_rl.rollout.prompts import PromptEncoder
-from buffer_rl.rollout.sft import SFTRollout
+from buffer_rl.rollout.sft import SFTRollout, encode_conversation
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
 

@@ -18,14 +18,12 @@ from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.records.groups import Status, VersionSpan
 from buffer_rl.rollout import default
-from buffer_rl.rollout.context import LeaseScope, lease_scope
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import end_of_straddling_stop, generate, response_text, sampling_params_for
-from buffer_rl.rollout.requests import Requests
-from buffer_rl.testing.fake_buffer import FakeBuffer
+from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope
+from buffer_rl.testing.fake_buffer import FakeBuffer, local_client, local_state
 from buffer_rl.testing.fake_engine import FakeEngine
-from buffer_rl.testing.local_buffer import local_client, local_state
 from harness.ledger_contents import count_states
 
 PROMPT = 2  # tokens of "p0", "p1", …

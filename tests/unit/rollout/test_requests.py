@@ -15,11 +15,18 @@ from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.protocol import row_rid
 from buffer_rl.errors import EngineError
 from buffer_rl.records.groups import Sample, Status
-from buffer_rl.rollout.context import LeaseScope, lease_scope
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.generate import generate, sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all
-from buffer_rl.rollout.requests import RequestNumbers, Requests, request_id, sampling_seed, shared_request_id
+from buffer_rl.rollout.requests import (
+    LeaseScope,
+    RequestNumbers,
+    Requests,
+    lease_scope,
+    request_id,
+    sampling_seed,
+    shared_request_id,
+)
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine, Fault

@@ -13,7 +13,7 @@ from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import Sample, VersionSpan
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.turns import add_observation, generate_turn
+from buffer_rl.rollout.generate import add_observation, generate_turn
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.tiny import make_char_tokenizer

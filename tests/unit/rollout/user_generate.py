@@ -7,8 +7,7 @@ import copy
 from typing import Any
 
 from buffer_rl.records.groups import Sample, Status
-from buffer_rl.rollout.generate import generate
-from buffer_rl.rollout.turns import add_observation, generate_turn
+from buffer_rl.rollout.generate import add_observation, generate, generate_turn
 
 
 async def turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

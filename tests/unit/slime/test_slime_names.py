@@ -17,8 +17,8 @@ from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.import_names import ImportNameFinder, is_provided
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.rollout.context import LeaseScope, RolloutContext, lease_scope
-from buffer_rl.rollout.requests import Requests
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl_slime import filters, http, rewards, tools
 from buffer_rl_slime.names import SLIME

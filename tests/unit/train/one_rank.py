@@ -10,8 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from buffer_rl.buffer.readers import balanced_partition
-from buffer_rl.train.kl_control import KLControl
-from buffer_rl.train.steps import NonFiniteGuard, train_steps
+from buffer_rl.train.steps import KLControl, NonFiniteGuard, train_steps
 from harness.trainers import make_trainer
 
 

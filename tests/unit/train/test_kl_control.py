@@ -9,9 +9,8 @@ import pytest
 
 from buffer_rl.errors import CheckpointError
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.kl_control import FILE_NAME, KLControl
 from buffer_rl.train.objective import Objective
-from buffer_rl.train.steps import StepReport
+from buffer_rl.train.steps import KL_FILE, KLControl, StepReport
 from harness.losses import MODES, objective_of, outcome, rows_of
 
 # 3 groups of 4 samples and a horizon of 120: a relative error of 0.2 changes the coefficient by 2%.
@@ -107,7 +106,7 @@ def test_a_fixed_coefficient_stays_and_has_no_file(tmp_path: Path) -> None:
     control.adapt(report)
     control.save(str(tmp_path))
     assert (report.kl_coef, objective.kl_coef, list(tmp_path.iterdir())) == (None, None, [])
-    (tmp_path / FILE_NAME).write_text('{"kl_coef": 7.0}')
+    (tmp_path / KL_FILE).write_text('{"kl_coef": 7.0}')
     args = objective._args
     control.load(str(tmp_path))
     assert objective._args is args
@@ -126,6 +125,6 @@ def test_a_coefficient_that_was_saved_is_loaded_to_the_last_bit(tmp_path: Path) 
     in_loss = objective_of(**IN_LOSS)
     KLControl(in_loss._args, in_loss).load(str(tmp_path))
     assert in_loss.kl_coef == 0.1  # what was saved is the weight of another penalty
-    (tmp_path / FILE_NAME).write_text("{}")
+    (tmp_path / KL_FILE).write_text("{}")
     with pytest.raises(CheckpointError, match="kl_coef"):
         control.load(str(tmp_path))

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.skipif(not HAS_MEGATRON, reason=REASON), pytest.mark.t
 
 
 def test_each_rank_has_a_chunk_from_the_front_and_one_from_the_back_of_each_row() -> None:
-    from buffer_rl_megatron.context import share_of
+    from buffer_rl_megatron.attention import share_of
 
     lengths = np.array([8, 4])
     first, second = share_of(lengths, 2, 0), share_of(lengths, 2, 1)
