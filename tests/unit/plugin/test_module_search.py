@@ -73,6 +73,6 @@ def test_modules_of_all_sorts_are_found() -> None:
 
 
 def test_the_nearest_module_is_found_through_several_wrong_components() -> None:
-    assert nearest_module("buffer_rll.plugin", []) == "buffer_rl.plugin.registry"
+    assert nearest_module("buffer_rll.plugins", []) == "buffer_rl.plugin"
     assert nearest_module("buffer_rl.verb.plugins", []) == "buffer_rl.verbs.plugins"
     assert nearest_module("qqqqqq.zzzzzz", []) is None
