@@ -25,4 +25,22 @@ verbs     one file a verb of the command line
 Beside them: ``errors``; ``args``, the list of all option sections; ``cli``, the command ``buffer-rl``.
 """
 
+import sys
+
 __version__ = "0.1.0"
+
+
+class OldNames:
+    """The last finder of modules: asked for what no other one found, it tells the new name of what has moved."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
+        """As importlib's finders."""
+        if name.startswith("buffer_rl."):
+            from buffer_rl.plugin.old_names import find_spec
+
+            return find_spec(name)
+        return None
+
+
+sys.meta_path.append(OldNames)

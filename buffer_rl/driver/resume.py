@@ -13,6 +13,7 @@ from buffer_rl.plan.algorithm import role_args, uses_critic
 from buffer_rl.plan.counts import optimizer_steps
 from buffer_rl.plan.roles import ACTOR, CRITIC
 from buffer_rl.plan.schedule import RolePlan, critic_only_steps, rollout_only
+from buffer_rl.plugin.old_names import with_new_names
 from buffer_rl.train.learning_rate import learning_rate, with_decay_iters
 
 if TYPE_CHECKING:
@@ -38,14 +39,20 @@ class OptionChange:
 
 def option_changes(facts: Mapping[str, Any], args: Args) -> list[OptionChange]:
     """Every option but ``--load`` that differs from the checkpoint with these facts, by name."""
-    then, now = facts.get("options"), mask_secrets(args.model_dump(mode="json"))
-    if not isinstance(then, Mapping):
+    then, now = _options_then(facts), mask_secrets(args.model_dump(mode="json"))
+    if not then:
         return []
     return [
         OptionChange(option=name, then=then.get(name, ABSENT), now=now.get(name, ABSENT))
         for name in sorted({*then, *now} - {"load"})
         if name not in then or name not in now or then[name] != now[name]
     ]
+
+
+def _options_then(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's options; their references to modules of ours as these are called now."""
+    then = facts.get("options")
+    return {name: with_new_names(value) for name, value in then.items()} if isinstance(then, Mapping) else {}
 
 
 def resume_notices(facts: Mapping[str, Any], step: int, args: Args) -> list[str]:
@@ -63,7 +70,7 @@ def resume_notices(facts: Mapping[str, Any], step: int, args: Args) -> list[str]
 
 def _learning_rate_notice(facts: Mapping[str, Any], step: int, args: Args, role: str) -> str:
     """Empty if the role's next optimizer step has the learning rate that it would have had."""
-    known = {name: value for name, value in facts["options"].items() if name in type(args).model_fields}
+    known = {name: value for name, value in _options_then(facts).items() if name in type(args).model_fields}
     then = args.model_copy(update=known)
     rollouts_then, rollouts_now = _lengths(facts, then, args)
     if rollouts_then is None or rollouts_now is None:

@@ -17,6 +17,7 @@ from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.options.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
 from buffer_rl.options.section import ENV_PREFIX, declared, did_you_mean, env_of, flag_of
 from buffer_rl.options.values import Raw, convert, mapping_of, option_type, read_yaml
+from buffer_rl.plugin.old_names import with_new_names
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -99,6 +100,7 @@ def resolve(
         for key, value in converted[name].items() if isinstance(converted[name], Mapping) else ():
             _refuse_secret(name, str(value), key)
     notices, wrong = _keep_one_of_each_group(known, converted, origins, ranks)
+    notices += _take_new_names(known, converted, origins)
     try:
         args = options_class.model_validate(converted)
     except ValidationError as error:
@@ -115,6 +117,16 @@ def _converted(field: FieldInfo, raw: Raw) -> Any:
     if isinstance(value, list):
         return [os.path.expanduser(item) if isinstance(item, str) else item for item in value]
     return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _take_new_names(known: Mapping[str, FieldInfo], values: dict[str, Any], origins: Mapping[str, Origin]) -> list[str]:
+    """Replace plugin references of earlier versions. Returns a notice for each option that has some."""
+    notices = []
+    for name in values:
+        if declared(known[name], "kind") and (new := with_new_names(values[name])) != values[name]:
+            notices.append(f"{flag_of(name)} {values[name]} ({origins[name]}) is {new} now")
+            values[name] = new
+    return notices
 
 
 def _keep_one_of_each_group(

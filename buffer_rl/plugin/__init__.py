@@ -9,5 +9,6 @@ signature     contracts of the kinds, checked against signatures and methods
 calls         calls of plugins, and the errors about them
 hooks         pluggy plugins: load, check, ask
 import_names  packages that a plugin provides where they are not installed
+old_names     where the modules of earlier versions are now
 entry_points  names that installed distributions bring, and the rows of ``plugins list``
 """

@@ -21,6 +21,7 @@ from types import ModuleType
 from buffer_rl.errors import PluginError
 from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.plugin.calls import contained, error_name, nearest, original, plugin_error
+from buffer_rl.plugin.old_names import new_name
 from buffer_rl.plugin.reference import (
     Form,
     FoundModule,
@@ -55,6 +56,7 @@ class Search:
         form = form_of(reference)
         if form is Form.FILE:
             return self._locate_file(reference)
+        self._refuse_old_name(reference)
         module, attr = reference.split(":", 1) if form is Form.MODULE else self._split_dotted(reference)
         if not all(part.isidentifier() for part in f"{module}.{attr}".split(".")):
             raise self._malformed(module, attr)
@@ -76,6 +78,7 @@ class Search:
         found = find_module(name, self.folders)
         if found is not None:
             return found
+        self._refuse_old_name(name)
         candidate = nearest_module(name, self.folders)
         suggestion = candidate
         if candidate is not None and attr:
@@ -91,6 +94,10 @@ class Search:
             known=self.known if separator == "." else (),
             hint=hint,
         )
+
+    def _refuse_old_name(self, reference: str) -> None:
+        if new := new_name(reference):
+            raise self.error(f"{reference} is {new} now", suggestion=new if reference == self.shown else None)
 
     def _refuse_hidden(self, module: str, attr: str, found: FoundModule) -> None:
         """Raises PluginError if a module of the standard library, or an installed one, is found in place of a file of

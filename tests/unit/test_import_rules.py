@@ -111,12 +111,24 @@ def test_the_core_names_no_backend_that_a_plugin_brings():
     assert named == []
 
 
-def test_package_inits_hold_a_docstring_and_at_most_the_version():
+def test_package_inits_hold_a_docstring_and_at_most_the_version_and_the_finder_of_old_names():
     for path in modules():
         if path.name == "__init__.py":
             body = ast.parse((ROOT / path).read_text()).body
-            kept = [node for node in body if not isinstance(node, ast.Assign)]
-            assert [type(node) for node in kept] == [ast.Expr], path
+            kept = [ast.unparse(node) for node in body if not isinstance(node, ast.Assign)]
+            if path == Path("buffer_rl/__init__.py"):
+                imported, finder, appended = kept[1:]
+                assert (imported, appended) == ("import sys", "sys.meta_path.append(OldNames)")
+                assert finder.startswith("class OldNames:")
+                del kept[1:]
+            assert len(kept) == 1, path
+            assert isinstance(body[0], ast.Expr), path
+
+
+def test_the_old_names_are_read_only_once_an_import_fails():
+    code = "import sys, buffer_rl; print(*sorted(name for name in sys.modules if name.startswith('buffer_rl')))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["buffer_rl"]
 
 
 @pytest.mark.parametrize(
