@@ -18,7 +18,7 @@ from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.help import FlagParser, flags_of, normalise_flags, take_items
 from buffer_rl.options.section import did_you_mean
-from buffer_rl.options.unknown_flags import take_unknown
+from buffer_rl.options.sources import take_unknown
 from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
 
 

@@ -3,15 +3,12 @@
 options      what advantage estimators read
 advantages   the estimator grpo (numpy, as all estimators)
 rewards      rewards of a prompt's samples: shaped, then normalised as the algorithm wants (rloo, pass_at_k, ...)
-returns      token rewards, discounted returns, normalisation over a rollout
+returns      token rewards, discounted returns, normalisation over a rollout, the part of a teacher
 reinforce    the estimators reinforce_plus_plus, reinforce_plus_plus_baseline, remax and gpg
 gae          the estimator gae, for runs with values
-distillation the teacher's part of advantages
 aggregation  from token losses to one number
-kl           KL estimators
-losses       probability ratios, clip range, the clipped surrogate; policy loss (PPO), supervised loss (torch)
-value        the loss of a value model
-kl_target    the KL coefficient that follows a target, and its options
+kl           KL estimators, and the coefficient that follows a target
+losses       probability ratios, clip range, the clipped surrogate; policy loss (PPO), supervised and value loss
 gspo, cispo, gmpo, sapo, decoupled, dpo    losses by the papers of these names
 corrections  weights for the difference between the engine's and the trainer's log-probabilities
 """

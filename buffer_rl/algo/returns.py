@@ -1,4 +1,5 @@
-"""Rewards, returns and statistics of response tokens. Numpy only.
+"""Rewards, returns and statistics of response tokens, and the part of the teacher in on-policy distillation: the
+advantages minus the log-ratio to it. Numpy only.
 
 A masked token (of a tool, of a removed sample) is skipped over as if it were absent: neither reward, value nor discount
 belongs to it, and its advantage is 0. Suffix ``_u``: ``[num_unmasked]`` of one row, float64.
@@ -18,7 +19,6 @@ from buffer_rl.records.groups import Column, TrainBatch
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-
 
 EPS = 1e-8
 """Added to the variance, as in slime's and verl's ``masked_whiten``."""
@@ -94,3 +94,21 @@ def whitened_tokens(rows: Column, masks: Sequence[np.ndarray]) -> list[np.ndarra
     """``whitened`` over the unmasked tokens of rows ``[response_length]``; the same shape, float32, masked ones 0."""
     kept = [np.asarray(row)[mask != 0] for row, mask in zip(rows, masks, strict=True)]
     return spread(whitened(kept), masks)
+
+
+REVERSE_KL = "opd_reverse_kl"
+"""The column of log-ratios: a row that has it has its teacher's part in its advantages."""
+
+
+def distil(args: Args, batch: TrainBatch) -> None:
+    """Subtract ``opd_kl_coef * (log pi - log teacher)`` from the advantages of unmasked tokens, and set the log-ratio
+    as the column ``opd_reverse_kl``: per row ``[response_length]`` float32, 0 for masked tokens.
+
+    Its mean over tokens estimates the reverse KL divergence in nats a token (MiniLLM, arXiv 2306.08543; on samples of
+    the student, GKD, arXiv 2306.13649). Raises DataError for a column that is missing or of another length.
+    """
+    policy, teacher = unmasked(batch, policy_field(args)), unmasked(batch, "teacher_log_probs")
+    ratios = spread([own - other for own, other in zip(policy, teacher, strict=True)], masks_of(batch))
+    advantages = zip(batch.columns["advantages"], ratios, strict=True)
+    batch.columns["advantages"] = [row - args.opd_kl_coef * ratio for row, ratio in advantages]
+    batch.columns[REVERSE_KL] = ratios

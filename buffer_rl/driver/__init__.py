@@ -11,7 +11,6 @@ algorithm_checks  those of estimator, loss, critic, teacher, rewards
 role_checks  the same, for what depends on imported plugins
 restart      when and how a run's processes are started again, and what it keeps then
 folders      locks of the folders that only one driver may write to
-provenance   versions, plugins, code and data of a run
-resume       what differs from the run that wrote the checkpoint
+provenance   versions, plugins, code and data of a run; what differs from the run that wrote the checkpoint
 options      flags
 """

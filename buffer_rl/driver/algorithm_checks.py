@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from buffer_rl.algo.kl_target import check_kl_target
+from buffer_rl.algo.kl import check_kl_target
 from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.rewards import reward_bounds
 from buffer_rl.errors import ConfigError

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.folders import later_checkpoint
-from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, ships_code
-from buffer_rl.driver.resume import resume_notices
+from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, resume_notices, ships_code
 from buffer_rl.driver.runtime import LocalTarget
 from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError

@@ -13,8 +13,7 @@ service        requests in flight, commands and health, in the event loop
 sglang_service the service behaving as a SGLang server where the two differ, for tests
 engine_thread  the one thread that owns the scheduler and the model
 scheduler      a request, and continuous batching of the running ones
-sampling       sampling parameters, and the draw of a token
-log_probs      log-probabilities of prompts, of likeliest tokens and of named ones
+sampling       sampling parameters, the draw of a token, log-probabilities of others
 cache          memory of keys and values, and of prompts that several requests share
 fast_decoder   the decoder for the architectures that it knows
 fallback       the decoder for every other model

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.embedded.log_probs import LogProbDetails, Pair
-from buffer_rl.embedded.sampling import MAX_ROWS, SamplingError, SamplingParams, is_neutral
+from buffer_rl.embedded.sampling import MAX_ROWS, LogProbDetails, Pair, SamplingError, SamplingParams, is_neutral
 from buffer_rl.embedded.scheduler import Request
 from buffer_rl.engines.protocol import row_rid, row_seeds
 from buffer_rl.engines.text import TextCodec

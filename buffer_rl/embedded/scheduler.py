@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from buffer_rl.embedded.cache import CacheShape, Prefix, PrefixCache, Row, SlotCache
-from buffer_rl.embedded.log_probs import LogProbDetails
-from buffer_rl.embedded.sampling import SamplingParams, draw, uniforms
+from buffer_rl.embedded.sampling import LogProbDetails, SamplingParams, draw, uniforms
 
 _LOG = logging.getLogger(__name__)
 

@@ -161,7 +161,7 @@ class Total:
 
 
 VALUE_MOMENTS = frozenset({"value_error", "value_error_squared", "returns", "returns_squared"})
-"""Metrics of ``buffer_rl.algo.value`` that its ``explained_variance`` is made of."""
+"""Metrics of ``buffer_rl.algo.losses`` that its ``explained_variance`` is made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,9 @@ import torch
 
 from buffer_rl.algo.aggregation import mask_out, metric_totals, per_row, row_mean, row_weights, token_weights
 from buffer_rl.algo.corrections import correction_unit, mismatch_metrics, truncated_weights
-from buffer_rl.algo.distillation import REVERSE_KL, distil
-from buffer_rl.algo.kl import kl_estimate
-from buffer_rl.algo.kl_target import MEASURED_KL
-from buffer_rl.algo.returns import masks_of, whitened_tokens
-from buffer_rl.algo.value import value_loss
+from buffer_rl.algo.kl import MEASURED_KL, kl_estimate
+from buffer_rl.algo.losses import value_loss
+from buffer_rl.algo.returns import REVERSE_KL, distil, masks_of, whitened_tokens
 from buffer_rl.errors import DataError, PluginError, short_repr
 from buffer_rl.kinds.marks import Scope, Unit, needs_of, unit_of
 from buffer_rl.kinds.objective import AdvantageEstimator, Correction, PolicyLoss
@@ -51,7 +49,7 @@ class Objective:
     """Resolves ``--custom-loss-function-path`` or ``--loss-type``, and ``--custom-advantage-function-path`` or
     ``--advantage-estimator``. Raises PluginError if one does not resolve.
 
-    role: the trained role; the loss of the critic is ``buffer_rl.algo.value.value_loss``. critic: whether it is that.
+    role: the trained role; the loss of the critic is ``buffer_rl.algo.losses.value_loss``. critic: whether it is that.
     supervised: the loss is the built-in supervised one, which has no advantages, no KL penalty and no entropy bonus.
     temperature: the divisor of logits: the sampling temperature, so that ratios compare equal distributions. Greedy
     sampling (0) has no such distribution, and supervised tokens were not sampled: both use 1. unit: of the loss;

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from buffer_rl.algo.kl_target import MEASURED_KL, adapted_coefficient
+from buffer_rl.algo.kl import MEASURED_KL, adapted_coefficient
 from buffer_rl.errors import BufferRLError, CheckpointError, NonFiniteError, TrainError
 from buffer_rl.files.row_file import write_rollout
 from buffer_rl.kinds.token_loss import Sums

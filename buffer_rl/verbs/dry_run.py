@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.cluster.process import with_engine_key
-from buffer_rl.driver.resume import option_changes, resume_notices
+from buffer_rl.driver.provenance import option_changes, resume_notices
 from buffer_rl.files.checkpoint import Manifest
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_secrets, mask_url

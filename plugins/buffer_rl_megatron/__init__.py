@@ -6,7 +6,6 @@ compat       megatron-core on the CPU: each assumption about CUDA, replaced wher
 models       architectures: mbridge's mapping of each, made to fit the layers of this package
 layers       the layers of ``--transformer-impl local``: norms, and the layer specification
 bridge       Hugging Face folders to Megatron models and back, through mbridge, in shards
-hf_folder    writes a Hugging Face folder from weights that arrive one at a time
 convert      ``buffer-rl convert``
 attention    which tokens of a row a context-parallel rank has; causal attention for ``--transformer-impl local``
 vocabulary   log-probabilities and entropies of a vocabulary that is split over ranks

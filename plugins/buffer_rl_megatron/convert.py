@@ -60,9 +60,8 @@ def run(namespace: argparse.Namespace) -> int:
     install()
     import torch
 
-    from buffer_rl_megatron.bridge import load_bridge
+    from buffer_rl_megatron.bridge import load_bridge, write_folder
     from buffer_rl_megatron.checkpoint import load, newest, save
-    from buffer_rl_megatron.hf_folder import write_folder
     from buffer_rl_megatron.models import read_config
 
     config = read_config(namespace.hf_checkpoint, trust_remote_code=namespace.trust_remote_code)

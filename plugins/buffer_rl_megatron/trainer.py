@@ -32,7 +32,7 @@ from buffer_rl.train.model import initial_folder, pick_device, weight_buckets
 from buffer_rl.train.rank_files import read_random, save_random
 from buffer_rl_megatron import checkpoint, compat, options
 from buffer_rl_megatron.attention import CausalAttention
-from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge
+from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge, write_folder
 from buffer_rl_megatron.forward import (
     AuxiliaryLossWeights,
     Micro,
@@ -43,7 +43,6 @@ from buffer_rl_megatron.forward import (
     response_log_probs,
     run_schedule,
 )
-from buffer_rl_megatron.hf_folder import write_folder
 from buffer_rl_megatron.model_shape import read_configuration
 from buffer_rl_megatron.optimizer import Optimizer, data_parallel
 

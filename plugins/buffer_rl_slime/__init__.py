@@ -5,8 +5,7 @@ scripts   ``buffer-rl import slime``, and what slime's flags mean on a command l
 names     the table of modules that are imported as ``slime`` or ``miles`` if no package of that name is installed
 http      ``post`` and ``get``, with the run's authorization for the run's own engines
 rollout   ``GenerateState``, ``generate``, ``generate_and_rm``, ``generate_rollout``, ``generate_sft_rollout``
-rewards   ``async_rm`` and the graders by slime's names
-filters   records and functions of dynamic sampling filters
+rewards   ``async_rm``, the graders and dynamic sampling filters by slime's names
 tools     ``run`` for coroutines, ``load_function`` and other small helpers
 data_source  the base class of data sources
 

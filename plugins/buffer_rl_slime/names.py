@@ -27,12 +27,12 @@ SLIME = NameTable(
         "rollout.data_source": {"buffer_rl_slime.data_source": "DataSource, pop_first"},
         "rollout.filter_hub": {},
         "rollout.filter_hub.base_types": {
-            "buffer_rl_slime.filters": (
+            "buffer_rl_slime.rewards": (
                 "DynamicFilterOutput, MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output"
             ),
         },
         "rollout.filter_hub.dynamic_sampling_filters": {
-            "buffer_rl_slime.filters": "check_reward_nonzero_std, check_reward_nonzero_std_with_fallback",
+            "buffer_rl_slime.rewards": "check_reward_nonzero_std, check_reward_nonzero_std_with_fallback",
         },
         "rollout.rm_hub": {
             "buffer_rl_slime.rewards": (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.algo.kl_target import adapted_coefficient
+from buffer_rl.algo.kl import adapted_coefficient
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from buffer_rl.algo.value import value_loss
+from buffer_rl.algo.losses import value_loss
 from buffer_rl.errors import DataError
 from buffer_rl.kinds.token_loss import LossInputs, Reduction, Sums, Total
 from buffer_rl.records.groups import TrainBatch

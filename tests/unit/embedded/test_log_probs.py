@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from buffer_rl.embedded.fast_decoder import PROMPT_LOGITS_ROWS
-from buffer_rl.embedded.log_probs import LogProbDetails
 from buffer_rl.embedded.protocol import GenerateCall, Limits, parse_generate
+from buffer_rl.embedded.sampling import LogProbDetails
 from buffer_rl.engines.text import TextCodec
 
 LIMITS = Limits(

@@ -148,7 +148,7 @@ def test_the_mean_length_counts_a_sample_of_several_parts_once() -> None:
 
 
 def test_the_filter_of_slimes_name_takes_lists_of_parts() -> None:
-    from buffer_rl_slime.filters import check_reward_nonzero_std
+    from buffer_rl_slime.rewards import check_reward_nonzero_std
 
     def entry(*rewards: float) -> list[Sample]:
         return [Sample(reward=reward) for reward in rewards]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl_megatron.hf_folder import write_folder
+from buffer_rl_megatron.bridge import write_folder
 
 
 @pytest.mark.parametrize(("shard_bytes", "several"), [(1 << 40, False), (40_000, True)])

@@ -19,8 +19,7 @@ from buffer_rl.options.help import (
     normalise_flags,
 )
 from buffer_rl.options.section import Options, Section, compose, declared, option
-from buffer_rl.options.sources import Resolved, resolve
-from buffer_rl.options.unknown_flags import take_unknown
+from buffer_rl.options.sources import Resolved, resolve, take_unknown
 
 
 class Mixed(Section):

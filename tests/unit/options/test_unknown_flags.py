@@ -9,7 +9,7 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.help import FlagParser, add_options, flags_of, given_flags, take_items
-from buffer_rl.options.unknown_flags import take_unknown
+from buffer_rl.options.sources import take_unknown
 
 
 def parse(*argv: str, options: bool = True) -> tuple[argparse.Namespace, list[str]]:

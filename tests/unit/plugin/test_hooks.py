@@ -15,7 +15,7 @@ from buffer_rl.errors import PluginError
 from buffer_rl.kinds.table import KINDS
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.options.section import compose
-from buffer_rl.options.unknown_flags import explain
+from buffer_rl.options.sources import explain
 from buffer_rl.plugin.hookspecs import Hooks, hookimpl
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.verbs.train import sections_of

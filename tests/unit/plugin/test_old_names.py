@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.resume import option_changes, resume_notices
+from buffer_rl.driver.provenance import option_changes, resume_notices
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.options.section import compose, load_section
 from buffer_rl.options.sources import Resolved, resolve

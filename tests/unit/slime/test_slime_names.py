@@ -20,7 +20,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope
 from buffer_rl.testing.tiny import make_char_tokenizer
-from buffer_rl_slime import filters, http, rewards, tools
+from buffer_rl_slime import http, rewards, tools
 from buffer_rl_slime.names import SLIME
 from buffer_rl_slime.tools import run
 from harness.scripted_server import ScriptedServer, served
@@ -205,7 +205,7 @@ def test_helpers() -> None:
     assert tools.group_by([1, 2, 3], key=lambda n: n % 2) == {1: [1, 3], 0: [2]}
     assert [n for n in range(6) if tools.should_run_periodic_action(n, 2, num_rollout=5)] == [1, 3, 4, 5]
     assert tools.get_response_lengths([[0, 1, 0], [0, 0]]) == [2, 0]
-    drop = filters.DynamicFilterOutput(keep=False, keep_when_insufficient=True)
-    decide = filters.should_drop_dynamic_filter_output
+    drop = rewards.DynamicFilterOutput(keep=False, keep_when_insufficient=True)
+    decide = rewards.should_drop_dynamic_filter_output
     assert decide(drop, remaining_batch_size=3, target_data_size=2)
     assert not decide(drop, remaining_batch_size=2, target_data_size=2)

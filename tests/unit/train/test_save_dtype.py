@@ -20,7 +20,7 @@ from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.rank import TrainRank
 from buffer_rl.train.save_dtype import cast_folder
 from buffer_rl.train.torch_trainer import TorchTrainer
-from buffer_rl_megatron.hf_folder import write_folder
+from buffer_rl_megatron.bridge import write_folder
 from harness.checkpoints import write_checkpoint
 from harness.trainers import make_trainer, step
 

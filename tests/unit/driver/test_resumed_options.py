@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.provenance import provenance_of
+from buffer_rl.driver.provenance import option_changes, provenance_of, resume_notices
 from buffer_rl.driver.restart import RunSession
-from buffer_rl.driver.resume import option_changes, resume_notices
 from buffer_rl.files.checkpoint import Checkpoint
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.options.section import compose
