@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from buffer_rl.cluster.signals import signals_as_exceptions
+from buffer_rl.cluster.environment import signals_as_exceptions
 from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.help import FlagParser, flags_of, normalise_flags, take_items

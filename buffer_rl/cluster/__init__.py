@@ -10,6 +10,5 @@ actor_group   the members of a role: started, called, replaced, stopped; their f
 dispatch      which members a call goes to, and how their answers become one
 locality      what must be on one machine
 process       processes that end with the one that started them; server processes and their API key
-signals       signals that end a run or a command, as an exception
-environment   variables of the environment, and those that name proxies
+environment   variables of the environment, those that name proxies, and signals as an exception
 """

@@ -1,4 +1,4 @@
-"""Variables of the environment: changed for a while, and those that name proxies.
+"""What reaches a process from outside: variables of the environment, those that name proxies, and signals that end it.
 
 A run reaches its own servers directly. Its HTTP clients read no proxies, its router drops them. Code of the user, and
 what an engine downloads, keep the user's proxies for every other address: ``no_proxy`` names the run's own.
@@ -7,14 +7,18 @@ what an engine downloads, keep the user's proxies for every other address: ``no_
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from buffer_rl.errors import EndedBySignal
+
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-
 
 NO_PROXY = ("no_proxy", "NO_PROXY")
 NO_GRPC_PROXY = "no_grpc_proxy"
@@ -69,3 +73,36 @@ def drop_proxies(environ: MutableMapping[str, str] = os.environ) -> None:
     """Remove every variable that names a proxy, in either case, for a process that calls only servers of the run."""
     for name in [name for name in environ if name.lower().endswith("_proxy")]:
         del environ[name]
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, kill and schedulers, a closed terminal
+ENDING_BY_DEFAULT = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)  # of schedulers; others may handle them
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Raise EndedBySignal in the main thread for a signal that ends the process, for the length of the block.
+
+    A signal that the caller ignores stays ignored, as SIGHUP under ``nohup`` and SIGINT in a script's background jobs.
+    Outside the main thread, where Python allows no handlers, all signals keep their meaning.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (*ENDING, *ENDING_BY_DEFAULT)}
+    ours = {
+        number: handler
+        for number, handler in before.items()
+        if handler is not signal.SIG_IGN and (number in ENDING or handler is signal.SIG_DFL)
+    }
+    for number in ours:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise EndedBySignal(number)

@@ -18,11 +18,10 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.cluster.environment import direct_variables, variables
+from buffer_rl.cluster.environment import direct_variables, signals_as_exceptions, variables
 from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
-from buffer_rl.cluster.signals import signals_as_exceptions
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints

@@ -3,8 +3,7 @@
 launcher       starts the engine as a child process; the plugin entry ``embedded``
 server         ``python -m buffer_rl.embedded.server``, the process itself
 routes         SGLang's HTTP routes, and the check of the API key
-generate_route ``/generate``, with an eye on clients that go away
-openai_routes  OpenAI's routes, and their streams
+generation_routes  ``/generate`` and OpenAI's routes, their streams, and clients that go away
 openai         OpenAI's chat and text completions to the body of ``/generate``, and back
 protocol       the body of ``/generate`` to engine requests, and finished ones to its answer
 streams        text and tokens of requests that are answered while they run

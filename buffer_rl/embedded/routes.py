@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.embedded import metrics
-from buffer_rl.embedded.generate_route import GenerateRoute
-from buffer_rl.embedded.openai_routes import OpenAIRoutes
+from buffer_rl.embedded.generation_routes import GenerateRoute, OpenAIRoutes
 from buffer_rl.embedded.protocol import BadRequestError, weight_version
 from buffer_rl.embedded.service import EngineService
 from buffer_rl.engines.http_server import Front, JSONError, read_json

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.cluster.signals import ENDING, ENDING_BY_DEFAULT, signals_as_exceptions
+from buffer_rl.cluster.environment import ENDING, ENDING_BY_DEFAULT, signals_as_exceptions
 from buffer_rl.errors import EndedBySignal
 
 
