@@ -1,4 +1,4 @@
-"""The routes that generate: ``/generate`` as a bare ASGI application, and OpenAI's, with streams of server-sent events."""
+"""The routes that generate: ``/generate`` as a bare ASGI application, and OpenAI's, with server-sent events."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from buffer_rl.engines.http_server import JSONError, read_json
 from buffer_rl.errors import EngineError
 
 _JSON = [(b"content-type", b"application/json")]
+_DONE = b"data: [DONE]\n\n"
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
@@ -75,10 +76,10 @@ class GenerateRoute:
             async for piece in stream.pieces():
                 texts[piece.row] += piece.text
                 event = self.service.row_so_far(call, piece, texts[piece.row])
-                await send(_event(orjson.dumps({**event, "index": piece.row})))
+                await send(_asgi_event(orjson.dumps({**event, "index": piece.row})))
             if call.failure:
-                await send(_event(orjson.dumps({"error": {"message": call.failure}})))
-            await send(_event(b"[DONE]"))
+                await send(_asgi_event(orjson.dumps({"error": {"message": call.failure}})))
+            await send(_asgi_event(b"[DONE]"))
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
@@ -86,7 +87,7 @@ class GenerateRoute:
             self.service.drop(call)
 
 
-def _event(data: bytes) -> dict[str, Any]:
+def _asgi_event(data: bytes) -> dict[str, Any]:
     return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
 
 
@@ -95,9 +96,6 @@ async def _send(send: Send, status: int, content: Any) -> None:
     headers = [*_JSON, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-_DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIRoutes:
