@@ -17,6 +17,7 @@ from pathlib import Path
 
 from vulture import Vulture
 
+from buffer_rl.plan.algorithms import REFERENCES
 from buffer_rl_slime.names import SLIME
 
 ROOT = Path(__file__).parents[1]
@@ -83,9 +84,10 @@ WAITING: Mapping[str, str] = {
 
 
 def entry_points() -> set[str]:
-    """Names of objects that ``pyproject.toml`` gives to plugin hosts."""
+    """Names of objects that ``pyproject.toml`` and the table of algorithms give to plugin hosts."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    return {reference.partition(":")[2] for group in groups.values() for reference in group.values()}
+    references = [*groups.values(), *REFERENCES.values()]
+    return {reference.partition(":")[2] for group in references for reference in group.values()}
 
 
 def import_names() -> set[str]:

@@ -151,14 +151,6 @@ def _check_reward_shaping(args: Args) -> None:
         )
 
 
-UNCORRECTED = {
-    "sft_loss": "has no ratios",
-    "decoupled_ppo": "has the weights from the engine to the trainer in itself",
-    "dpo": "compares responses with the reference, not with the policy that sampled them",
-}
-"""Losses that --use-tis has no meaning for."""
-
-
 def _check_correction(args: Args) -> None:
     if not args.use_tis:
         if args.custom_tis_function_path:
@@ -173,5 +165,6 @@ def _check_correction(args: Args) -> None:
             where="--use-tis and --use-rollout-logprobs",
             hint="take one of them out",
         )
-    if why := UNCORRECTED.get(loss_of(args)):
-        raise ConfigError(f"{loss_of(args)} {why}", where="--use-tis", hint="take it out")
+    loss = LOSSES.get(loss_of(args))
+    if loss is not None and loss.uncorrected:
+        raise ConfigError(f"{loss_of(args)} {loss.uncorrected}", where="--use-tis", hint="take it out")

@@ -1,4 +1,4 @@
-"""The table of algorithms: what a name of ``--advantage-estimator`` selects beside the estimator.
+"""The tables of algorithms and losses: what a name of ``--advantage-estimator`` or ``--loss-type`` selects.
 
 Without torch: options are checked, and rewards normalised, where it is not loaded.
 """
@@ -23,13 +23,23 @@ class Rewards(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """loss: the registered name of the loss that the algorithm is defined with. rewards: their normalisation. options:
-    those that the algorithm reads of ``buffer_rl.algo.options.AlgorithmOptions``. critic: it has a value model."""
+    """estimator: the function that computes advantages. loss: the name of the loss that the algorithm is defined with.
+    rewards: their normalisation. options: those that it reads of ``buffer_rl.algo.options.AlgorithmOptions``.
+    critic: it has a value model."""
 
+    estimator: str = "buffer_rl.algo.advantages:grpo"
     loss: str = "policy_loss"
     rewards: Rewards = Rewards.STANDARD
     options: frozenset[str] = frozenset()
     critic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """function: the loss. uncorrected: why ``--use-tis`` has no meaning for it; empty if it has one."""
+
+    function: str
+    uncorrected: str = ""
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -37,21 +47,53 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "dr_grpo": Algorithm(rewards=Rewards.CENTRED),
     "rloo": Algorithm(rewards=Rewards.LEAVE_ONE_OUT),
     "pass_at_k": Algorithm(rewards=Rewards.PASS_AT_K, options=frozenset({"pass_at_k"})),
-    "gpg": Algorithm(rewards=Rewards.CENTRED),
-    "reinforce_plus_plus": Algorithm(rewards=Rewards.RAW, options=frozenset({"gamma", "kl_coef"})),
-    "reinforce_plus_plus_baseline": Algorithm(rewards=Rewards.CENTRED),
-    "remax": Algorithm(rewards=Rewards.RAW, options=frozenset({"kl_coef"})),
-    "gae": Algorithm(rewards=Rewards.RAW, options=frozenset({"gamma", "lambd", "kl_coef"})),
-    "ppo": Algorithm(rewards=Rewards.RAW, options=frozenset({"gamma", "lambd", "kl_coef"}), critic=True),
+    "gpg": Algorithm(estimator="buffer_rl.algo.reinforce:gpg", rewards=Rewards.CENTRED),
+    "reinforce_plus_plus": Algorithm(
+        estimator="buffer_rl.algo.reinforce:reinforce_plus_plus",
+        rewards=Rewards.RAW,
+        options=frozenset({"gamma", "kl_coef"}),
+    ),
+    "reinforce_plus_plus_baseline": Algorithm(
+        estimator="buffer_rl.algo.reinforce:reinforce_plus_plus_baseline", rewards=Rewards.CENTRED
+    ),
+    "remax": Algorithm(estimator="buffer_rl.algo.reinforce:remax", rewards=Rewards.RAW, options=frozenset({"kl_coef"})),
+    "gae": Algorithm(
+        estimator="buffer_rl.algo.gae:gae", rewards=Rewards.RAW, options=frozenset({"gamma", "lambd", "kl_coef"})
+    ),
+    "ppo": Algorithm(
+        estimator="buffer_rl.algo.gae:gae",
+        rewards=Rewards.RAW,
+        options=frozenset({"gamma", "lambd", "kl_coef"}),
+        critic=True,
+    ),
     "gspo": Algorithm(loss="gspo"),
     "cispo": Algorithm(loss="cispo"),
 }
-"""By the registered name of the estimator; one of the user's own has the defaults."""
+"""By the name of the estimator; one of the user's own has the defaults."""
 
-LOSSES = frozenset(
-    {"policy_loss", "sft_loss", "gspo", "gspo_token", "cispo", "gmpo", "sapo", "decoupled_ppo", "dpo"},
-)
-"""The registered names of built-in losses."""
+LOSSES: Mapping[str, Loss] = {
+    "policy_loss": Loss(function="buffer_rl.algo.losses:policy_loss"),
+    "sft_loss": Loss(function="buffer_rl.algo.losses:sft_loss", uncorrected="has no ratios"),
+    "gspo": Loss(function="buffer_rl.algo.gspo:gspo"),
+    "gspo_token": Loss(function="buffer_rl.algo.gspo:gspo_token"),
+    "cispo": Loss(function="buffer_rl.algo.cispo:cispo"),
+    "decoupled_ppo": Loss(
+        function="buffer_rl.algo.decoupled:decoupled_ppo",
+        uncorrected="has the weights from the engine to the trainer in itself",
+    ),
+    "gmpo": Loss(function="buffer_rl.algo.gmpo:gmpo"),
+    "sapo": Loss(function="buffer_rl.algo.sapo:sapo"),
+    "dpo": Loss(
+        function="buffer_rl.algo.dpo:dpo",
+        uncorrected="compares responses with the reference, not with the policy that sampled them",
+    ),
+}
+
+REFERENCES: Mapping[str, Mapping[str, str]] = {
+    "advantage": {name: algorithm.estimator for name, algorithm in ALGORITHMS.items()},
+    "loss": {name: loss.function for name, loss in LOSSES.items()},
+}
+"""By plugin kind, the names that are registered without an entry point of their own each."""
 
 
 def algorithm_of(estimator: str) -> Algorithm:

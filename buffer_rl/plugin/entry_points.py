@@ -1,4 +1,4 @@
-"""What installed distributions bring: the entry points of buffer_rl's groups, read without importing anything."""
+"""What installed distributions bring: the entry points of buffer_rl's groups, read without importing what they name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from buffer_rl.plugin.signature import describe, inner_function
 
 AUTOLOAD_VARIABLE = "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD"
 OWN_DISTRIBUTION = "buffer-rl"
+NAMES_GROUP = "buffer_rl.names"
+"""Entry points of this group, of buffer_rl itself alone, are tables: by kind, references by name."""
 HOOK_GROUP = "buffer_rl"
 """Entry points of this group are pluggy plugins; those of a kind stand in ``buffer_rl.<kind>``."""
 
@@ -128,15 +130,16 @@ def _is_ours(group: str) -> bool:
 def _infos_of(
     distribution: str, version: str, entries: Iterable[importlib.metadata.EntryPoint]
 ) -> list[EntryPointInfo]:
+    rows: list[tuple[str, str, str]] = []
+    for entry in entries:
+        if entry.group == NAMES_GROUP and distribution == OWN_DISTRIBUTION:
+            rows += [(kind, name, value) for kind, table in entry.load().items() for name, value in table.items()]
+        else:
+            kind = entry.group.removeprefix(HOOK_GROUP).removeprefix(".")
+            rows.append((kind, entry.name, entry.value.partition("[")[0].replace(" ", "")))
     return [
-        EntryPointInfo(
-            kind=entry.group.removeprefix(HOOK_GROUP).removeprefix("."),
-            name=entry.name,
-            value=entry.value.partition("[")[0].replace(" ", ""),
-            distribution=distribution,
-            version=version,
-        )
-        for entry in entries
+        EntryPointInfo(kind=kind, name=name, value=value, distribution=distribution, version=version)
+        for kind, name, value in rows
     ]
 
 

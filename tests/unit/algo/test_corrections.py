@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from buffer_rl.algo.corrections import truncated_weights
-from buffer_rl.driver.algorithm_checks import UNCORRECTED, _check_correction
+from buffer_rl.driver.algorithm_checks import _check_correction
 from buffer_rl.errors import ConfigError, PluginError, TrainError
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
+from buffer_rl.plan.algorithms import LOSSES
 from buffer_rl.records.groups import TrainBatch
 from harness.formulas import inputs_of
 from harness.losses import MODES, Outcome, loss_args, objective_of, outcome, rows_of
@@ -171,7 +172,7 @@ def test_a_step_whose_tokens_are_all_rejected_has_no_gradient(mode: str) -> None
         ({"use_tis": True, "tis_clip_low": 3.0}, "no weight is between 3 and 2"),
         ({"use_tis": True, "use_rollout_logprobs": True}, "every weight would be 1"),
         ({"custom_tis_function_path": "mine:weights"}, "nothing is corrected"),
-        *(({"use_tis": True, "loss_type": name}, why) for name, why in UNCORRECTED.items()),
+        *(({"use_tis": True, "loss_type": n}, row.uncorrected) for n, row in LOSSES.items() if row.uncorrected),
     ],
 )
 def test_options_that_contradict_a_correction_are_refused(options: dict[str, Any], words: str) -> None:

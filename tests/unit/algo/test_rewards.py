@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind, shaped
 from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, Rewards
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.stats import RolloutStats
 from filter_hub.reward_deviation import nonzero
@@ -113,11 +112,12 @@ def test_long_responses_are_punished_by_how_far_they_reach_into_the_buffer() -> 
     assert overlong_penalties(args, np.array([1, 130])).tolist() == [0, 0]
 
 
-def test_each_algorithm_is_an_entry_point_and_reads_options_that_there_are() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["buffer_rl.advantage"].keys() == ALGORITHMS.keys()
-    assert project["entry-points"]["buffer_rl.loss"].keys() == LOSSES
-    for algorithm in ALGORITHMS.values():
+def test_each_algorithm_is_registered_by_its_row_and_reads_options_that_there_are() -> None:
+    registry = PluginRegistry(autoload=False)
+    assert {*registry.names("advantage")} == ALGORITHMS.keys()
+    assert {*registry.names("loss")} == LOSSES.keys()
+    for name, algorithm in ALGORITHMS.items():
+        assert registry.resolve("advantage", name) is not None
         assert algorithm.options <= AlgorithmOptions.model_fields.keys()
         assert algorithm.loss in LOSSES
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pkgutil
 import re
-import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,12 +16,11 @@ from buffer_rl.driver.checks import check_options
 from buffer_rl.kinds.marks import needs_of, scope_of, unit_of
 from buffer_rl.options.help import FlagParser, add_options, given_flags
 from buffer_rl.options.section import compose, flag_of
-from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES
+from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, REFERENCES
 from buffer_rl.train.options import LossOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "algorithms.md"
-ENTRY_POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 Row = dict[str, str]
 
 
@@ -50,7 +48,7 @@ def quoted(cell: str) -> frozenset[str]:
 
 
 def registered(kind: str, name: str) -> Any:
-    return pkgutil.resolve_name(ENTRY_POINTS[f"buffer_rl.{kind}"][name])
+    return pkgutil.resolve_name(REFERENCES[kind][name])
 
 
 def test_every_estimator_has_a_row_with_its_scope_needs_and_options() -> None:
@@ -80,12 +78,12 @@ def test_the_flags_of_every_algorithm_can_be_typed_and_choose_every_estimator_an
             chosen |= {args.advantage_estimator, args.loss_type}
         chosen |= quoted(row["flags"])
     assert chosen >= ALGORITHMS.keys() - {"gae", "reinforce_plus_plus_baseline"}
-    assert chosen >= LOSSES - {"gspo_token", "gspo", "cispo"}  # the estimators of the last two choose them
+    assert chosen >= LOSSES.keys() - {"gspo_token", "gspo", "cispo"}  # the estimators of the last two choose them
 
 
 def test_every_loss_has_a_row_with_its_unit_and_needs() -> None:
     rows = table("loss", "unit")
-    assert rows.keys() == LOSSES == table("verl `policy_loss.loss_mode`").keys()
+    assert rows.keys() == LOSSES.keys() == table("verl `policy_loss.loss_mode`").keys()
     for name in LOSSES:
         loss = registered("loss", name)
         assert (rows[name]["unit"], quoted(rows[name]["needs"])) == (str(unit_of(loss)), needs_of(loss)), name

@@ -162,7 +162,10 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"kl_loss_coef": 0.01}, ["--kl-loss-coef: the loss has no KL penalty that 0.01", "add --use-kl-loss"]),
         ({"kl_loss_coef": 0.01, **TRAIN_ONLY}, ["--kl-loss-coef"]),
         ({"kl_loss_coef": 0.01, "advantage_estimator": "rloo"}, ["--kl-loss-coef"]),
-        *(({"kl_loss_coef": 0.01, "loss_type": loss}, ["--kl-loss-coef"]) for loss in sorted(LOSSES - {"sft_loss"})),
+        *(
+            ({"kl_loss_coef": 0.01, "loss_type": loss}, ["--kl-loss-coef"])
+            for loss in sorted(LOSSES.keys() - {"sft_loss"})
+        ),
         (
             {"kl_coef": 0.01},
             ["--kl-coef: the advantage 'grpo' does not read it", "remax, gae", "add --use-kl-loss --kl-loss-coef"],

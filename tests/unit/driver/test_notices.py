@@ -54,7 +54,7 @@ OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "pass_at_k", "gpg", "reinforce_plus_p
 
 @pytest.mark.parametrize("estimator", OF_THE_GROUP)
 def test_groups_of_one_sample_are_told_where_their_advantages_are_0(estimator: str) -> None:
-    for loss in (None, *(LOSSES - {"sft_loss"})):
+    for loss in (None, *(LOSSES.keys() - {"sft_loss"})):
         (text,) = texts(n_samples_per_prompt=1, advantage_estimator=estimator, loss_type=loss)
         assert text.startswith("--n-samples-per-prompt 1: ")
     assert normalized(ALGORITHMS[estimator].rewards, np.array([3.0]), k=1).tolist() == [0.0]
