@@ -55,6 +55,12 @@ class TokenLoss:
         ``--loss-agg-mode`` says for tokens; for ``[num_rows]`` values a mean over samples. Masked tokens have weight 0
         whatever is given here. In a step whose weights are all 0 the gradient is 0.
     metrics: tensors, whose mean is logged, or ``Metric``.
+
+    Example:
+        log_probs = torch.tensor([[-0.5, -2.0], [-1.0, 0.0]], requires_grad=True)  # two rows; the last token is padding
+        advantages = torch.tensor([[0.5, 0.5], [-0.5, 0.0]])
+        likely = (log_probs > -1.5).float()  # the second token of the first row is left out, and not in the divisor
+        TokenLoss(-advantages * log_probs, weights=likely, metrics={"likely": likely})
     """
 
     values: Any
