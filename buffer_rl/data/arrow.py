@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from buffer_rl.data import files
-from buffer_rl.data.dataset import RowError, RowKeys, Unit
+from buffer_rl.data.dataset import RowError, RowKeys, RowNoun
 from buffer_rl.data.json_text import json_value
 from buffer_rl.errors import DataError
 from buffer_rl.options.file_kind import HEAD_BYTES, not_text
@@ -24,7 +24,7 @@ SPLITS_FILE = "dataset_dict.json"
 class ArrowTable:
     """The rows of an Arrow table; its unit is the row."""
 
-    unit: Unit = "row"
+    unit: RowNoun = "row"
 
     def __init__(self, path: str, table: Any, contents: Sequence[bytes]) -> None:
         self.contents = contents

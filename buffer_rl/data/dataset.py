@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 
-Unit = Literal["line", "row"]
+RowNoun = Literal["line", "row"]
 """How a file's records are counted in errors: lines from 1, or rows from 0 (as slices count them)."""
 
 
 _NO_TOOLS = "'--tool-key none' leaves the field alone"
 
 
-def row_label(path: str, unit: Unit, number: int) -> str:
+def row_label(path: str, unit: RowNoun, number: int) -> str:
     """Where a record stands: ``file.jsonl:7`` or ``file.parquet, row 6``."""
     shown = mask_url(path)
     return f"{shown}:{number}" if unit == "line" else f"{shown}, row {number}"
@@ -66,7 +66,7 @@ class FilePart:
     """One file of a source of several. first: position of its first row among the rows that were read."""
 
     path: str
-    unit: Unit
+    unit: RowNoun
     first: int
 
 
@@ -97,7 +97,7 @@ class PromptDataset(Sequence[PromptRow]):
     rows: Sequence[PromptRow]
     source_hash: str
     path: str = ""
-    unit: Unit = "line"
+    unit: RowNoun = "line"
     parts: tuple[FilePart, ...] = ()
     facts: RowFacts = field(default_factory=RowFacts)
 

@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 import orjson
 
-from buffer_rl.data.dataset import PromptRow, RowError, RowKeys, Unit, build_row, row_label
+from buffer_rl.data.dataset import PromptRow, RowError, RowKeys, RowNoun, build_row, row_label
 from buffer_rl.data.files import Content, LocalFile, read_in_blocks
 from buffer_rl.data.json_text import MAX_DEPTH, json_value
 from buffer_rl.errors import DataError
@@ -31,7 +31,7 @@ _DUMPED_LEVELS = 254
 class JsonlTable:
     """The non-blank lines of one file; its unit is the line."""
 
-    unit: Unit = "line"
+    unit: RowNoun = "line"
 
     def __init__(self, content: Content) -> None:
         self.contents = [content]

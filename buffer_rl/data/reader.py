@@ -31,7 +31,7 @@ from buffer_rl.data.dataset import (
     RowError,
     RowFacts,
     RowKeys,
-    Unit,
+    RowNoun,
     build_row,
     likely_label,
     missing_field,
@@ -303,7 +303,7 @@ def _records(
             yield part, number, record
 
 
-def _refuse(found: Findings, unit: Unit, num_rows: int) -> NoReturn:
+def _refuse(found: Findings, unit: RowNoun, num_rows: int) -> NoReturn:
     """One line for each reason, with the first place of it and the number of rows."""
     problems = sorted(found.problems.values(), key=lambda problem: problem.position)[:MAX_PROBLEMS]
     lines = []
