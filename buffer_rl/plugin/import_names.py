@@ -77,7 +77,7 @@ class ImportNames:
         if loaded is not None and not is_provided(loaded):
             file = getattr(loaded, "__file__", None)
             raise plugin_error(None, name, f"the package {name!r} is loaded already, from {file}")
-        _install(entry)
+        _install(entry, first=True)
         return True
 
     def provide_for(self, file: str) -> None:
@@ -97,12 +97,14 @@ class ImportNames:
         provided = False
         for root in {name.partition(".")[0] for name in names}:
             entry = self._entry(root)
-            found = None if entry is None or _finder_of(root) else find_module(root, self._folders)
-            if entry is None or (found is not None and found.file):
+            if entry is None or _is_installed(root):
+                continue
+            found = find_module(root, self._folders)
+            if found is not None and found.file:
                 continue
             if found is not None:  # a folder of that name, such as a checkout, which Python takes for a package
                 sys.modules.pop(root, None)
-            _install(entry)
+            _install(entry, first=found is not None)
             provided = True
         return provided
 
@@ -177,13 +179,12 @@ def _has_module(folder: str, fullname: str) -> bool:
     return Path(folder, f"{last}.py").is_file() or Path(folder, last).is_dir()
 
 
-def _finder_of(name: str) -> ImportNameFinder | None:
-    finders = (finder for finder in sys.meta_path if isinstance(finder, ImportNameFinder))
-    return next((finder for finder in finders if finder.provided_name == name), None)
+def _is_installed(name: str) -> bool:
+    return any(isinstance(finder, ImportNameFinder) and finder.provided_name == name for finder in sys.meta_path)
 
 
-def _install(entry: EntryPointInfo) -> None:
-    if _finder_of(entry.name) is not None:
+def _install(entry: EntryPointInfo, *, first: bool) -> None:
+    if _is_installed(entry.name):
         return
     module, _, attribute = entry.value.partition(":")
     try:
@@ -195,4 +196,4 @@ def _install(entry: EntryPointInfo) -> None:
         ) from error
     if not isinstance(table, NameTable):
         raise plugin_error(None, entry.name, f"{entry.value!r} is no NameTable", origin=str(entry))
-    sys.meta_path.insert(0, ImportNameFinder(entry.name, table))
+    sys.meta_path.insert(0 if first else len(sys.meta_path), ImportNameFinder(entry.name, table))

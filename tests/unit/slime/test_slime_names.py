@@ -55,6 +55,15 @@ def test_a_plugin_that_imports_the_name_inside_a_function_finds_it(package: str,
     assert function(None, None) is Sample
 
 
+def test_a_file_that_asks_for_a_name_that_cannot_be_had_is_executed_once(tmp_path: Path, clean: None) -> None:
+    source = (
+        f"open({str(tmp_path / 'runs')!r}, 'a').write('x')\nfrom slime.utils.types import Sample\nimport slime.ray\n"
+    )
+    with pytest.raises(PluginError, match=r"docs/coming_from_slime\.md"):
+        PluginRegistry().resolve("reward", plugin(tmp_path, f"{source}def f(args, sample):\n    return 1.0\n"))
+    assert (tmp_path / "runs").read_text() == "x"
+
+
 def test_nothing_is_found_where_no_plugin_asks_for_it(tmp_path: Path, clean: None) -> None:
     PluginRegistry().resolve("reward", plugin(tmp_path, "def f(args, sample):\n    return 1.0\n"))
     with pytest.raises(ModuleNotFoundError):
