@@ -89,7 +89,9 @@ def halves(with_slow: bool) -> tuple[Sequence[str], Sequence[str]]:
     """The folders of each process, as arguments of pytest."""
     if with_slow:
         return (*WITH_RAY, "tests/golden"), ("tests/unit",)
-    beside = [f"tests/unit/{name}" for name in ("engines", "embedded", "weights", "plugin", "driver", "megatron")]
+    beside = [
+        f"tests/unit/{name}" for name in ("engines", "embedded", "weights", "plugin", "driver", "megatron", "examples")
+    ]
     return (*WITH_RAY, *beside), ("tests/unit", *(f"--ignore={path}" for path in beside), "tests/golden")
 
 
