@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from buffer_rl.cluster.process import settle_garbage_collector
+
 # An example that takes long says something of the machine, and nothing of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -24,3 +26,12 @@ def restored_import_path() -> Iterator[None]:
         origin = getattr(sys.modules[name], "__file__", None) or ""
         if any(origin.startswith(f"{folder}/") for folder in added):
             del sys.modules[name]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What tests import stays: looking through all of it again and again would take a twentieth of their time."""
+    settle_garbage_collector()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    settle_garbage_collector()
