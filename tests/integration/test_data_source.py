@@ -200,6 +200,7 @@ def test_a_source_whose_process_dies_each_time_ends_the_run_by_its_name(
     assert "--role-max-restarts" in message
 
 
+@pytest.mark.slow
 def test_what_a_sources_constructor_raises_ends_the_run_by_its_name(
     train: Run, make_options: MakeOptions, letters: Path
 ) -> None:

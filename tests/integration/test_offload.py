@@ -128,7 +128,8 @@ def test_a_run_whose_sides_take_turns_ends_as_one_in_which_both_keep_their_memor
     assert moments_of(args) == [BUILT, *[SLEEPS, AWAKE] * 5]
 
 
-@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", [1, 2])
 def test_an_engine_that_dies_while_it_has_no_memory_is_replaced_when_the_others_have_it_back(
     offloaded: Callable[..., Any], whole_run: Any, engines: int
 ) -> None:
