@@ -58,8 +58,6 @@ ALLOWED: Mapping[str, str] = {
     "wait_stream": "megatron-core calls it of a CUDA stream",
     "record_event": "megatron-core calls it of a CUDA stream",
     "ModelShapeOptions": "an option section, named by its path",
-    "ServiceOptions": "an option section, named by its path",
-    "SglangOptions": "an option section, named by its path",
     "Glm4Bridge": "mbridge finds it by the model type that it is registered for",
     "_build_config": "mbridge calls it",
     "write_trajectory": "agents call it",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from buffer_rl.kinds.objective import Objective
+    from buffer_rl_megatron.options import MegatronArgs
     from buffer_rl_megatron.trainer import MegatronTrainer
 
 
-def build(args: Any, rank: int, world_size: int, objective: Objective) -> MegatronTrainer:
+def build(args: MegatronArgs, rank: int, world_size: int, objective: Objective) -> MegatronTrainer:
     """One rank; see ``MegatronTrainer`` for what it raises."""
     from buffer_rl_megatron.trainer import MegatronTrainer
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ from buffer_rl_megatron.layers import ValueHead
 from buffer_rl_megatron.options import has_auxiliary_loss
 from buffer_rl_megatron.vocabulary import log_probs_and_entropies
 
+if TYPE_CHECKING:
+    from buffer_rl_megatron.options import MegatronArgs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Micro:
@@ -69,7 +72,9 @@ class Micro:
     kept: tuple[torch.Tensor, ...]
 
 
-def micro_batches(args: Any, batch: TrainBatch, unit: Unit, device: torch.device, *, in_step: bool) -> list[Micro]:
+def micro_batches(
+    args: MegatronArgs, batch: TrainBatch, unit: Unit, device: torch.device, *, in_step: bool
+) -> list[Micro]:
     """The passes that this rank makes for ``batch``, as many as the other replicas' where they work ``in_step``."""
     packed, size = args.qkv_format == "thd", args.context_parallel_size
     own = args.model_copy(update={"max_tokens_per_gpu": size * args.max_tokens_per_gpu})
@@ -92,14 +97,14 @@ def micro_batches(args: Any, batch: TrainBatch, unit: Unit, device: torch.device
     return micros
 
 
-def _multiples(args: Any) -> tuple[int, int]:
+def _multiples(args: MegatronArgs) -> tuple[int, int]:
     """What the length of a row, and that of all rows together, are multiples of."""
     size = args.context_parallel_size
     row = 2 * size if size > 1 else 1
     return row, math.lcm(row, size * args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
 
-def _packed(args: Any, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
+def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows one after another, each padded for its chunks, and a row of padding where sequence parallelism needs another
     length."""
     batch = collate(rows, device) if indices else _nothing(device)
@@ -133,7 +138,7 @@ def _packed(args: Any, number: int, indices: list[int], rows: TrainBatch, device
     )
 
 
-def _padded(args: Any, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
+def _padded(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows padded on the right, where no token of the row sees it."""
     batch = collate(rows, device) if indices else _nothing(device)
     num_rows, width = batch.tokens_bl.shape

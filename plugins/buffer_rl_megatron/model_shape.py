@@ -10,10 +10,13 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import Section, flag_of, option
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 ENTRY_POINTS = "buffer_rl_megatron.model"
 OWN = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -167,7 +170,7 @@ def _dense_layers(configuration: Mapping[str, Any]) -> list[int]:
     return [layer for layer in layers if layer in named or (layer + 1) % step]
 
 
-def check_shape(args: Any, configuration: Mapping[str, Any]) -> None:
+def check_shape(args: Args, configuration: Mapping[str, Any]) -> None:
     """Raises ConfigError for an argument that says something else than the model's configuration, naming both."""
     if not configuration:
         return

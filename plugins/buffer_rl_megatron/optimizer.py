@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,11 @@ from buffer_rl.train.optimizer import learning_rate, non_finite_gradient
 from buffer_rl_megatron import compat
 from buffer_rl_megatron.optimizer_state import has_torch_adam, parts_of
 
+if TYPE_CHECKING:
+    from buffer_rl_megatron.options import MegatronArgs
 
-def data_parallel(args: Any, config: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
+
+def data_parallel(args: MegatronArgs, config: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """The chunks in Megatron's ``DistributedDataParallel``, whose gradients are sums over passes and replicas."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
@@ -44,7 +47,7 @@ class Optimizer:
 
     Weight decay applies to matrices only. chunks: as ``data_parallel`` returns them."""
 
-    def __init__(self, args: Any, chunks: Sequence[Any]) -> None:
+    def __init__(self, args: MegatronArgs, chunks: Sequence[Any]) -> None:
         self.step_count = 0
         self._args = args
         self._chunks = list(chunks)

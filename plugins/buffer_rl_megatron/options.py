@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.table import kind_named
@@ -20,6 +20,9 @@ from buffer_rl.plugin.hookspecs import hookimpl
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.plugin.signature import signature_of
 from buffer_rl_megatron.model_shape import check_mapped, check_shape, check_supported, read_configuration
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """A file in each folder that Megatron saves checkpoints to: it names the newest one."""
@@ -114,12 +117,18 @@ class MegatronOptions(Section):
     )
 
 
-def is_megatron(args: Any) -> bool:
+if TYPE_CHECKING:
+
+    class MegatronArgs(Args, MegatronOptions):
+        """The options of a run with those of this plugin, for a type checker."""
+
+
+def is_megatron(args: MegatronArgs) -> bool:
     """Whether the run trains with this backend."""
     return getattr(args, "train_backend", None) in BACKENDS
 
 
-def layout(args: Any) -> Layout:
+def layout(args: MegatronArgs) -> Layout:
     """The ranks of the run. Raises ConfigError unless tensor, pipeline and context parallelism divide them."""
     tp, pp, cp = (
         args.tensor_model_parallel_size,
@@ -138,20 +147,20 @@ def layout(args: Any) -> Layout:
         ) from error
 
 
-def has_auxiliary_loss(args: Any) -> bool:
+def has_auxiliary_loss(args: MegatronArgs) -> bool:
     """Whether an auxiliary load-balancing loss of experts is part of the gradient; scripts ask for one with the weight
     0."""
     return bool(args.moe_router_load_balancing_type != "none" and args.moe_aux_loss_coeff != 0)
 
 
-def is_in_step(args: Any) -> bool:
+def is_in_step(args: MegatronArgs) -> bool:
     """Whether a forward pass has a collective over replicas: of experts, of the tokens that each has in all
     replicas, or of parameters that are still gathered."""
     counts_tokens = args.moe_router_load_balancing_type == "global_aux_loss" and has_auxiliary_loss(args)
     return bool(args.expert_model_parallel_size > 1 or args.overlap_param_gather or counts_tokens)
 
 
-def virtual_stages(args: Any, num_layers: int) -> int | None:
+def virtual_stages(args: MegatronArgs, num_layers: int) -> int | None:
     """Parts of each pipeline stage; None without virtual stages. Raises ConfigError where layers do not fit."""
     pp, parts = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     if (each := args.num_layers_per_virtual_pipeline_stage) is not None:
@@ -184,7 +193,7 @@ def _refuse(problem: str, where: str, expected: str = "", hint: str = "") -> Non
     raise ConfigError(problem, where=where, expected=expected, hint=hint)
 
 
-def check(args: Any) -> None:
+def check(args: MegatronArgs) -> None:
     """Raises ConfigError for options that do not fit each other, the model or what is installed."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None or find_spec("mbridge") is None:
         _refuse(
@@ -220,7 +229,7 @@ def check(args: Any) -> None:
         _check_splits(args, configuration)
 
 
-def _check_experts(args: Any, ranks: Layout) -> None:
+def _check_experts(args: MegatronArgs, ranks: Layout) -> None:
     expert_tp = args.expert_tensor_parallel_size or ranks.tp_size
     if expert_tp > ranks.tp_size:
         _refuse(
@@ -250,7 +259,7 @@ def _check_experts(args: Any, ranks: Layout) -> None:
         )
 
 
-def _check_recomputed(args: Any, *, has_te: bool) -> None:
+def _check_recomputed(args: MegatronArgs, *, has_te: bool) -> None:
     if (args.recompute_method or args.recompute_num_layers) and args.recompute_granularity != "full":
         _refuse("only whole layers are chosen this way", "--recompute-method", hint="--recompute-granularity full")
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
@@ -272,7 +281,7 @@ def _check_recomputed(args: Any, *, has_te: bool) -> None:
         _refuse("moe_act is a part of the grouped kernel", where, hint="add --moe-grouped-gemm")
 
 
-def _check_functions(args: Any) -> None:
+def _check_functions(args: MegatronArgs) -> None:
     registry = PluginRegistry.from_flags(args.plugin)
     for name, parameters in HOOKS.items():
         if path := getattr(args, name):
@@ -297,7 +306,7 @@ def resolve_provider(path: str, registry: PluginRegistry) -> tuple[Any, set[str]
     return function, {name for name in PROVIDER_ARGUMENTS if takes_all or name in parameters}
 
 
-def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
+def _check_splits(args: MegatronArgs, configuration: dict[str, Any]) -> None:
     tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
     heads = configuration.get("num_attention_heads")
     if heads and heads % tp:
@@ -325,7 +334,7 @@ def _check_splits(args: Any, configuration: dict[str, Any]) -> None:
         virtual_stages(args, int(layers))
 
 
-def _check_save_folder(args: Any) -> None:
+def _check_save_folder(args: MegatronArgs) -> None:
     from buffer_rl.files.remote import (  # with what reads data, which naming a plugin must not need
         is_remote,
         local_path,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from buffer_rl.errors import ConfigError, TrainError
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.options.section import required
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.calls import call, returned
@@ -46,13 +47,16 @@ from buffer_rl_megatron.forward import (
 from buffer_rl_megatron.model_shape import read_configuration
 from buffer_rl_megatron.optimizer import Optimizer, data_parallel
 
+if TYPE_CHECKING:
+    from buffer_rl_megatron.options import MegatronArgs
+
 
 class MegatronTrainer:
     """Implements ``buffer_rl.kinds.trainer.Trainer``, for the policy and for a critic.
 
     Raises ConfigError if the model, the tokenizer or the device is not there, or Megatron cannot split the model so."""
 
-    def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
+    def __init__(self, args: MegatronArgs, rank: int, world_size: int, objective: Objective) -> None:
         compat.install()
         self.topology = options.layout(args).topology(rank, in_step=options.is_in_step(args))
         self._args, self._rank, self._objective = args, rank, objective
@@ -143,9 +147,8 @@ class MegatronTrainer:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Every rank gathers, the head of
         replica 0 writes, a file at a time."""
         with compat.cpu_devices():
-            write_folder(
-                self._bridge.export(self._chunks), self._args.hf_checkpoint, path, writes=self.topology.is_source
-            )
+            model = required(self._args.hf_checkpoint, "hf_checkpoint")
+            write_folder(self._bridge.export(self._chunks), model, path, writes=self.topology.is_source)
 
     def save(self, path: str) -> None:
         """Write weights, optimizer and random state into the folder ``path``, for any later layout (see
@@ -266,7 +269,7 @@ class MegatronTrainer:
             hook(self._args, *self._place_in_rollout, self._chunks, self._optimizer.megatron, None)
 
 
-def _provider(args: Any, registry: PluginRegistry) -> Provider | None:
+def _provider(args: MegatronArgs, registry: PluginRegistry) -> Provider | None:
     """``--custom-model-provider-path``, called with the names that slime calls it with; ``args``, ``config`` and
     ``build`` are passed where it takes them."""
     kind, name = "model_provider", args.custom_model_provider_path
@@ -285,7 +288,7 @@ def _provider(args: Any, registry: PluginRegistry) -> Provider | None:
     return provide
 
 
-def _overrides(args: Any) -> dict[str, Any]:
+def _overrides(args: MegatronArgs) -> dict[str, Any]:
     """Fields of Megatron's ``TransformerConfig`` that follow from the options."""
     given = {
         "recompute_granularity": args.recompute_granularity,
@@ -308,7 +311,7 @@ def _overrides(args: Any) -> dict[str, Any]:
     }
 
 
-def _pick_device(args: Any) -> torch.device:
+def _pick_device(args: MegatronArgs) -> torch.device:
     """Megatron computes on the CUDA device where there is one. Raises ConfigError."""
     device = pick_device(args.train_device)
     if device.type == "cpu" and torch.cuda.is_available():
@@ -320,7 +323,7 @@ def _pick_device(args: Any) -> torch.device:
     return device
 
 
-def _initialize(args: Any, rank: int, world_size: int, device: torch.device, folder: str | None) -> None:
+def _initialize(args: MegatronArgs, rank: int, world_size: int, device: torch.device, folder: str | None) -> None:
     """Megatron's process groups and random state, and before them a process group of one rank if there is none."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"

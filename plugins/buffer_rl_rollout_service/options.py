@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import Section, option
 from buffer_rl.plugin.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 CHECK_TIMEOUT_S = 10.0
 ROLLOUTS = ("rollout_service", "buffer_rl_rollout_service.rollout:ServiceRollout")
@@ -25,6 +28,12 @@ class ServiceOptions(Section):
     rollout_service_token: str | None = option(
         None, "token of the service; set it by the environment or the --config file", metavar="TOKEN"
     )
+
+
+if TYPE_CHECKING:
+
+    class ServiceArgs(Args, ServiceOptions):
+        """The options of a run with those of this plugin, for a type checker."""
 
 
 @hookimpl

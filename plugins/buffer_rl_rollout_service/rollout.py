@@ -16,7 +16,7 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.data.json_text import with_arguments
 from buffer_rl.errors import DataError, DeadlineError
@@ -29,6 +29,10 @@ from buffer_rl.rollout.sft import encode_conversation
 from buffer_rl.rollout.user_functions import apply_filter
 from buffer_rl_rollout_service.client import ServiceClient
 from buffer_rl_rollout_service.server import Trajectory
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+    from buffer_rl_rollout_service.options import ServiceArgs
 
 NOTE = "rollout_service_reader"
 UNUSABLE = "unusable"
@@ -44,18 +48,18 @@ class ServiceRollout:
 
     uses_engine = True
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: ServiceArgs) -> None:
         self._args = args
 
     async def __call__(
-        self, args: Any, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
+        self, args: ServiceArgs, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
     ) -> RolloutOutput:
         """Report every group through ``buffer``. Raises DeadlineError if too few groups come in
         ``--rollout-timeout-s``, DataError if most cannot be trained on, and what ``ServiceClient`` raises."""
         context = current_context()
         if evaluation:
             return await evaluate(context, buffer)
-        options: Any = context.args
+        options = cast("ServiceArgs", context.args)
         async with ServiceClient(options.rollout_service_url, options.rollout_service_token) as service:
             run = _Run(context, buffer, service, _reader_of(buffer))
             await run.produce_all()
@@ -71,7 +75,7 @@ def _reader_of(buffer: RolloutBuffer) -> str:
     return str(name)
 
 
-def kept_from(args: Any, rollout_id: int) -> int:
+def kept_from(args: Args, rollout_id: int) -> int:
     """The first rollout whose groups may be asked for again: that which follows the last checkpoint but one."""
     if args.save is None or args.save_interval is None:
         return rollout_id

@@ -8,12 +8,16 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.process import ServerProcess, key_environment
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import max_positions
+from buffer_rl.options.section import required
 from buffer_rl_sglang.options import SERVER, check_server, environment, on_cpu, server_arguments
+
+if TYPE_CHECKING:
+    from buffer_rl_sglang.options import SglangArgs
 
 MARGIN = 8
 """A server with a context length C takes prompts of C - 7 tokens and ends answers at C - 2 (0.5.23)."""
@@ -33,7 +37,7 @@ class SglangServer(ServerProcess):
     Its temporary files are in a folder of its own, which ``stop`` removes, as it does the shared memory of a server
     that was killed."""
 
-    def __init__(self, args: Any, index: int, log_path: str) -> None:
+    def __init__(self, args: SglangArgs, index: int, log_path: str) -> None:
         self._shared: set[Path] = set()
         base = tempfile.gettempdir()
         short = len(os.fsencode(base)) + _SOCKET_ROOM <= MAX_UNIX_PATH
@@ -67,11 +71,11 @@ class SglangServer(ServerProcess):
 class SglangLauncher:
     """Starts SGLang servers; meets ``buffer_rl.kinds.engine.EngineLauncher``."""
 
-    def check(self, args: Any) -> None:
+    def check(self, args: SglangArgs) -> None:
         """Raises ConfigError if there is no server to start, or it refuses its arguments (``check_server``)."""
         check_server(args)
 
-    def __call__(self, args: Any, index: int, log_path: str) -> SglangServer:
+    def __call__(self, args: SglangArgs, index: int, log_path: str) -> SglangServer:
         """Start SGLang server ``index`` for ``args.hf_checkpoint`` on a free port of ``args.engine_host``, over the
         GPUs that this process sees, or on the CPU. Raises EngineError if there is no model or the process cannot be
         started; it does not wait for the server."""
@@ -83,7 +87,7 @@ class SglangLauncher:
 launch = SglangLauncher()
 
 
-def _arguments(args: Any, index: int, port: int) -> list[str]:
+def _arguments(args: SglangArgs, index: int, port: int) -> list[str]:
     """The server's command line; what ``--sglang-NAME`` says comes last, and wins."""
     ranks = args.rollout_num_gpus_per_engine
     found = [
@@ -111,12 +115,14 @@ def _arguments(args: Any, index: int, port: int) -> list[str]:
     return [*found, *server_arguments(args)]
 
 
-def context_length(args: Any) -> int | None:
+def context_length(args: SglangArgs) -> int | None:
     """Most tokens of a sequence: ``--engine-context-length``, else the model's own limit; None where there is none."""
     if args.engine_context_length is not None:
         return int(args.engine_context_length)
     with contextlib.suppress(OSError, ValueError):
-        return max_positions(json.loads(Path(args.hf_checkpoint, "config.json").read_text(encoding="utf-8")))
+        return max_positions(
+            json.loads(Path(required(args.hf_checkpoint, "hf_checkpoint"), "config.json").read_text(encoding="utf-8"))
+        )
     return None
 
 

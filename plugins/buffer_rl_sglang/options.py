@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from buffer_rl.cluster.process import arguments_of
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import Section, option
 from buffer_rl.plugin.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 SERVER = Path(__file__).with_name("server_process.py")
 VERSIONS = ((0, 5, 21), (0, 6))
@@ -61,7 +64,13 @@ class SglangOptions(Section):
     )
 
 
-def server_arguments(args: Any) -> list[str]:
+if TYPE_CHECKING:
+
+    class SglangArgs(Args, SglangOptions):
+        """The options of a run with those of this plugin, for a type checker."""
+
+
+def server_arguments(args: SglangArgs) -> list[str]:
     """``args.sglang_args`` as the server takes them. Raises ConfigError for what the run sets, and for secrets."""
     if args.engine_auth and str(args.sglang_args.get("log_level", "warning")).lower() in ("debug", "info"):
         raise ConfigError(
@@ -72,12 +81,12 @@ def server_arguments(args: Any) -> list[str]:
     return arguments_of(args.sglang_args, "sglang", OWN)
 
 
-def on_cpu(args: Any) -> bool:
+def on_cpu(args: SglangArgs) -> bool:
     """Whether the servers compute on the CPU: asked for, or there is no GPU on this node."""
     return args.engine_device == "cpu" or (args.engine_device == "auto" and not any(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def environment(args: Any) -> dict[str, str]:
+def environment(args: SglangArgs) -> dict[str, str]:
     """Variables of the server's process."""
     return {
         "PYTHONPATH": "",  # its environment is its own
