@@ -17,14 +17,17 @@ from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.console import Console
+from rich.text import Text
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean
+from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean, sparkline, write_curve
 from buffer_rl.observe.metrics import DROP_PREFIX, read_metrics
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts, read_facts, read_jsonl
-from buffer_rl.observe.summary import REPORT_FILE, eval_gains, run_files
+from buffer_rl.observe.summary import REPORT_FILE, EvalGain, eval_gains, gain_table, run_files
 from buffer_rl.observe.svg_chart import COLOURS, TEMPLATES, Line, format_number, line_chart, stacked_bars
+from buffer_rl.observe.terminal import printable
 from buffer_rl.observe.timeline import read_trace
 from buffer_rl.observe.timeline_stats import (
     Spans,
@@ -119,6 +122,33 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, title: s
     except OSError as error:
         raise ConfigError(f"the report cannot be written: {error}", where=str(target)) from error
     return target
+
+
+def run_report(run_dir: str | Path, console: Console | None = None, title: str = "Learning curve") -> list[EvalGain]:
+    """Print what the run in ``run_dir`` learned and where its files are, draw its picture and write its page.
+
+    Returns the gains that the table shows. Raises DataError if the run has no metrics.
+    """
+    out = console or Console()
+    records = read_metrics(run_dir)
+    gains = eval_gains(records)
+    write_curve(run_dir, title)
+    write_report(run_dir)
+    out.print()
+    if gains:
+        out.print(gain_table(gains))
+    else:
+        out.print("This run evaluated nothing: give it --eval-prompt-data NAME=PATH.", markup=False)
+    rewards = curves_of(records).reward.values
+    if rewards:
+        line = f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}"
+        out.print(Text(line), highlight=False)
+    seconds = sum(record.get("perf/step_time") or 0.0 for record in records)
+    if seconds:
+        out.print(Text(f"training steps took {format_duration(seconds)} together"), highlight=False)
+    for name, path in run_files(run_dir).items():
+        out.print(Text(printable(f"{name:<21} {path}")), highlight=False, soft_wrap=True)
+    return gains
 
 
 def render_report(report: Report) -> str:

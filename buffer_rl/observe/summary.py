@@ -1,4 +1,4 @@
-"""The report at the end of a run: what was learned, and where the files are."""
+"""What a run learned, and where its files are, for the reports at its end."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curve
-from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
-from buffer_rl.observe.progress import format_duration
+from buffer_rl.observe.curve import CURVE_FILE, curves_of
+from buffer_rl.observe.metrics import METRICS_FILE
 from buffer_rl.observe.run_folder import SAMPLES_FILE
 from buffer_rl.observe.terminal import printable
 from buffer_rl.observe.timeline import TRACE_FILE
@@ -89,29 +87,3 @@ def run_files(run_dir: str | Path) -> dict[str, Path]:
         "logs": folder / "logs",
     }
     return {name: path for name, path in candidates.items() if path.exists()}
-
-
-def run_report(run_dir: str | Path, console: Console | None = None, title: str = "Learning curve") -> list[EvalGain]:
-    """Print what the run in ``run_dir`` learned and where its files are, draw its picture.
-
-    Returns the gains that the table shows. Raises DataError if the run has no metrics.
-    """
-    out = console or Console()
-    records = read_metrics(run_dir)
-    gains = eval_gains(records)
-    write_curve(run_dir, title)
-    out.print()
-    if gains:
-        out.print(gain_table(gains))
-    else:
-        out.print("This run evaluated nothing: give it --eval-prompt-data NAME=PATH.", markup=False)
-    rewards = curves_of(records).reward.values
-    if rewards:
-        line = f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}"
-        out.print(Text(line), highlight=False)
-    seconds = sum(record.get("perf/step_time") or 0.0 for record in records)
-    if seconds:
-        out.print(Text(f"training steps took {format_duration(seconds)} together"), highlight=False)
-    for name, path in run_files(run_dir).items():
-        out.print(Text(printable(f"{name:<21} {path}")), highlight=False, soft_wrap=True)
-    return gains

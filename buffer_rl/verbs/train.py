@@ -258,11 +258,9 @@ def _trial(
 
 def _launch(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]]) -> int:
     from buffer_rl.driver.launch import launch_training
-    from buffer_rl.observe.report import write_report
-    from buffer_rl.observe.summary import run_report
+    from buffer_rl.observe.report import run_report
 
     make_folders(args)
     launch_training(args, registry, data)
-    write_report(args.run_dir)
     run_report(args.run_dir)
     return 0

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from buffer_rl.errors import DataError
 from buffer_rl.observe.metrics import MetricsFile
+from buffer_rl.observe.report import run_report
 from buffer_rl.observe.run_folder import SampleDump
-from buffer_rl.observe.summary import run_report
 
 
 def _report(run_dir):
@@ -34,6 +34,8 @@ def test_the_report_shows_first_and_last_evaluation_of_each_set_and_the_files_th
     for name in ("learning_curve.png", "metrics.jsonl", "samples.jsonl"):
         assert str(tmp_path / name) in text
     assert "TensorBoard" not in text
+    page = (tmp_path / "report.html").read_text()  # written after the picture, which it lists
+    assert "learning_curve.png" in page
 
 
 def test_the_report_of_a_run_without_evaluations_names_the_option(tmp_path):
