@@ -12,19 +12,29 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from buffer_rl.cluster.environment import signals_as_exceptions
+from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal
 from buffer_rl.observe.terminal import say
-from buffer_rl.options.help import FlagParser, flags_of, normalise_flags, take_items
-from buffer_rl.options.section import did_you_mean
-from buffer_rl.options.sources import take_unknown
-from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
+
+RUNS = ("train", "eval")
+"""Verbs that start Ray and engines."""
+ONLY_LOOKS = ("--dry-run", "--dry_run", "--help", "-h")
+"""Flags with which they do not."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (without the program's name) and return the exit status."""
-    arguments = normalise_flags(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    starts_run = arguments[:1] in ([verb] for verb in RUNS) and not set(ONLY_LOOKS) & set(arguments)
+    # First of all, as it imports for seconds; the imports below take a part of one.
+    with fork_server() if starts_run else nullcontext():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     add_working_directory()
     if isinstance(sys.stdout, io.TextIOWrapper):  # no text of data or user code may fail to be shown, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -57,6 +67,12 @@ def add_working_directory() -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    from buffer_rl.options.help import FlagParser, flags_of, normalise_flags, take_items
+    from buffer_rl.options.section import did_you_mean
+    from buffer_rl.options.sources import take_unknown
+    from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
+
+    arguments = normalise_flags(arguments)
     parser = FlagParser(prog="buffer-rl", description="Reinforcement-learning post-training of language models.")
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     subparsers = parser.add_subparsers(metavar="VERB", title="verbs (buffer-rl VERB --help tells more)")

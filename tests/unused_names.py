@@ -39,7 +39,6 @@ ALLOWED: Mapping[str, str] = {
     "finish_stream": "the driver calls it by its name",
     "send_weights": "the driver calls it by its name",
     "receive_weights": "the publisher calls it by its name",
-    "listen": "the transport calls it by its name",
     "log_probs_of": "the driver calls it by its name",
     "generate_turn": "generate functions of users call it",
     "add_observation": "generate functions of users call it",

@@ -9,6 +9,7 @@ actor_group   the members of a role: started, called, replaced, stopped; their f
               process
 dispatch      which members a call goes to, and how their answers become one
 locality      what must be on one machine
+fork_server   the process that the others of a local run are forked from
 process       processes that end with the one that started them; server processes and their API key
 environment   variables of the environment, those that name proxies, and signals as an exception
 """

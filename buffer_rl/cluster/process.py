@@ -7,7 +7,6 @@ list: every user of the machine can read a command line, only its owner the envi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import http.client
 import json
@@ -17,7 +16,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from buffer_rl.cluster.fork_server import start_process
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.options.redaction import is_secret
 from buffer_rl.options.section import env_of
@@ -37,7 +36,6 @@ LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 65536
 STOP_TIMEOUT_S = 5.0
 PARENT_FD_FLAG = "--parent-fd"
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 KEY_VARIABLE = env_of("engine_api_key")
 KEY_BYTES = 32
 POLL_INTERVAL_S = 0.05
@@ -58,18 +56,6 @@ def settle_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 10, 10)
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent ends, even while other code hangs; elsewhere this does nothing.
-
-    Linux means the parent's thread that started this process, which must live as long as the parent. parent: its
-    process id, for a caller whose parent may have ended already.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if parent not in (None, os.getppid()):
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_with_parent(fd: int) -> None:
@@ -110,15 +96,8 @@ class ChildProcess:
         try:
             with open(log_path, "ab") as log:
                 self._log_start = log.tell()
-                self._process = subprocess.Popen(
-                    [*command, PARENT_FD_FLAG, str(read_end)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **(env or {})},
-                    pass_fds=[read_end, *pass_fds],
-                    start_new_session=True,
-                )
+                command = [*command, PARENT_FD_FLAG, str(read_end)]
+                self._process = start_process(command, log, {**os.environ, **(env or {})}, [read_end, *pass_fds])
         except OSError as error:
             os.close(self._lifeline)
             raise EngineError(f"{name} cannot be started: {error}", where=log_path) from error

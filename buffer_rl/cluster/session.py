@@ -11,11 +11,13 @@ import importlib
 import json
 import os
 import secrets
+import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +26,8 @@ from typing import Any
 import ray
 
 from buffer_rl.cluster.environment import variables
+from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE
+from buffer_rl.cluster.process import reserved_port
 from buffer_rl.errors import ClusterError, ConfigError
 from buffer_rl.plugin.shipping import CodeBundle, use_shipped_code
 
@@ -42,6 +46,8 @@ MAX_SOCKET_PATH = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/soc
 AUTH_TOKEN = "RAY_AUTH_TOKEN"
 AUTH_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 TOKEN_BYTES = 32
+NO_PORT = 1
+"""Where nothing listens."""
 _MULTIPLE_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; "0" means one node and loopback on Linux too
 
 
@@ -81,13 +87,15 @@ def ray_session(
         if address is None:
             stack.enter_context(isolated_ray())
             stack.enter_context(short_temporary_folder())
+            port = stack.enter_context(reserved_port("127.0.0.1")).getsockname()[1]
         stack.callback(ray.shutdown)
         with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_") as temporary:
             folder = None
             if code is not None and code.files:
                 folder = Path(temporary, CODE_FOLDER)
                 code.write(folder)
-            _connect(address, folder, object_store_bytes)
+            with lean_node(port) if address is None else contextlib.nullcontext():
+                _connect(address, folder, object_store_bytes)
         yield
 
 
@@ -121,6 +129,59 @@ def isolated_ray() -> Iterator[None]:
             finally:
                 constants.ENABLE_RAY_CLUSTER = multiple_nodes
         tokens.instance().reset_cache()  # the next cluster has another one
+
+
+@contextmanager
+def lean_node(agent_port: int) -> Iterator[None]:
+    """For a block that starts Ray: without the processes that a run on one machine never asks for, which take seconds
+    to start. Workers come from the fork server, if there is one.
+
+    agent_port: a free port, on which the agent that sets up runtime environments starts once Ray asks for it.
+    Raises ClusterError as ``isolated_ray``.
+    """
+    node, services = _private("_private.node"), _private("_private.services")
+    whole, start = _private("_private.node.Node"), _private("_private.services.start_ray_process")
+    raylet = _private("_private.ray_constants.PROCESS_TYPE_RAYLET")
+
+    def no_dashboard(self: Any, **_: Any) -> None:
+        self._webui_url = ""
+
+    nothing = dict.fromkeys(("start_monitor", "start_log_monitor"), lambda self: None)
+    lean = type("LeanNode", (whole,), {**nothing, "start_api_server": no_dashboard})
+
+    def start_lean(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
+        chosen = raylet_command(command, agent_port) if process_type == raylet else command
+        return start(chosen, process_type, *args, **options)
+
+    node.Node, services.start_ray_process = lean, start_lean
+    try:
+        yield
+    finally:
+        node.Node, services.start_ray_process = whole, start
+
+
+def raylet_command(command: Sequence[str], agent_port: int) -> list[str]:
+    """Ray's command of its raylet with other commands in it: the agent of runtime environments is started when it is
+    connected to, that of the dashboard never, and workers by the fork server, if there is one."""
+    socket_path = os.environ.get(SOCKET_VARIABLE)
+    ports = ("metrics-agent-port", "metrics_export_port", "dashboard_agent_listen_port")
+    lean = []
+    for word in command:
+        flag, _, value = word.partition("=")
+        if flag.lstrip("-") in ports:
+            continue
+        words = shlex.split(value) if flag.endswith("_command") else []
+        if flag == "--dashboard_agent_command":
+            words = [*PROGRAM, "idle", "0"]
+        elif flag == "--runtime_env_agent_command":
+            own = [f"--runtime-env-agent-port={agent_port}" if "env-agent-port" in each else each for each in words]
+            words = [*PROGRAM, "idle", str(agent_port), *own]
+        elif flag == "--runtime_env_agent_port":
+            word = f"{flag}={agent_port}"
+        elif flag == "--python_worker_command" and socket_path:
+            words = [*PROGRAM, "ask", socket_path, *words]
+        lean.append(f"{flag}={subprocess.list2cmdline(words)}" if words else word)
+    return [*lean, *(f"--{name}={NO_PORT}" for name in ports)]  # a raylet waits for what has no port
 
 
 def _write_token(folder: Path) -> Path:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 # Variables of the program itself, which are no options.
-RESERVED_VARIABLES = ("BUFFER_RL_TRACEBACK", "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD")
+RESERVED_VARIABLES = ("BUFFER_RL_TRACEBACK", "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD", "BUFFER_RL_FORK_SERVER")
 
 
 class Source(StrEnum):

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.cluster.process import die_with_parent
+from buffer_rl.cluster.fork_server import die_with_parent
 from buffer_rl.errors import BufferRLError
 from buffer_rl.kinds.reward import check_group_rewards, check_reward
 from buffer_rl.options.section import load_args

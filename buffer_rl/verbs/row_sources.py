@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from buffer_rl.data.dataset import PromptDataset, PromptRow
-from buffer_rl.data.eval_sets import EvalSet
-from buffer_rl.data.source import make_group
+from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
+from buffer_rl.data.eval_sets import EvalSet, eval_sets_of
+from buffer_rl.data.reader import read_dataset
+from buffer_rl.data.source import make_group, read_sources
 from buffer_rl.errors import BufferRLError, DataError
 from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout.prompts import PromptEncoder
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,19 @@ class RowSource:
         """At most ``most`` rows at equal distances, the first among them."""
         count = min(len(self.dataset), most)
         return (self.dataset[len(self.dataset) * number // count] for number in range(count))
+
+
+def read_rows(args: Args) -> list[RowSource]:
+    """Read and validate every data file that the options name. Raises DataError."""
+    sources = []
+    own = args.data_source_path is not None  # the user's data source reads --prompt-data, in its own way
+    for path, dataset in () if own else zip(args.prompt_data or (), read_sources(args), strict=True):
+        sources.append(RowSource(use="train", path=path, dataset=dataset))
+    keys = RowKeys.of_evaluation(args)
+    for eval_set in eval_sets_of(args):
+        dataset = read_dataset(eval_set.path, eval_set.row_keys(keys))
+        sources.append(RowSource(use=f"eval/{eval_set.name}", path=eval_set.path, dataset=dataset, eval_set=eval_set))
+    return sources
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.data.dataset import PromptDataset, RowKeys
-from buffer_rl.data.eval_sets import eval_sets_of
-from buffer_rl.data.reader import read_dataset
-from buffer_rl.data.source import read_sources
+from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
+from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.folders import with_start
 from buffer_rl.driver.role_checks import check_roles
-from buffer_rl.errors import ConfigError, DataError, PluginError
+from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError
 from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.kinds.marks import is_for_rows
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.help import add_config_flag, add_options, given_flags
 from buffer_rl.options.redaction import mask_url
-from buffer_rl.options.section import Section, compose, plugin_kind_of
+from buffer_rl.options.section import Section, compose, dump_args, plugin_kind_of
 from buffer_rl.options.sources import Resolved, resolve
 from buffer_rl.plan.counts import derived_counts, with_counts, with_steps
 from buffer_rl.plugin.calls import returned
@@ -47,12 +50,14 @@ from buffer_rl.verbs.preflight import (
     with_special_tokens,
 )
 from buffer_rl.verbs.resources import check_resources
-from buffer_rl.verbs.row_sources import RowSource, Trial
+from buffer_rl.verbs.row_sources import RowSource, Trial, read_rows
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 
+TRIAL_S = 300.0
+"""Deadline of the trial in a process of its own; rewards and masks have shorter ones within it."""
 _DESCRIPTION = """\
 Train a model.
 
@@ -120,11 +125,11 @@ def run(namespace: argparse.Namespace) -> int:
             registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
     check_roles(args, registry)
-    trial = _trial(args, registry, rows, engines)
-    check_eval_prompts(args, engines, rows)
-    for text in (*scarce, *trial.notices):
-        say(f"buffer-rl: notice: {text}", file=sys.stderr)
+    _show(scarce)
+    begun = _begin_trial(args, registry, rows, engines)
     if namespace.dry_run:
+        trial = begun()
+        _show(trial.notices)
         registry.call_hook("buffer_rl_configure", config=args)  # what plugins check; a run calls it itself
         if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte
@@ -132,7 +137,7 @@ def run(namespace: argparse.Namespace) -> int:
         resumed = read_manifest(args.load) if args.load is not None else None
         (print_json if namespace.json else print_text)(plan, resumed)
         return 0
-    return _launch(args, registry, data)
+    return _launch(args, registry, data, begun)
 
 
 def plugins_named(argv: Sequence[str]) -> list[str]:
@@ -188,22 +193,15 @@ def read_data(args: Args, registry: PluginRegistry) -> list[RowSource]:
 
     Raises DataError.
     """
-    sources = []
-    own = args.data_source_path is not None  # the user's data source reads --prompt-data, in its own way
-    for path, dataset in () if own else zip(args.prompt_data or (), read_sources(args), strict=True):
-        if args.num_rollout != 0 and is_built_in_rollout(args):  # others score by themselves, not at all, or ask again
-            check_row_rewards(dataset, args, registry)
-        sources.append(RowSource(use="train", path=path, dataset=dataset))
-    keys = RowKeys.of_evaluation(args)
-    for eval_set in eval_sets_of(args):
-        dataset = read_dataset(eval_set.path, eval_set.row_keys(keys))
-        chosen = eval_set.chosen_reward()
+    sources = read_rows(args)
+    for source in sources:
+        chosen = source.eval_set.chosen_reward() if source.eval_set is not None else None
+        if source.eval_set is None and (args.num_rollout == 0 or not is_built_in_rollout(args)):
+            continue  # others score by themselves, not at all, or ask again
         if chosen is None:
-            check_row_rewards(dataset, args, registry)
-        elif chosen and args.custom_rm_path is None:
-            check_reward_name(chosen, f"the evaluation set {eval_set.name!r}", args.eval_config or "", registry)
-        use = f"eval/{eval_set.name}"
-        sources.append(RowSource(use=use, path=eval_set.path, dataset=dataset, eval_set=eval_set))
+            check_row_rewards(source.dataset, args, registry)
+        elif chosen and args.custom_rm_path is None and source.eval_set is not None:
+            check_reward_name(chosen, f"the evaluation set {source.eval_set.name!r}", args.eval_config or "", registry)
     for text in [text for source in sources for text in source.dataset.notices]:
         say(f"buffer-rl: notice: {text}", file=sys.stderr)
     return sources
@@ -246,21 +244,75 @@ def check_reward_name(name: str, whose: str, where: str, registry: PluginRegistr
         raise DataError(f"rm_type {name!r} in {whose}: {error.what}", where=where, hint=error.hint) from error
 
 
-def _trial(
-    args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[ContextLimit]
-) -> Trial:
-    if not args.trial:
-        return Trial(unchecked=["prompts and rewards (--no-trial)"])
-    from buffer_rl.verbs.trial import try_rows  # imports what scores samples, which takes long
+class TrialProcess:
+    """The trial in a process of its own (see ``buffer_rl.verbs.trial.main``), which reads the data files once more."""
 
-    return try_rows(args, registry, sources, [(limit.prompt, limit.of) for limit in engines])
+    def __init__(self, args: Args, engines: list[ContextLimit]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="buffer_rl_trial_")
+        given, self._answer = (os.path.join(self._folder.name, name) for name in ("given", "answer"))
+        with open(given, "wb") as file:
+            pickle.dump((dump_args(args), engines, sys.path), file)
+        command = [sys.executable, "-m", "buffer_rl.verbs.trial", given, self._answer]
+        with open(2, "wb", closefd=False) as output:
+            self._process = start_process(command, output, dict(os.environ), stage="trial")
+
+    def result(self) -> Trial:
+        """Wait for what it has found. Raises as ``try_rows``, and ConfigError if the process ends without an answer or
+        takes longer than ``TRIAL_S``."""
+        with self._folder:
+            try:
+                status: int | str = self._process.wait(TRIAL_S)
+            except subprocess.TimeoutExpired:
+                status = f"none within {TRIAL_S:g} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            try:
+                with open(self._answer, "rb") as file:
+                    found = pickle.load(file)
+            except (OSError, EOFError, pickle.UnpicklingError) as error:
+                what = f"the trial of a few rows ended without an answer; exit status {status}"
+                raise ConfigError(what, where="--trial", hint="--no-trial starts without it") from error
+        if isinstance(found, BufferRLError):
+            raise found
+        return cast("Trial", found)
 
 
-def _launch(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]]) -> int:
+def _begin_trial(
+    args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: list[ContextLimit]
+) -> Callable[[], Trial]:
+    """Start the trial of a few rows, if this process need not do it itself. Returns what waits for its result."""
+    if args.trial and os.environ.get(SOCKET_VARIABLE):
+        return TrialProcess(args, engines).result
+
+    def here() -> Trial:
+        check_eval_prompts(args, engines, sources)
+        if not args.trial:
+            return Trial(unchecked=["prompts and rewards (--no-trial)"])
+        from buffer_rl.verbs.trial import try_rows  # imports what scores samples, which takes long
+
+        return try_rows(args, registry, sources, [(limit.prompt, limit.of) for limit in engines])
+
+    return here
+
+
+def _show(notices: Sequence[str]) -> None:
+    for text in notices:
+        say(f"buffer-rl: notice: {text}", file=sys.stderr)
+
+
+def _launch(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]], trial: Callable[[], Trial]) -> int:
+    from buffer_rl.cluster.environment import direct_variables, variables
+    from buffer_rl.cluster.session import ray_session
     from buffer_rl.driver.launch import launch_training
     from buffer_rl.observe.report import run_report
 
-    make_folders(args)
-    launch_training(args, registry, data)
+    with ExitStack() as stack:
+        if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
+            stack.enter_context(variables(direct_variables(args)))
+            stack.enter_context(ray_session(None, object_store_bytes=round(args.object_store_gb * 1e9)))
+        _show(trial().notices)
+        make_folders(args)
+        launch_training(args, registry, data)
     run_report(args.run_dir)
     return 0

@@ -6,6 +6,8 @@ No engine and no model is loaded. This module imports what the command line must
 from __future__ import annotations
 
 import asyncio
+import pickle
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -13,19 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.data.dataset import PromptRow
 from buffer_rl.data.reader import MAX_PROBLEMS
-from buffer_rl.errors import ConfigError, DataError
+from buffer_rl.errors import BufferRLError, ConfigError, DataError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.redaction import mask_url
-from buffer_rl.options.section import flag_of
+from buffer_rl.options.section import flag_of, load_args
 from buffer_rl.plan.schedule import train_only
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.sft import SFTRollout, fill, is_conversation
+from buffer_rl.verbs.engine_checks import check_eval_prompts
 from buffer_rl.verbs.preflight import MODEL_FOLDERS
 from buffer_rl.verbs.reward_trial import score_sources
-from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation
+from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation, read_rows
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -235,3 +238,25 @@ def check_lengths(limits: Sequence[Limit], trial: Trial) -> None:
             )
         if long:
             trial.notices.append(f"{counted} ({of}); such a prompt {what}")
+
+
+def main(given: str, answer: str) -> None:
+    """The trial in a process of its own: read what ``TrialProcess`` has written to ``given``, write what was found, or
+    the error, to ``answer``."""
+    with open(given, "rb") as file:
+        args_text, engines, sys.path[:] = pickle.load(file)
+    args = load_args(args_text)
+    registry = PluginRegistry.from_flags(args.plugin)
+    try:
+        sources = read_rows(args)
+        check_eval_prompts(args, engines, sources)
+        limits = [(limit.prompt, limit.of) for limit in engines]
+        found: Trial | BufferRLError = try_rows(args, registry, sources, limits)
+    except BufferRLError as error:
+        found = error
+    with open(answer, "wb") as file:
+        pickle.dump(found, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.cluster.process import die_with_parent
+from buffer_rl.cluster.fork_server import die_with_parent
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("mbridge") is not None
 REASON = "megatron-core and mbridge are not installed: pip install 'buffer-rl[megatron]'"

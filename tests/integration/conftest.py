@@ -3,65 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
-from harness.processes import descendants
-from integration.forked_workers import forked_engines
 
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 
 
 @pytest.fixture(scope="session")
-def fork_socket(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the process listens that workers and engines are forked from."""
-    return str(tmp_path_factory.mktemp("workers") / "socket")
-
-
-@pytest.fixture(autouse=True)
-def forked_engines_in_tests_of_the_cluster(
-    request: pytest.FixtureRequest, fork_socket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "ray_cluster" in request.fixturenames:
-        monkeypatch.setattr(subprocess, "Popen", forked_engines(fork_socket))
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(fork_socket: str) -> Iterator[None]:
-    """Ray as a run starts it; its workers are forked from one process that has imported what they need."""
-    folder, program, socket = Path(fork_socket).parent, str(Path(__file__).with_name("forked_workers.py")), fork_socket
-    job = {"runtime_env": {"py_executable": shlex.join([sys.executable, "-I", "-S", program, "ask", socket])}}
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
-            stack.enter_context(ray_session(None))
-        (raylet,) = (process.pid for process in descendants(os.getpid()) if "/raylet " in process.command)
-        of_workers = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
-        environment = {**os.environ, **of_workers, "OMP_NUM_THREADS": "1"}
-        with (folder / "log").open("wb") as log:
-            command = [sys.executable, program, "serve", socket]
-            server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            yield
-        finally:
-            server.kill()
-            server.wait()
+def ray_cluster() -> Iterator[None]:
+    """Ray as a run starts it. Its workers and the engines of runs are forked from one process, as those of a command;
+    commands that tests start take theirs from it too."""
+    with fork_server(), ray_session(None):
+        yield
 
 
 @pytest.fixture(scope="session")

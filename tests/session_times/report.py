@@ -26,8 +26,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 _ROLES = (
     (r"-m pytest\b", "pytest"),
     (r"ray::(\w+)", r"\1"),
-    (r"forked_workers\.py serve", "what Ray workers are forked from"),
-    (r"setup_worker|forked_workers\.py ask", "ray worker, starting"),
+    (r"fork_server serve", "fork server"),
+    (r"setup_worker|fork_server\.py", "ray worker, starting"),
     (r"embedded\.server", "embedded engine"),
     (r"sglang_router|router_process", "router"),
     (r"reward_process", "reward process"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import stat
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 
+from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE
 from buffer_rl.cluster.session import (
     CODE_FOLDER,
     JOB_CONFIG,
@@ -22,10 +24,12 @@ from buffer_rl.cluster.session import (
     WORKING_DIRECTORY,
     isolated_ray,
     ray_session,
+    raylet_command,
     short_temporary_folder,
     worker_environment,
 )
 from buffer_rl.errors import ClusterError
+from buffer_rl.options.sources import RESERVED_VARIABLES
 
 SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
@@ -154,3 +158,40 @@ def test_a_version_of_ray_without_a_private_name_is_refused_and_the_environment_
     with pytest.raises(ClusterError, match=missing), isolated_ray():
         raise AssertionError("the block is not entered")
     assert dict(os.environ) == before
+
+
+def test_a_local_raylet_starts_the_agent_of_runtime_environments_on_demand_and_workers_by_the_fork_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SOCKET_VARIABLE, "/tmp/a b/fork")
+    command = [
+        "/ray/raylet",
+        "--metrics-agent-port=0",
+        "--runtime_env_agent_port=0",
+        "--python_worker_command=/bin/python /ray/setup_worker.py /ray/default_worker.py --node-ip-address=127.0.0.1",
+        "--java_worker_command=",
+        "--dashboard_agent_command=/bin/python -u /ray/agent.py",
+        "--runtime_env_agent_command=/bin/python -u /ray/main.py --runtime-env-agent-port=0 --log-dir=/tmp/l",
+        "--object_store_memory=9",
+    ]
+    lean = dict(word.split("=", 1) for word in raylet_command(command, 5001)[1:])
+    commands = {name: shlex.split(value) for name, value in lean.items() if name.endswith("_command")}
+    program = [*PROGRAM]
+    assert commands == {
+        "--python_worker_command": [*program, "ask", "/tmp/a b/fork", *command[3].partition("=")[2].split()],
+        "--java_worker_command": [],
+        "--dashboard_agent_command": [*program, "idle", "0"],
+        "--runtime_env_agent_command": [
+            *program, "idle", "5001", "/bin/python", "-u", "/ray/main.py", "--runtime-env-agent-port=5001",
+            "--log-dir=/tmp/l",
+        ],
+    }  # fmt: skip
+    assert lean["--runtime_env_agent_port"] == "5001"
+    assert {lean[name] for name in ("--metrics-agent-port", "--metrics_export_port")} == {"1"}
+    assert lean["--object_store_memory"] == "9"
+    monkeypatch.setenv(SOCKET_VARIABLE, "")
+    assert command[3] in raylet_command(command, 5001)
+
+
+def test_the_variable_of_the_fork_server_is_no_option() -> None:
+    assert SOCKET_VARIABLE in RESERVED_VARIABLES
