@@ -25,7 +25,7 @@ from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.options.section import ENV_PREFIX
 from buffer_rl_trackers.options import TrackerOptions
-from buffer_rl_trackers.tracker import id_file
+from buffer_rl_trackers.tracker import Tracker, id_file
 
 if TYPE_CHECKING:
     from buffer_rl_trackers.options import TrackerArgs
@@ -50,11 +50,11 @@ GRACE_S = 5.0
 class TrackerLogger:
     """A logger (see ``MetricLogger``) that keeps the tracker ``name`` in a process.
 
-    tracker: the class of it, ``module:Class``. hang_s: how long one record may take; close_s: how long the end may.
+    tracker: the class of it, which is constructed there. hang_s: how long one record may take; close_s: how long the end may.
     None of its methods raises: a tracker that fails or hangs is named once, and gets no more metrics."""
 
     name: ClassVar[str]
-    tracker: ClassVar[str]
+    tracker: ClassVar[type[Tracker]]
     hang_s: ClassVar[float] = 300.0
     close_s: ClassVar[float] = 30.0
 
@@ -114,7 +114,7 @@ class TrackerLogger:
             kept.unlink(missing_ok=True)
         return {
             "name": self.name,
-            "tracker": self.tracker,
+            "tracker": f"{self.tracker.__module__}:{self.tracker.__qualname__}",
             "close_s": self.close_s,
             "run_dir": str(Path(run_dir).absolute()),
             "run_id": kept.read_text().strip() if kept.is_file() else "",

@@ -65,4 +65,4 @@ class MlflowLogger(TrackerLogger):
     """``--logger mlflow``."""
 
     name = "mlflow"
-    tracker = f"{__name__}:Mlflow"
+    tracker = Mlflow

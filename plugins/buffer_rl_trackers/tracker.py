@@ -28,7 +28,7 @@ class Start:
 
 
 class Tracker(Protocol):
-    """A run in a tracker, constructed as ``cls(start)``, which may raise anything and take any time, as may its methods.
+    """A run in a tracker, constructed as ``cls(start)``. All of it may raise anything, and take any time.
 
     run_id: by which the run is continued. place: where the user finds it.
     """

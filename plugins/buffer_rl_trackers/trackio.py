@@ -41,4 +41,4 @@ class TrackioLogger(TrackerLogger):
     """``--logger trackio``."""
 
     name = "trackio"
-    tracker = f"{__name__}:Trackio"
+    tracker = Trackio

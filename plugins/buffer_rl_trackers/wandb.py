@@ -51,4 +51,4 @@ class WandbLogger(TrackerLogger):
     """``--logger wandb``, or ``--use-wandb``."""
 
     name = "wandb"
-    tracker = f"{__name__}:Wandb"
+    tracker = Wandb

@@ -92,7 +92,7 @@ class TestedLogger(TrackerLogger):
 
     @classmethod
     def of(cls, name: str) -> type[TestedLogger]:
-        return type(name, (cls,), {"tracker": f"{__name__}:{name}"})
+        return type(name, (cls,), {"tracker": globals().get(name) or type(name, (Recording,), {})})
 
 
 def recorded(run_dir: Path) -> list[dict[str, Any]]:
