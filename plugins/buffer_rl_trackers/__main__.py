@@ -21,14 +21,15 @@ from buffer_rl_trackers.tracker import Start, Tracker, id_file
 
 
 class Answers:
-    """Writes answers. After a deadline, which starts once, the process says so and ends."""
+    """Writes answers. After a deadline, which starts once, the process says what it was ``doing`` and ends."""
 
     def __init__(self, pipe: TextIO, close_s: float) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
-        self._timer = threading.Timer(close_s, self._give_up, (f"did not end within {close_s:g} s",))
+        self._timer = threading.Timer(close_s, self._give_up, (f"{close_s:g} s after it was told to end",))
         self._timer.daemon = True
         self._has_started = False
+        self.doing = "its start"
 
     def write(self, **answer: Any) -> None:
         """Write one answer; nobody reads it if the run has died."""
@@ -43,8 +44,8 @@ class Answers:
         if not has_started:
             self._timer.start()
 
-    def _give_up(self, why: str) -> None:
-        self.write(error=why)
+    def _give_up(self, when: str) -> None:
+        self.write(error=f"{self.doing} is not done {when}")
         os._exit(1)
 
 
@@ -79,8 +80,10 @@ def _serve(start: dict[str, Any], records: queue.SimpleQueue[dict[str, Any]], an
         tracker = _tracker(start)
         answers.write(place=tracker.place, done=1)
         while "end" not in (record := records.get()):
+            answers.doing = f"step {record['step']}"
             tracker.log(record["metrics"], record["step"])
             answers.write(done=1)
+        answers.doing = "its end"
         tracker.close(record["failed"])
         answers.write(closed=1)
     except BaseException as error:  # fault boundary: a library, which may raise SystemExit too

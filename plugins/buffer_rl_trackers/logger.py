@@ -50,7 +50,7 @@ GRACE_S = 5.0
 class TrackerLogger:
     """A logger (see ``MetricLogger``) that keeps the tracker ``name`` in a process.
 
-    tracker: the class of it, which is constructed there. hang_s: how long one record may take; close_s: how long the end may.
+    tracker: the class of it, which is constructed there. hang_s, close_s: how long a record and the end may take.
     None of its methods raises: a tracker that fails or hangs is named once, and gets no more metrics."""
 
     name: ClassVar[str]

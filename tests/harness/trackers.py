@@ -45,6 +45,11 @@ class ExitsAtStart(Recording):
         sys.exit("not logged in")
 
 
+class HangsAtStart(Recording):
+    def __init__(self, start: Start) -> None:
+        time.sleep(600)
+
+
 class RaisesInLog(Recording):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         raise KeyboardInterrupt("refused")

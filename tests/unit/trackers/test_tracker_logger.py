@@ -62,9 +62,10 @@ def test_a_run_that_ends_by_an_error_is_a_failure_for_the_tracker(tmp_path: Path
         ("NoSuchTracker", "AttributeError: module 'harness.trackers' has no attribute 'NoSuchTracker'"),
         ("RaisesInLog", "KeyboardInterrupt: refused; the run goes on without it"),
         ("DiesInLog", "its process has ended with status 3; the run goes on without it"),
-        ("HangsInLog", "did not end within 1 s; the run goes on without it"),
+        ("HangsInLog", "step 0 is not done 1 s after it was told to end; the run goes on without it"),
         ("RaisesInClose", "OSError: connection lost; the run goes on without it"),
-        ("HangsInClose", "did not end within 1 s; the run goes on without it"),
+        ("HangsAtStart", "its start is not done 1 s after it was told to end"),
+        ("HangsInClose", "its end is not done 1 s after it was told to end; the run goes on without it"),
     ],
 )
 def test_a_tracker_that_fails_or_hangs_is_named_once_and_the_run_goes_on(
@@ -107,7 +108,7 @@ def test_what_the_library_prints_is_in_its_log_and_what_it_leaves_running_does_n
     assert "from the library" not in captured.out + captured.err
     assert "from the library" in (tmp_path / "logs" / "tracker_tested.log").read_text()
     assert recorded(tmp_path) == [{"failed": False}]
-    assert captured.err.count("did not end within 1 s") == 1
+    assert captured.err.count("its end is not done") == 1
 
 
 def test_a_tracker_that_cannot_be_started_is_named(

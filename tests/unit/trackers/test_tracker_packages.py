@@ -102,6 +102,7 @@ def test_a_run_of_weights_and_biases_holds_the_metrics_with_their_steps_and_the_
     assert holds_the_key(folder) == []
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_run_of_weights_and_biases(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install 'buffer-rl[wandb]'")
     for options in ({}, {"load": "checkpoint"}, {}):
@@ -110,6 +111,7 @@ def test_a_resumed_run_has_the_same_run_of_weights_and_biases(tmp_path: Path) ->
     assert first == second != third
 
 
+@pytest.mark.slow
 def test_the_own_process_of_weights_and_biases_ends_with_a_tracker_that_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install 'buffer-rl[wandb]'")
     logger = WandbLogger(MADE(run_dir=str(tmp_path)), str(tmp_path))
@@ -124,6 +126,7 @@ def test_the_own_process_of_weights_and_biases_ends_with_a_tracker_that_is_kille
         logger.close()
 
 
+@pytest.mark.slow
 def test_a_run_of_mlflow_holds_the_metrics_with_their_steps_and_the_options(tmp_path: Path) -> None:
     for package in ("mlflow", "sqlalchemy", "alembic"):
         pytest.importorskip(package, reason="pip install 'buffer-rl[mlflow]'")
