@@ -66,11 +66,8 @@ def main() -> None:
 
 def _read(requests: TextIO, records: queue.SimpleQueue[dict[str, Any]], answers: Answers) -> None:
     for line in requests:
-        record = json.loads(line)
-        if "end" in record:
-            answers.start_deadline()
-        records.put(record)
-    answers.start_deadline()
+        records.put(json.loads(line))
+    answers.start_deadline()  # the run has sent its end, or has died
     records.put({"end": True, "failed": True})
 
 

@@ -56,7 +56,7 @@ class TrackerLogger:
     name: ClassVar[str]
     tracker: ClassVar[type[Tracker]]
     hang_s: ClassVar[float] = 300.0
-    close_s: ClassVar[float] = 30.0
+    close_s: ClassVar[float] = 60.0
 
     def __init__(self, args: TrackerArgs, run_dir: str) -> None:
         self._lock = threading.Lock()

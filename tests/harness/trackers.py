@@ -88,16 +88,14 @@ class LeavesThreads(Recording):
 
 
 class TestedLogger(TrackerLogger):
-    """Constructs one of the above, by name."""
+    """Constructs one of the above, by name; the deadlines are for those that hang."""
 
     name = "tested"
-    hang_s = 1.0
-    close_s = 1.0
     __test__ = False
 
     @classmethod
-    def of(cls, name: str) -> type[TestedLogger]:
-        return type(name, (cls,), {"tracker": globals().get(name) or type(name, (Recording,), {})})
+    def of(cls, name: str, **deadlines: float) -> type[TestedLogger]:
+        return type(name, (cls,), {"tracker": globals().get(name) or type(name, (Recording,), {}), **deadlines})
 
 
 def recorded(run_dir: Path) -> list[dict[str, Any]]:
