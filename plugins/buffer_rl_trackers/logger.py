@@ -178,9 +178,9 @@ class TrackerLogger:
 
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(GRACE_S)
+                self._process.wait(GRACE_S)
 
     def _say(self, text: str) -> None:
         say(f"buffer-rl: notice: logger {self.name}: {text}", file=sys.stderr)

@@ -38,7 +38,9 @@ class TrackerOptions(Section):
     wandb_mode: Literal["online", "offline", "disabled"] | None = option(
         None, "whether anything is sent; without it WANDB_MODE, or online"
     )
-    wandb_dir: str | None = option(None, "folder of local files; without it the run folder", metavar="PATH")
+    wandb_dir: str | None = option(
+        None, "folder of local files; without it WANDB_DIR, or the run folder", metavar="PATH"
+    )
     wandb_run_id: str | None = option(None, "run to continue, or the id of a new one", metavar="ID")
     wandb_host: str | None = option(None, "address of a server of your own", metavar="URL")
     trackio_project: str = option("buffer-rl", "project of --logger trackio", metavar="NAME")
