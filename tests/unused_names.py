@@ -27,6 +27,8 @@ LOWEST_CONFIDENCE = 60  # of 100: what vulture gives to all names that are defin
 ALLOWED: Mapping[str, str] = {
     "_check_value": "argparse calls it for each value",
     "_one_text_is_a_list_of_one": "pydantic calls it for each option that is a list",
+    "_has_no_credentials": "pydantic calls it for addresses of trackers",
+    "_use_wandb_is_a_logger": "pydantic calls it when options are made",
     "get_seq_length": "transformers asks a cache for it",
     "get_mask_sizes": "transformers asks a cache for it",
     "is_compileable": "transformers asks a cache for it",

@@ -22,8 +22,7 @@ class UserArgs:
         values = {name: deepcopy(value) for name, value in options.items()}
         for name in references:
             values[name] = dotted(values.get(name))
-        self.__dict__.update(values)
-        self.__dict__.update(slime_values(values))
+        self.__dict__.update(_ABSENT | values | slime_values(values))
         self.__dict__.update(values.get("custom_config_path") or {})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
@@ -60,11 +59,8 @@ def dotted(reference: Any) -> Any:
 
 
 def slime_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """slime's names, with its meaning and types; where an option has the same name, in its place.
-
-    What slime's programs have and this one has not, such as routing replay, is there as switched off.
-    """
-    values = _ABSENT | _of_engines(options) | _of_data(options) | _of_evaluation(options)
+    """slime's names, with its meaning and types; where an option has the same name, in its place."""
+    values = _of_engines(options) | _of_data(options) | _of_evaluation(options)
     sglang = options.get("sglang_args") or {}
     return values | {f"sglang_{name}": value for name, value in sglang.items() if f"sglang_{name}" not in values}
 
@@ -89,6 +85,8 @@ _ABSENT: dict[str, Any] = {
     "sglang_reasoning_parser": None,
     "eval_min_new_tokens": None,
 }
+"""What slime has and this program may not have, such as routing replay: switched off, unless it is an option of a
+plugin."""
 
 
 def _of_engines(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.file_kind import HEAD_BYTES, not_text
+from buffer_rl.options.redaction import is_secret
 from buffer_rl.options.section import did_you_mean, item_of_mapping
 
 Raw = str | list[str] | dict[str, Any] | None
@@ -29,6 +30,7 @@ Raw = str | list[str] | dict[str, Any] | None
 
 _TYPE_WORDS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 _METAVARS = {int: "INT", float: "NUM", str: "TEXT", bool: "BOOL"}
+_KEYS = "the key of another service is a variable that it reads, such as WANDB_API_KEY; "
 _PLACEHOLDER = re.compile(r"\$?\$\{([^}]*)\}")
 
 
@@ -227,11 +229,10 @@ def _option_of(
         others = mapping_of(known[owner], earlier.raw, where)
         if item in others:
             raise ConfigError(f"the option {key.value!r} is set twice", where=where)
-        raw = {**others, item: _construct(node, fill, where)}
-        return owner, YamlValue(raw=raw, where=where, items=earlier.items)
+        return owner, YamlValue(raw={**others, item: _construct(node, fill, where)}, where=where, items=earlier.items)
     if name not in known:
         hint = did_you_mean(name, known) or "buffer-rl train --help lists the options"
-        raise ConfigError(f"unknown option {key.value!r}", where=where, hint=hint)
+        raise ConfigError(f"unknown option {key.value!r}", where=where, hint=_KEYS * is_secret(name) + hint)
     if name in before:  # or items of it
         raise ConfigError(f"the option {key.value!r} is set twice", where=where, hint=f"see {before[name].where}")
     return name, YamlValue(raw=_raw(node, fill, where), where=where)

@@ -42,7 +42,7 @@ _PRECISION = "the torch trainer computes in float32, and Megatron's has formats 
 _PACKED = "rows are packed up to --max-tokens-per-gpu tokens, always"
 _SAVING = "a checkpoint is always whole, with optimizer and random states, and starts as one"
 _LOGGING = "metrics go to metrics.jsonl, TensorBoard and the report"
-_WANDB = "metrics go to metrics.jsonl, TensorBoard and the report; Weights & Biases takes a logger plugin (--logger)"
+_WANDB = "a run of Weights & Biases has the name of the run folder, and each metric its own step"
 _PARALLEL = "a model is not split over GPUs without --train-backend megatron"
 _PROFILING = "trace.json of the run folder shows who worked on what, and when"
 _CI = "it is for slime's own tests"
@@ -110,8 +110,7 @@ NOT_NEEDED: tuple[tuple[str, str], ...] = (
     ),
     (
         _WANDB,
-        "use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group wandb-project wandb-run-id "
-        "wandb-exp-name wandb-save-dir wandb-entity disable-wandb-random-suffix wandb-always-use-train-step",
+        "wandb-exp-name disable-wandb-random-suffix wandb-always-use-train-step",
     ),
     (_HEALTH, "use-fault-tolerance rollout-health-check-interval rollout-health-check-first-wait"),
     (
@@ -268,12 +267,13 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "sglang-tensor-parallel-size": (("rollout_num_gpus_per_engine", "{}"),),
     "sglang-enable-deterministic-inference": (("deterministic", "true"),),
     "deterministic-mode": (("deterministic", "true"),),
+    "wandb-entity": (("wandb_team", "{}"),),
+    "wandb-save-dir": (("wandb_dir", "{}"),),
     "offload": (("offload_train", "true"), ("offload_rollout", "true")),
 }
 """Options and values that flags stand for; ``{}`` is the flag's own value."""
 
 PREFIXES: tuple[tuple[str, Verdict, str], ...] = (
-    ("wandb-", Verdict.NOT_NEEDED, _WANDB),
     ("log-", Verdict.NOT_NEEDED, _LOGGING),
     ("ddp-", Verdict.NOT_NEEDED, _KERNELS),
     ("tp-comm-", Verdict.NOT_NEEDED, _KERNELS),

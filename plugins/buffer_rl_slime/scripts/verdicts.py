@@ -90,6 +90,7 @@ class Judge:
             "moe-router-load-balancing-type": self._load_balancing,
             "update-weight-transport": self._update_weight_transport,
             "update-weight-mode": self._update_weight_mode,
+            "wandb-key": self._wandb_key,
         }
         return own[name](values) if name in own else self._other(name, values)
 
@@ -288,3 +289,6 @@ class Judge:
         if values == ["full"]:
             return Verdict.NOT_NEEDED, "weights are published whole", {}
         return Verdict.NOT_YET, "weights are published whole (--weight-sync-mode)", {}
+
+    def _wandb_key(self, values: list[str]) -> Judgement:
+        return Verdict.NOT_NEEDED, "a key is never an option: set the variable WANDB_API_KEY", {}

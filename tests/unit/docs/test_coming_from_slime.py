@@ -11,10 +11,11 @@ from buffer_rl.options.help import FlagParser, add_options, given_flags, take_it
 from buffer_rl.options.section import compose
 from buffer_rl_sglang.options import SglangOptions
 from buffer_rl_slime.scripts.flags import REMARKS, REWARD_NAMES, Verdict, known_flag
+from buffer_rl_trackers.options import TrackerOptions
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming_from_slime.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-SECTIONS = [*CORE_SECTIONS, SglangOptions]
+SECTIONS = [*CORE_SECTIONS, SglangOptions, TrackerOptions]
 OPTIONS = compose(SECTIONS)
 FLAGS = {f"--{name.replace('_', '-')}" for name in OPTIONS.model_fields}
 
@@ -47,7 +48,7 @@ def test_the_command_can_be_typed_and_is_what_the_table_says() -> None:
 def test_every_flag_of_slime_on_the_page_has_a_verdict() -> None:
     both = rows("A full command line, side by side") + rows("What is not here")
     named = {flag for flag in set().union(*(flags(row[0]) for row in both)) - FLAGS if not flag.startswith("--sglang-")}
-    judged = {flag: known_flag(flag[2:], []) for flag in named - {"--lr-warmup-fraction", "--opd-type"}}
+    judged = {flag: known_flag(flag[2:], []) for flag in named - {"--lr-warmup-fraction", "--opd-type", "--wandb-key"}}
     assert [flag for flag, known in judged.items() if known is None] == []
     assert "--micro-batch-size" in named
     verdicts = set(

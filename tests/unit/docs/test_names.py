@@ -24,7 +24,7 @@ PAGES = [
 ]
 WORDS = 1_500  # of the page that newcomers read
 OF_THE_READER = {"my_reward.py"}  # a file that the page tells its reader to write
-OF_OTHER_COMMANDS = {"--strict": "mypy", "--logdir": "tensorboard"}
+OF_OTHER_COMMANDS = {"--strict": "mypy", "--logdir": "tensorboard", "--backend-store-uri": "mlflow"}
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
     for folder in ("buffer_rl", "benchmarks", "examples", "plugins", "tests/golden", "tests/conformance")

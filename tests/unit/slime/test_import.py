@@ -107,19 +107,20 @@ def test_every_flag_has_one_line_under_its_verdict(folder: Path, capsys: pytest.
     found = report(capsys, *WITHOUT_MEGATRON)
     headings = [heading for heading in found if heading != "notices"]
     assert headings == [
-        "Same (25)",
+        "Same (26)",
         "Renamed (1)",
-        "Not needed (7)",
+        "Not needed (6)",
         "Changes the result (3)",
         "Not there yet (2)",
         "Added, because slime does so by itself (9)",
     ]
-    assert [len(found[heading]) for heading in headings] == [25, 1, 7, 3, 2, 9]
+    assert [len(found[heading]) for heading in headings] == [26, 1, 6, 3, 2, 9]
     line = SCRIPT.splitlines().index("   --actor-num-gpus-per-node ${GPUS} \\") + 1
-    assert found["Same (25)"]["--actor-num-gpus-per-node"].split() == ["4", str(line)]
-    assert found["Not needed (7)"]["--rotary-base"].endswith("tiny.sh:4")
+    assert found["Same (26)"]["--actor-num-gpus-per-node"].split() == ["4", str(line)]
+    assert found["Not needed (6)"]["--rotary-base"].endswith("tiny.sh:4")
     assert "docs/hubs.md" in found["Changes the result (3)"]["--rm-type"]
     assert list(found["Not there yet (2)"]) == ["--tensor-model-parallel-size", "--sequence-parallel"]
+    assert "WANDB_API_KEY" in found["Not needed (6)"]["--wandb-key"]
     assert "0123456789abcdef" not in str(found)
     (notice,) = found["notices"]
     assert f"PYTHONPATH={folder};" in notice
@@ -131,6 +132,9 @@ def test_a_dry_run_of_the_file_on_a_laptop_follows(
     report(capsys, "--laptop", "--out", "train.yaml")
     monkeypatch.setenv("FOLDER", str(folder))
     make_tiny_model(folder / "model")
+    (folder / "installed").mkdir()
+    (folder / "installed" / "wandb.py").touch()
+    monkeypatch.syspath_prepend(folder / "installed")
     (folder / "train.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     assert main(["train", "--config", "train.yaml", "--dry-run", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -138,6 +142,7 @@ def test_a_dry_run_of_the_file_on_a_laptop_follows(
     assert (shown["kl_loss_type"], shown["input_key"], shown["rollout_shuffle"]) == ("low_var_kl", "question", False)
     assert (shown["loss_agg_mode"], shown["adam_beta2"]) == ("seq-mean-token-mean", 0.999)
     assert (shown["dynamic_sampling_filter_path"], shown["rollout_engine"]) == ("nonzero_std", "embedded")
+    assert (shown["use_wandb"], shown["logger"]) == (True, ["tensorboard", "wandb"])
     assert (shown["load"], shown["save"]) == (None, f"{folder}/checkpoints/")
     assert "has no checkpoint yet" in err
 

@@ -26,9 +26,10 @@ from buffer_rl_slime.scripts.shell_script import Launch
 from buffer_rl_slime.scripts.shell_values import computed, unset
 from buffer_rl_slime.scripts.translation import Line, Translation, _scalar, translate, yaml_text
 from buffer_rl_slime.scripts.verdicts import Target
+from buffer_rl_trackers.options import TrackerOptions
 
 S, R, N, C, T = Verdict.SAME, Verdict.RENAMED, Verdict.NOT_NEEDED, Verdict.CHANGES, Verdict.NOT_YET
-OPTIONS = compose([*CORE_SECTIONS, SglangOptions])
+OPTIONS = compose([*CORE_SECTIONS, SglangOptions, TrackerOptions])
 
 
 class MegatronOptions(Section):
@@ -43,7 +44,7 @@ class MegatronOptions(Section):
     bf16: bool = option(False, "bfloat16")
 
 
-WITH_MEGATRON = compose([*CORE_SECTIONS, SglangOptions, MegatronOptions])
+WITH_MEGATRON = compose([*CORE_SECTIONS, SglangOptions, TrackerOptions, MegatronOptions])
 
 
 def target(*, megatron: bool = False, torch: bool = False, laptop: bool = False) -> Target:
@@ -117,7 +118,12 @@ VERDICTS: tuple[tuple[str, Verdict, str, Mapping[str, object]], ...] = (
     ("--optimizer adam", N, "AdamW", {}),
     ("--optimizer sgd", C, "AdamW", {}),
     ("--swiglu", N, "--hf-checkpoint", {}),
-    ("--wandb-anything x", N, "metrics", {}),
+    ("--use-wandb", S, "", {"use_wandb": "true"}),
+    ("--wandb-team x", S, "", {"wandb_team": "x"}),
+    ("--wandb-entity x", R, "--wandb-team x", {"wandb_team": "x"}),
+    ("--wandb-key x", N, "WANDB_API_KEY", {}),
+    ("--disable-wandb-random-suffix", N, "the name of the run folder", {}),
+    ("--wandb-anything x", T, "no flag of slime or Megatron", {}),
     ("--tensor-model-parallel-size 1", N, "nothing is split", {}),
     ("--tensor-model-parallel-size 2 --sequence-parallel", T, "not split", {}),
     ("--sequence-parallel", N, "nothing is split", {}),
