@@ -25,6 +25,7 @@ from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.observe.observer import RunObserver
+from buffer_rl.observe.startup import StartUp
 from buffer_rl.plugin.registry import PluginRegistry
 
 if TYPE_CHECKING:
@@ -43,11 +44,17 @@ class RunSession:
     loaded: the checkpoint of ``--load``."""
 
     def __init__(
-        self, args: Args, registry: PluginRegistry, loaded: Checkpoint | None, provenance: Provenance, stack: ExitStack
+        self,
+        args: Args,
+        registry: PluginRegistry,
+        loaded: Checkpoint | None,
+        provenance: Provenance,
+        stack: ExitStack,
+        startup: StartUp | None = None,
     ) -> None:
         self.provenance = provenance
         self.observer = stack.enter_context(
-            RunObserver(args, registry, loaded.step if loaded else None, provenance.facts())
+            RunObserver(args, registry, loaded.step if loaded else None, provenance.facts(), startup)
         )
         if loaded is not None:
             resumed = resume_notices(loaded.facts, loaded.step, args)
@@ -69,6 +76,7 @@ class RunSession:
             store_bytes = round(self.args.object_store_gb * 1e9)
             self._stack.enter_context(ray_session(self.args.ray_address, self._code, store_bytes))
             self._is_connected = True
+            self.observer.ready("Ray")
 
 
 class Processes(ExitStack):

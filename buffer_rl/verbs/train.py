@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.args import CORE_SECTIONS
@@ -29,6 +30,7 @@ from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError
 from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.kinds.marks import is_for_rows
+from buffer_rl.observe.startup import StartUp
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.help import add_config_flag, add_options, given_flags
 from buffer_rl.options.redaction import mask_url
@@ -137,7 +139,7 @@ def run(namespace: argparse.Namespace) -> int:
         resumed = read_manifest(args.load) if args.load is not None else None
         (print_json if namespace.json else print_text)(plan, resumed)
         return 0
-    return _launch(args, registry, data, begun)
+    return _launch(args, registry, data, begun, namespace.began)
 
 
 def plugins_named(argv: Sequence[str]) -> list[str]:
@@ -301,7 +303,16 @@ def _show(notices: Sequence[str]) -> None:
         say(f"buffer-rl: notice: {text}", file=sys.stderr)
 
 
-def _launch(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]], trial: Callable[[], Trial]) -> int:
+def _launch(
+    args: Args,
+    registry: PluginRegistry,
+    data: Sequence[Mapping[str, Any]],
+    trial: Callable[[], Trial],
+    began: float,
+) -> int:
+    title = f"buffer-rl · {Path(args.run_dir).name}"
+    startup = StartUp(title, began, None if args.progress == "none" else sys.stdout)
+    startup.ready("checks")
     from buffer_rl.cluster.environment import direct_variables, variables
     from buffer_rl.cluster.session import ray_session
     from buffer_rl.driver.launch import launch_training
@@ -311,8 +322,13 @@ def _launch(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, An
         if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
             stack.enter_context(variables(direct_variables(args)))
             stack.enter_context(ray_session(None, object_store_bytes=round(args.object_store_gb * 1e9)))
-        _show(trial().notices)
+            startup.ready("Ray")
+        found = trial()
+        startup.ready("trial")
+        if found.notices:
+            startup.end_line()
+        _show(found.notices)
         make_folders(args)
-        launch_training(args, registry, data)
+        launch_training(args, registry, data, startup)
     run_report(args.run_dir)
     return 0
