@@ -18,6 +18,7 @@ class DataOptions(Section):
         "('data/*.parquet'), or folders saved by Hugging Face datasets; PATH@[start:end] is a slice. Local, or what "
         "fsspec reaches",
         metavar="PATH",
+        common=True,
     )
     prompt_data_weights: list[float] | None = option(
         None,
@@ -32,8 +33,8 @@ class DataOptions(Section):
     data_source_timeout_s: float = option(
         600.0, "deadline of one call to the data source of --data-source-path, in seconds", gt=0
     )
-    input_key: str = option("prompt", "the field that holds the prompt (text or chat messages)")
-    label_key: str | None = option("label", "the field that holds the label; rows may lack it")
+    input_key: str = option("prompt", "the field that holds the prompt (text or chat messages)", common=True)
+    label_key: str | None = option("label", "the field that holds the label; rows may lack it", common=True)
     metadata_key: str = option("metadata", "the field that holds a mapping for rewards and filters")
     tool_key: str | None = option(
         "tools", "the field that holds a row's tools for the chat template, a list of JSON schemas; rows may lack it"
@@ -52,7 +53,7 @@ class DataOptions(Section):
         "plain-text prompts get the special tokens that the tokenizer adds to a text, such as <bos>; a resumed run "
         "does as the one before, unless this is given",
     )
-    apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
+    apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template", common=True)
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         None, 'what the chat template receives besides messages and tools, for example {"enable_thinking": false}'
     )

@@ -12,7 +12,9 @@ class RunOptions(Section):
 
     heading: ClassVar[str] = "Run"
 
-    run_dir: str = option("runs/default", "where metrics, samples, weights and logs go; a local folder", metavar="PATH")
+    run_dir: str = option(
+        "runs/default", "where metrics, samples, weights and logs go; a local folder", metavar="PATH", common=True
+    )
     schedule: Literal["lockstep", "pipelined"] = option(
         "lockstep",
         "when the work on a rollout's groups starts: after the last of them (lockstep), or as each is finished "
@@ -20,8 +22,8 @@ class RunOptions(Section):
     )
     seed: int = option(1234, "seed of initialisation and of the trainer")
     deterministic: bool = option(False, "equal metrics and parameters for equal seeds, at some cost in speed")
-    save: str | None = option(None, "checkpoint folder, or a URL that fsspec reaches", metavar="PATH")
-    save_interval: int | None = option(None, "checkpoint every this many steps (and at the end)", ge=1)
+    save: str | None = option(None, "checkpoint folder, or a URL that fsspec reaches", metavar="PATH", common=True)
+    save_interval: int | None = option(None, "checkpoint every this many steps (and at the end)", ge=1, common=True)
     save_timeout_s: float = option(3600.0, "deadline of one checkpoint, its upload included, in seconds", gt=0)
     async_save: bool = option(
         False,
@@ -33,7 +35,7 @@ class RunOptions(Section):
         "number format of the model in hf/ of checkpoints and of --run-dir; input: that of each weight in "
         "--hf-checkpoint. What is trained, published and resumed from is float32",
     )
-    load: str | None = option(None, "resume from this checkpoint: a folder or a URL", metavar="PATH")
+    load: str | None = option(None, "resume from this checkpoint: a folder or a URL", metavar="PATH", common=True)
     max_global_restarts: int = option(
         3,
         "how often in a run all of its processes are started again from its newest checkpoint: after a trainer rank "

@@ -13,9 +13,9 @@ class EngineOptions(Section):
     heading: ClassVar[str] = "Engine"
 
     rollout_engine: str = option("embedded", "which engine to start", kind="engine")
-    rollout_num_engines: int = option(1, "engines behind the router", ge=1)
+    rollout_num_engines: int = option(1, "engines behind the router", ge=1, common=True)
     engine_device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "where engines that the run starts compute; auto: on GPUs where there are any"
+        "auto", "where engines that the run starts compute; auto: on GPUs where there are any", common=True
     )
     engine_dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "number format of the engine")
     engine_num_threads: int = option(1, "torch threads an engine", ge=1)

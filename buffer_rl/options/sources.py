@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from buffer_rl.errors import ConfigError, all_of
-from buffer_rl.options.help import given_flags, set_flag
+from buffer_rl.options.help import by_flag, given_flags, set_flag
 from buffer_rl.options.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
 from buffer_rl.options.section import ENV_PREFIX, declared, did_you_mean, env_of, flag_of
 from buffer_rl.options.values import Raw, convert, mapping_of, option_type, read_yaml
@@ -286,7 +286,7 @@ def _accept_known(
     rest: list[str] = []
     ignored: dict[str, list[str]] = {}
     notices = []
-    for flag, tokens, values in _by_flag(extra):
+    for flag, tokens, values in by_flag(extra):
         known = explain(registry, flag[2:], values) if flag.startswith("--") else None
         if known is None or not known.accepted:
             rest += tokens
@@ -310,7 +310,7 @@ def _refuse_unknown(extra: Sequence[str], flags: Sequence[str], registry: Plugin
     ``flags``."""
     if not extra:
         return
-    groups = _by_flag(extra)
+    groups = by_flag(extra)
     unknown = [group for group in groups if group[0].startswith("-")]
     if not unknown:
         is_file = "--config" in flags and extra[0].endswith((".yaml", ".yml"))
@@ -329,26 +329,3 @@ def _refuse_unknown(extra: Sequence[str], flags: Sequence[str], registry: Plugin
         raise ConfigError(f"unknown flag {flag}", hint=why or f"see {prog} --help")
     text = "\n".join(f"  {flag}: {why}" if why else f"  {flag}" for flag, why in lines.items())
     raise ConfigError(f"{len(lines)} unknown flags\n{text}", hint=page or f"see {prog} --help")
-
-
-def _by_flag(extra: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
-    """Each flag with its tokens and its values; what comes before the first flag is one without a name."""
-    groups: list[tuple[str, list[str], list[str]]] = []
-    for token in extra:
-        if token.startswith("--") or (token.startswith("-") and not _is_number(token)):
-            flag, equals, value = token.partition("=")
-            groups.append((flag, [token], [value] if equals else []))
-        elif groups:
-            groups[-1][1].append(token)
-            groups[-1][2].append(token)
-        else:
-            groups.append(("", [token], [token]))
-    return groups
-
-
-def _is_number(token: str) -> bool:
-    try:
-        float(token)
-    except ValueError:
-        return False
-    return True

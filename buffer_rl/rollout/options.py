@@ -21,7 +21,7 @@ class RolloutOptions(Section):
     custom_generate_function_path: str | None = option(
         None, "a function that fills one sample's response, in place of the built-in one", kind="generate"
     )
-    rollout_batch_size: int = option(32, "prompt groups a training step", ge=1)
+    rollout_batch_size: int = option(32, "prompt groups a training step", ge=1, common=True)
     over_sampling_batch_size: int | None = option(
         None,
         "prompt groups in flight at a time, at least --rollout-batch-size (the default); once as many as a step needs "
@@ -34,8 +34,8 @@ class RolloutOptions(Section):
     mask_offpolicy_in_partial_rollout: bool = option(
         False, "with --partial-rollout: tokens of older weights are context alone, with a loss mask of 0"
     )
-    n_samples_per_prompt: int = option(8, "samples a prompt group", ge=1)
-    rollout_temperature: float = option(1.0, "sampling temperature; 0 is greedy", ge=0)
+    n_samples_per_prompt: int = option(8, "samples a prompt group", ge=1, common=True)
+    rollout_temperature: float = option(1.0, "sampling temperature; 0 is greedy", ge=0, common=True)
     rollout_top_p: float = option(1.0, "nucleus sampling: keep the most probable tokens up to this mass", gt=0, le=1)
     rollout_top_k: int = option(-1, "keep this many of the most probable tokens; -1 keeps all", ge=-1)
     rollout_min_p: float = option(
@@ -49,7 +49,7 @@ class RolloutOptions(Section):
     rollout_max_prompt_len: int | None = option(
         None, "training prompts of more tokens than this are rejected as prompt_too_long, and replaced", ge=1
     )
-    rollout_max_response_len: int = option(1024, "most response tokens of a sample", ge=1)
+    rollout_max_response_len: int = option(1024, "most response tokens of a sample", ge=1, common=True)
     rollout_max_context_len: int | None = option(None, "most tokens of prompt and response together", ge=2)
     rollout_stop: list[str] = option(
         [], "stop strings; the one that ends a response stays in its text, as in its tokens"
@@ -66,7 +66,7 @@ class RolloutOptions(Section):
         gt=0,
     )
     dynamic_sampling_filter_path: str | None = option(
-        None, "decides whether a finished group is trained on; dropped groups are replaced", kind="filter"
+        None, "decides whether a finished group is trained on; dropped groups are replaced", kind="filter", common=True
     )
     buffer_filter_path: str | None = option(
         None, "chooses which queued groups to lease next; the oldest where absent", kind="buffer_filter"
@@ -110,6 +110,7 @@ class RewardOptions(Section):
         "the reward of every row that does not choose one of --row-rm-types: a registered name",
         kind="reward",
         one_of="reward",
+        common=True,
     )
     row_rm_types: list[str] = option(
         [],
@@ -118,7 +119,7 @@ class RewardOptions(Section):
         metavar="NAME",
     )
     custom_rm_path: str | None = option(
-        None, "your reward function, module:fn or ./file.py:fn", kind="reward", one_of="reward"
+        None, "your reward function, module:fn or ./file.py:fn", kind="reward", one_of="reward", common=True
     )
     reward_key: str | None = option(None, "which entry to train on where a reward is a mapping")
     rm_url: str | None = option(
@@ -194,7 +195,7 @@ class EvalOptions(Section):
         None, "the function that evaluates; the rollout function where absent", kind="rollout"
     )
     eval_prompt_data: list[str] = option(
-        [], "evaluation sets, as NAME=PATH or NAME PATH; see also --eval-config", metavar="NAME=PATH"
+        [], "evaluation sets, as NAME=PATH or NAME PATH; see also --eval-config", metavar="NAME=PATH", common=True
     )
     eval_config: str | None = option(
         None, "a YAML file of evaluation sets, each with sampling options of its own", metavar="FILE"
@@ -210,7 +211,9 @@ class EvalOptions(Section):
         "sees the samples and metrics of each evaluation; adds metrics, or logs in our place",
         kind="eval_rollout_log",
     )
-    eval_interval: int | None = option(None, "evaluate every this many training steps (and at the end)", ge=1)
+    eval_interval: int | None = option(
+        None, "evaluate every this many training steps (and at the end)", ge=1, common=True
+    )
     skip_eval_before_train: bool = option(False, "do not evaluate the initial weights")
     n_samples_per_eval_prompt: int = option(1, "samples an evaluation prompt", ge=1)
     eval_temperature: float | None = option(None, "as --rollout-temperature, for evaluation", ge=0)

@@ -13,7 +13,9 @@ class TrainOptions(Section):
     heading: ClassVar[str] = "Training"
 
     train_backend: str = option("torch", "trainer backend", kind="trainer")
-    hf_checkpoint: str | None = option(None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH")
+    hf_checkpoint: str | None = option(
+        None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH", common=True
+    )
     trainer_load: str | None = option(
         None,
         "a new run's trainer begins with these weights and this optimizer state, in a form of --train-backend: the "
@@ -36,7 +38,7 @@ class TrainOptions(Section):
     model_converter_path: str | None = option(
         None, "maps names and tensors of --hf-checkpoint to the trainer's model and back", kind="converter"
     )
-    num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0, one_of="length")
+    num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0, one_of="length", common=True)
     num_epoch: int | None = option(
         None,
         "length of the run in epochs, in place of --num-rollout: as many whole rollouts as these epochs have together",
@@ -58,13 +60,16 @@ class TrainOptions(Section):
         "--num-steps-per-rollout times this",
         ge=1,
     )
-    num_train_ranks: int = option(1, "trainer ranks; of the default backend each is a data-parallel replica", ge=1)
+    num_train_ranks: int = option(
+        1, "trainer ranks; of the default backend each is a data-parallel replica", ge=1, common=True
+    )
     num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
-    train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs")
+    train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs", common=True)
     max_tokens_per_gpu: int = option(
         16384,
         "token budget of one micro-batch: those of a prompt count once, and padding counts where a model needs it",
         ge=1,
+        common=True,
     )
     num_ref_workers: int = option(
         0, "processes that compute reference log-probabilities of finished groups; 0: the trainer does", ge=0
@@ -122,7 +127,7 @@ class OptimizerOptions(Section):
 
     heading: ClassVar[str] = "Optimizer"
 
-    lr: float = option(1e-6, "peak learning rate", ge=0)
+    lr: float = option(1e-6, "peak learning rate", ge=0, common=True)
     lr_warmup_iters: int = option(0, "steps of linear warm-up", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "how the learning rate falls from --lr to --min-lr after the warm-up"
@@ -176,7 +181,7 @@ class LossOptions(Section):
     custom_loss_function_path: str | None = option(
         None, "your loss, in place of --loss-type", kind="loss", one_of="loss"
     )
-    advantage_estimator: str = option("grpo", "advantage estimator", kind="advantage", one_of="advantage")
+    advantage_estimator: str = option("grpo", "advantage estimator", kind="advantage", one_of="advantage", common=True)
     custom_advantage_function_path: str | None = option(
         None, "your advantage estimator, in place of --advantage-estimator", kind="advantage", one_of="advantage"
     )

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.checkpoint import opened_checkpoint
 from buffer_rl.observe.terminal import say
-from buffer_rl.options.help import add_config_flag, add_options, given_flags
+from buffer_rl.options.help import add_config_flag, add_help, add_options, given_flags, keep_in_help
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve
 from buffer_rl.plan.counts import with_counts
@@ -29,6 +28,7 @@ from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load
 from buffer_rl.verbs.engine_checks import check_engines
 from buffer_rl.verbs.preflight import check_folders
 from buffer_rl.verbs.row_sources import RowSource, encode_row
+from buffer_rl.verbs.table import print_notices
 from buffer_rl.verbs.train import plugins_named, sections_of
 
 if TYPE_CHECKING:
@@ -44,9 +44,12 @@ Sample responses to prompts, as the rollouts of a run would. The options, their 
 are those of train; --load CHECKPOINT asks the model of a checkpoint. Options that have nothing to do with sampling
 change nothing.
 """
-# The groups of options that matter here; a file of options may hold all others as well.
-_SHOWN = ("RunOptions", "DataOptions", "RolloutOptions", "EngineOptions")
-_MODEL_FLAG = "hf_checkpoint"
+_ACTS = """plugin load hf_checkpoint trust_remote_code deterministic prompt_data input_key label_key metadata_key
+tool_key id_key multimodal_keys decode_json add_special_tokens apply_chat_template apply_chat_template_kwargs
+rollout_seed rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_max_response_len
+rollout_max_context_len rollout_stop rollout_stop_token_ids rollout_skip_special_tokens rollout_concurrency
+generate_timeout_s"""
+_ACTING_SECTIONS = ("Engine", "SGLang")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -57,19 +60,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         description=_DESCRIPTION,
         usage="buffer-rl generate (--hf-checkpoint FOLDER | --load CHECKPOINT) (--prompt TEXT | --prompt-data FILE)"
         " [-n INT] [--json]",
+        add_help=False,
     )
+    add_help(parser, sections)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
-    parser.add_argument("-n", type=_count, default=1, metavar="INT", help="responses to each prompt (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a response")
+    parser.add_argument("-n", type=_count, default=1, metavar="INT", help="number of responses per prompt (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per response")
     add_config_flag(parser)
-    parser.add_argument(
-        "--hf-checkpoint",
-        dest=f"option {_MODEL_FLAG}",
-        default=argparse.SUPPRESS,
-        metavar="PATH",
-        help="the model and tokenizer: a Hugging Face folder",
-    )
-    add_options(parser, [section for section in sections if str(section).rpartition(":")[2] in _SHOWN])
+    add_options(parser, sections)
+    keep_in_help(parser, lambda heading, name: heading in _ACTING_SECTIONS or name in _ACTS.split())
     parser.set_defaults(run=run, sections=sections)
 
 
@@ -78,8 +77,7 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = resolve(
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
     )
-    for text in resolved.notices:
-        say(f"buffer-rl: notice: {text}", file=sys.stderr)
+    print_notices(resolved.notices)
     with ExitStack() as stack:
         args = with_counts(resolved.args)
         if args.load and not starts_engines(args):

@@ -109,3 +109,9 @@ def encode_row(encoder: PromptEncoder, source: RowSource, row: PromptRow) -> lis
     """Token ids of the row's prompt. Raises DataError, naming file and line."""
     with at_row(source, row):
         return encoder.encode(source.sample(row))
+
+
+def rendered_row(encoder: PromptEncoder, source: RowSource, row: PromptRow) -> str:
+    """The row's prompt as the text that the model reads. Raises DataError, naming file and line."""
+    with at_row(source, row):
+        return str(encoder.rendered(source.sample(row)))

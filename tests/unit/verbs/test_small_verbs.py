@@ -116,7 +116,7 @@ def test_generate_and_eval_say_what_they_lack(tmp_path: Path, capsys: pytest.Cap
     foreign = ("--router-url", "http://127.0.0.1:9", "--engine-urls", "http://127.0.0.1:8")
     said = refused(capsys, "generate", "--load", str(tmp_path), "--prompt", "x", *foreign)
     assert "not the checkpoint's" in said
-    assert "nothing to evaluate on" in refused(capsys, "eval", "--num-rollout", "3")
+    assert "nothing to evaluate on" in refused(capsys, "eval", "--seed", "3")
     assert "--evl-interval" in refused(capsys, "eval", "--evl-interval", "3")
 
 
