@@ -24,7 +24,7 @@ from buffer_rl.options.sources import resolve
 from buffer_rl.records.groups import Prompt
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.train.options import TrainOptions
-from buffer_rl.verbs.row_sources import RowSource, at_row, encode_row, rendered_row
+from buffer_rl.verbs.row_sources import RowSource, at_row, encode_row
 from buffer_rl.verbs.table import print_notices
 from buffer_rl.verbs.train import sections_of
 
@@ -106,7 +106,7 @@ def _as_read(args: Args, encoder: PromptEncoder, source: RowSource, row: PromptR
     """The text of the row's prompt and its number of tokens; for a conversation that ends with an answer those of all
     of it, as supervised fine-tuning reads it."""
     if row.label is not None or isinstance(row.prompt, str) or row.prompt[-1].get("role") != "assistant":
-        return {"text": rendered_row(encoder, source, row), "tokens": len(encode_row(encoder, source, row))}
+        return {"text": source.rendered(row, encoder), "tokens": len(encode_row(encoder, source, row))}
     from buffer_rl.rollout.sft import encode_conversation
 
     with at_row(source, row):

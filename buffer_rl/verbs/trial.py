@@ -25,15 +25,7 @@ from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.sft import SFTRollout, fill, is_conversation
 from buffer_rl.verbs.preflight import MODEL_FOLDERS
 from buffer_rl.verbs.reward_trial import score_sources
-from buffer_rl.verbs.row_sources import (
-    RowSource,
-    Trial,
-    TriedPrompts,
-    at_row,
-    encode_row,
-    is_evaluation,
-    rendered_row,
-)
+from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -152,7 +144,7 @@ def _own_function(args: Args, registry: PluginRegistry, source: RowSource) -> st
 def try_prompts(context: RolloutContext, source: RowSource, limits: Sequence[Limit]) -> TriedPrompts:
     """Render and encode the first and the longest prompt, and many others if the longest exceeds a limit."""
     first, longest = source.dataset[0], max(source.spread(MAX_WALKED), key=_size)
-    found = TriedPrompts(use=source.use, text=rendered_row(context.prompts, source, first))
+    found = TriedPrompts(use=source.use, text=source.rendered(first, context.prompts))
 
     def encode(rows: Iterable[PromptRow]) -> None:
         for row in rows:
