@@ -224,10 +224,11 @@ def item_of_mapping(known: Mapping[str, FieldInfo], name: str) -> tuple[str, str
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``did you mean …?`` with those of the known names (options, their flags or variables, or plugin kinds) that other
     toolkits call ``name`` (``synonyms.yaml``), else the nearest one; or an empty text."""
-    names = list(known)
+    names = {each: _plain(each) for each in known}
     synonyms = yaml.safe_load(resources.files("buffer_rl.options").joinpath("synonyms.yaml").read_text("utf-8"))
-    same = [each for each in names if _plain(name) in synonyms.get(_plain(each), ())]
-    found = same or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    same = [each for each, plain in names.items() if _plain(name) in synonyms.get(plain, ())]
+    near = difflib.get_close_matches(_plain(name), names.values(), n=1, cutoff=0.6)
+    found = same or [each for each, plain in names.items() if plain in near][:1]
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -230,7 +230,7 @@ def _option_of(
         raw = {**others, item: _construct(node, fill, where)}
         return owner, YamlValue(raw=raw, where=where, items=earlier.items)
     if name not in known:
-        hint = did_you_mean(name, known) or "buffer-rl train --help all lists the options"
+        hint = did_you_mean(name, known) or "buffer-rl train --help lists the options"
         raise ConfigError(f"unknown option {key.value!r}", where=where, hint=hint)
     if name in before:  # or items of it
         raise ConfigError(f"the option {key.value!r} is set twice", where=where, hint=f"see {before[name].where}")

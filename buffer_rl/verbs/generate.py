@@ -17,9 +17,10 @@ from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.checkpoint import opened_checkpoint
+from buffer_rl.files.hf_config import max_positions, read_config
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.help import add_config_flag, add_help, add_options, given_flags, keep_in_help
-from buffer_rl.options.section import compose
+from buffer_rl.options.section import compose, required
 from buffer_rl.options.sources import resolve
 from buffer_rl.plan.counts import with_counts
 from buffer_rl.plugin.registry import PluginRegistry
@@ -120,6 +121,7 @@ def _ask(args: Args, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
 
     samples, encoder = _prompt_samples(args, texts, count)
     registry = PluginRegistry.from_flags(args.plugin)
+    args = _within_context(args)
     check_engines(args, registry)
     args = with_engine_key(args)
     with (
@@ -130,6 +132,15 @@ def _ask(args: Args, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
         fleet.wait_ready()
         args = args.model_copy(update=fleet.addresses)
         return asyncio.run(_while_engines_last(fleet, _answers_of_engine(args, samples, encoder)))
+
+
+def _within_context(args: Args) -> Args:
+    """The default number of response tokens, which may be too many for the model, is cut to what it takes."""
+    config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
+    limits = (args.rollout_max_context_len, args.engine_context_length, max_positions(config))
+    if "rollout_max_response_len" in args.model_fields_set or not any(limits):
+        return args
+    return args.model_copy(update={"rollout_max_context_len": min(limit for limit in limits if limit)})
 
 
 async def _while_engines_last(fleet: EngineFleet, answers: Coroutine[Any, Any, T]) -> T:
@@ -145,6 +156,8 @@ def _prompt_samples(args: Args, texts: Sequence[str], count: int) -> tuple[list[
     Raises DataError, naming the file and the line of a prompt that cannot be encoded: before an engine is started."""
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     encoder = PromptEncoder.from_args(args, tokenizer)
+    if texts and getattr(tokenizer, "chat_template", None) and not args.apply_chat_template:
+        print_notices(["--prompt is sent as plain text; --apply-chat-template makes it a chat message of the user"])
     prompts = [Sample(uid=GroupUid("prompt", row, 0), prompt=text) for row, text in enumerate(texts)]
     for number, sample in enumerate(prompts, start=1):
         try:
@@ -189,13 +202,15 @@ async def _answer_of_engine(
     params: dict[str, Any],
     sample: Sample,
 ) -> dict[str, Any]:
+    from buffer_rl.rollout.generate import room_for
     from buffer_rl.rollout.requests import sampling_seed
 
     seed = sampling_seed(args.rollout_seed, sample.row_id.uid, sample.sample_index)
+    prompt_ids = encoder.encode(sample)
+    room = room_for(args, sample, len(prompt_ids), params["max_new_tokens"])
     async with gate:
-        result = await client.agenerate(
-            f"ask:{sample.row_id}", encoder.encode(sample), {**params, "sampling_seed": seed}
-        )
+        chosen = {**params, "max_new_tokens": room, "sampling_seed": seed}
+        result = await client.agenerate(f"ask:{sample.row_id}", prompt_ids, chosen)
     return {
         "uid": str(sample.uid),
         "sample_index": sample.sample_index,

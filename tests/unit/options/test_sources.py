@@ -404,7 +404,7 @@ def test_everything_wrong_in_files_variables_and_values_is_one_error(tmp_path: P
         f"{base}:2: unknown option 'nmae'",
         "  hint: did you mean name?",
         f"{base}:3: unknown option 'learning_rate'",
-        "  hint: buffer-rl train --help all lists the options",
+        "  hint: buffer-rl train --help lists the options",
         f"{base}:4: the environment variable 'NOWHERE' is not set",
         f"{over}:2: the option 'on' is set twice",
         f"  hint: see {over}:1",
