@@ -194,3 +194,9 @@ def test_data_show_prints_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFix
         (2, 0, "ü1", 1),
         (3, 1, "ü2", 2),
     ]
+
+
+def test_python_m_is_the_command() -> None:
+    command = [sys.executable, "-m", "buffer_rl", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("buffer-rl ")
