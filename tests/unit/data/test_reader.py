@@ -197,7 +197,7 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     assert "the file has no rows" in refusal(str(tmp_path / "empty.jsonl"))
     absent = refusal(str(tmp_path / "absent.jsonl"))
     assert "no such file" in absent
-    assert "hf download" not in absent
+    assert "hf download" not in absent + refusal("absent")
     assert "hf download --repo-type dataset openai/gsm8k --local-dir FOLDER" in refusal("openai/gsm8k")
     (tmp_path / "folder.parquet").mkdir()
     assert "there are no data files in the folder" in refusal(str(tmp_path / "folder.parquet"))
