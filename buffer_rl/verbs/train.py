@@ -21,7 +21,7 @@ from buffer_rl.data.source import read_sources
 from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.folders import with_start
 from buffer_rl.driver.role_checks import check_roles
-from buffer_rl.errors import ConfigError, DataError, PluginError
+from buffer_rl.errors import ConfigError, DataError, PluginError, all_of
 from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.kinds.marks import is_for_rows
@@ -108,7 +108,7 @@ def run(namespace: argparse.Namespace) -> int:
     resolved, notice = with_special_tokens(resolved)
     args = resolved.args
     print_notices((*resolved.notices, *notices(args), *([notice] if notice else [])))
-    check_folders(args)
+    _check_folders_and_data(args)
     registry = PluginRegistry.from_flags(args.plugin)
     engines = check_engines(args, registry)
     check_row_lengths(args)
@@ -134,6 +134,18 @@ def run(namespace: argparse.Namespace) -> int:
         print_json(plan, resumed) if namespace.json else print_text(plan, resumed, every=namespace.all)
         return 0
     return _launch(args, registry, data)
+
+
+def _check_folders_and_data(args: Args) -> None:
+    """``check_folders``, whose error also names a training file that cannot be read."""
+    try:
+        check_folders(args)
+    except ConfigError as error:
+        try:
+            read_sources(args) if args.data_source_path is None else ()
+        except DataError as other:
+            raise all_of([error, ConfigError(str(other))]) from None
+        raise
 
 
 def plugins_named(argv: Sequence[str]) -> list[str]:
