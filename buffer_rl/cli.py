@@ -69,10 +69,10 @@ def add_working_directory() -> None:
 
 
 def _run(arguments: Sequence[str], began: float) -> int:
-    from buffer_rl.options.help import FlagParser, flags_of, normalise_flags, take_items
-    from buffer_rl.options.section import did_you_mean
+    from buffer_rl.options.help import FlagParser, flags_of, given_flags, normalise_flags, take_items
+    from buffer_rl.options.section import did_you_mean, flag_of
     from buffer_rl.options.sources import take_unknown
-    from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
+    from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, print_notices, summary_of
 
     arguments = normalise_flags(arguments)
     parser = FlagParser(prog="buffer-rl", description="Reinforcement-learning post-training of language models.")
@@ -92,8 +92,9 @@ def _run(arguments: Sequence[str], began: float) -> int:
     namespace, extra = parser.parse_known_args(arguments)
     namespace.began = began
     prog = f"buffer-rl {verb}".rstrip()
-    for text in take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog):
-        say(f"buffer-rl: notice: {text}", file=sys.stderr)
+    print_notices(take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog))
+    idle = [flag_of(name) for name in given_flags(namespace) if name in getattr(namespace, "idle", ())]
+    print_notices(f"{flag} changes nothing for {prog}" for flag in idle)
     if namespace.version:
         return _print_version()
     if not hasattr(namespace, "run"):

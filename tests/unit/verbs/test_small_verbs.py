@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
 from buffer_rl.errors import EngineError
+from buffer_rl.options.section import compose
 from buffer_rl.verbs.completion import completion_script
-from buffer_rl.verbs.generate import _while_engines_last
+from buffer_rl.verbs.generate import _while_engines_last, _within_context
 from buffer_rl.verbs.table import VERBS
 from harness.checkpoints import write_checkpoint
 
@@ -116,7 +118,7 @@ def test_generate_and_eval_say_what_they_lack(tmp_path: Path, capsys: pytest.Cap
     foreign = ("--router-url", "http://127.0.0.1:9", "--engine-urls", "http://127.0.0.1:8")
     said = refused(capsys, "generate", "--load", str(tmp_path), "--prompt", "x", *foreign)
     assert "not the checkpoint's" in said
-    assert "nothing to evaluate on" in refused(capsys, "eval", "--num-rollout", "3")
+    assert "nothing to evaluate on" in refused(capsys, "eval", "--seed", "3")
     assert "--evl-interval" in refused(capsys, "eval", "--evl-interval", "3")
 
 
@@ -186,3 +188,20 @@ def test_the_script_for_zsh_has_every_verb_and_flag() -> None:
     assert all(f"_shtab_buffer_rl_{verb}_options=(" in script for verb in VERBS)
     assert '"--rollout-batch-size[' in script
     assert '"--no-rollout-shuffle[' in script
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ({}, 64),
+        ({"engine_context_length": 48}, 48),
+        ({"rollout_max_context_len": 32}, 32),
+        ({"rollout_max_response_len": 1024}, None),  # what the user asks for is refused, not cut
+    ],
+)
+def test_the_default_length_of_generate_is_cut_to_the_model_s_own(
+    tmp_path: Path, given: dict[str, int], limit: int | None
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    args = compose(CORE_SECTIONS).model_validate({"hf_checkpoint": str(tmp_path), **given})
+    assert _within_context(args).rollout_max_context_len == limit
