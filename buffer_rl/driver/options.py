@@ -23,6 +23,10 @@ class RunOptions(Section):
     save: str | None = option(None, "checkpoint folder, or a URL that fsspec reaches", metavar="PATH")
     save_interval: int | None = option(None, "checkpoint every this many steps (and at the end)", ge=1)
     save_timeout_s: float = option(3600.0, "deadline of one checkpoint, its upload included, in seconds", gt=0)
+    keep_last: int | None = option(None, "this many of the newest checkpoints remain in --save; absent: all", ge=1)
+    keep_best: str | None = option(
+        None, "and the one with the highest eval/NAME of all; the lowest: --keep-best=-eval/NAME", metavar="EVAL"
+    )
     async_save: bool = option(
         False,
         "go on with the run while a checkpoint is written, from a copy in memory; it is whole before the next one "
@@ -33,7 +37,9 @@ class RunOptions(Section):
         "number format of the model in hf/ of checkpoints and of --run-dir; input: that of each weight in "
         "--hf-checkpoint. What is trained, published and resumed from is float32",
     )
-    load: str | None = option(None, "resume from this checkpoint: a folder or a URL", metavar="PATH")
+    load: str | None = option(
+        None, "resume from a checkpoint: a folder, a URL, or auto (the newest in --save, if any)", metavar="PATH"
+    )
     max_global_restarts: int = option(
         3,
         "how often in a run all of its processes are started again from its newest checkpoint: after a trainer rank "

@@ -29,7 +29,7 @@ The options are those of train, and so may be the file of --config; what is abou
 results go to --run-dir, or to eval/ in the run-dir of the file, so that a run's own files stay as they are.
 """
 # What would train, or compare evaluations, is taken back.
-_TAKEN_BACK = ("num_epoch", "early_stop", "eval_interval", "save", "save_interval")
+_TAKEN_BACK = ("num_epoch", "early_stop", "eval_interval", "save", "save_interval", "keep_last", "keep_best")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
