@@ -44,6 +44,7 @@ from buffer_rl.verbs.preflight import (
     check_folders,
     check_row_lengths,
     make_folders,
+    with_local_paths,
     with_special_tokens,
 )
 from buffer_rl.verbs.resources import check_resources
@@ -94,7 +95,9 @@ def run(namespace: argparse.Namespace) -> int:
     given = resolved.args
     args = with_start(with_steps(with_counts(given)))
     if args.load != given.load:
-        notice = f"--load {mask_url(given.load or '')} has no checkpoint yet: the run starts from --hf-checkpoint"
+        found = f"goes on from the newest checkpoint in {mask_url(args.load)}" if args.load else ""
+        none = "has no checkpoint yet: the run starts from --hf-checkpoint"
+        notice = f"--load {mask_url(given.load or '')} {found or none}"
         say(f"buffer-rl: notice: {notice}", file=sys.stderr)
     sources = {name: derived.option for name, derived in derived_counts(args).items()}
     sources["num_steps_per_rollout"] = "global_batch_size"
@@ -102,12 +105,12 @@ def run(namespace: argparse.Namespace) -> int:
     origins = {**resolved.origins, **{name: resolved.origins[sources[name]] for name in changed}}
     resolved = replace(resolved, args=args, origins=origins)
     check_options(args)
-    resolved, notice = with_special_tokens(resolved)
+    registry = PluginRegistry.from_flags(args.plugin)
+    resolved, notice = with_special_tokens(replace(resolved, args=with_local_paths(args, registry)))
     args = resolved.args
     for text in (*resolved.notices, *notices(args), *([notice] if notice else [])):
         say(f"buffer-rl: notice: {text}", file=sys.stderr)
     check_folders(args)
-    registry = PluginRegistry.from_flags(args.plugin)
     engines = check_engines(args, registry)
     check_row_lengths(args)
     check_devices(args)

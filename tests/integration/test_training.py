@@ -79,6 +79,10 @@ class Notes:
         raise AssertionError("every flag is an option")
 
     @hookimpl
+    def buffer_rl_local_paths(self, config, facts):
+        raise AssertionError("the command line asks for them")
+
+    @hookimpl
     def buffer_rl_configure(self, config):
         self.file = pathlib.Path(config.run_dir) / "notes"
         self.note("configured for", config.num_rollout)
