@@ -15,8 +15,8 @@ class DataOptions(Section):
     prompt_data: list[str] | None = option(
         None,
         "training prompts: .jsonl or .parquet files (compressed too), folders or patterns of several "
-        "('data/*.parquet'), or folders saved by Hugging Face datasets; PATH@[start:end] is a slice. Local, or what "
-        "fsspec reaches",
+        "('data/*.parquet'), or folders saved by Hugging Face datasets; PATH@[start:end] is a slice. Local, what "
+        "fsspec reaches, or hf://datasets/ORG/NAME",
         metavar="PATH",
     )
     prompt_data_weights: list[float] | None = option(

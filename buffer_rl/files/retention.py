@@ -43,7 +43,8 @@ def kept_steps(scores: Mapping[int, Mapping[str, float | None]], last: int, best
     """Those of the steps in ``scores`` that remain: the newest ``last``, at least 1, and the one with the best score.
 
     best: a metric, as for ``best_step``."""
-    return {*sorted(scores)[-last:], *({best_step(scores, best or "")} & scores.keys())}
+    newest, best_one = sorted(scores)[-last:], best_step(scores, best or "")
+    return {step for step in scores if step in newest or step == best_one}
 
 
 class LocalFolder:
@@ -78,12 +79,15 @@ class LocalFolder:
         shutil.rmtree(hidden)
 
 
-def folder_at(root: str) -> RemoteFolder | LocalFolder:
+CheckpointFolder = LocalFolder | RemoteFolder
+
+
+def folder_at(root: str) -> CheckpointFolder:
     """The folder or URL of ``--save``. Raises CheckpointError if no backend reaches the URL."""
     return RemoteFolder(root, MANIFEST) if is_remote(local_path(root)) else LocalFolder(local_path(root))
 
 
-def held_checkpoints(folder: RemoteFolder | LocalFolder, newest: int = 0) -> dict[int, Held]:
+def held_checkpoints(folder: CheckpointFolder, newest: int = 0) -> dict[int, Held]:
     """The checkpoints in a folder by step, from the oldest to the newest; at most the ``newest`` last, all where 0.
     Raises CheckpointError if one is damaged, or a URL cannot be read; OSError of a local folder."""
     steps = sorted((int(match[1]), name) for name in folder.names() if (match := STEP_NAME.fullmatch(name)))

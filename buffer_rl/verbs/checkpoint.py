@@ -6,12 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from buffer_rl.driver.folders import folder_lock
+from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.files.checkpoint import checkpoints_at, damaged_files, opened_checkpoint
+from buffer_rl.files.remote import is_remote, local_path
+from buffer_rl.files.retention import CheckpointFolder, Held, best_step, folder_at, held_checkpoints, kept_steps
 from buffer_rl.observe.terminal import say
-
-if TYPE_CHECKING:
-    from buffer_rl.files.retention import Held, LocalFolder, RemoteFolder
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.verbs.resources import bytes_text
+from buffer_rl.verbs.table import print_table
 
 _LIST = "show step, size, time, evaluations (a star at the best) and options of each checkpoint"
 _PRUNE = "remove all checkpoints but the newest and the best; one that is being read stays"
@@ -37,18 +43,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     for action, run in ((listing, run_list), (prune, run_prune)):
         action.add_argument("path", metavar="PATH", help="the folder or URL of --save")
         action.set_defaults(run=run)
-    prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many of the newest remain")
     prune.add_argument(
-        "--keep-best", metavar="METRIC", help="eval/NAME: its best remains too (=-eval/NAME: the lowest)"
+        "--keep-last", type=int, required=True, metavar="N", help="how many of the newest remain, at least 1"
     )
+    prune.add_argument("--keep-best", metavar="EVAL", help="eval/NAME: its best remains too (=-eval/NAME: the lowest)")
     prune.add_argument("--dry-run", action="store_true", help="show what would be removed, and remove nothing")
 
 
 def run_list(namespace: argparse.Namespace) -> int:
     """Print a line for each checkpoint, and one for each run. Raises CheckpointError if there is none."""
-    from buffer_rl.files.retention import best_step
-    from buffer_rl.verbs.table import print_table
-
     _, found, metrics = _found(namespace.path)
     scores = {step: held.scores for step, held in found.items()}
     lowest = str(found[max(found)].manifest.facts.get("options", {}).get("keep_best"))  # with a leading -
@@ -70,13 +73,6 @@ def run_list(namespace: argparse.Namespace) -> int:
 def run_prune(namespace: argparse.Namespace) -> int:
     """Remove what is not kept. Raises CheckpointError, also for a metric that no checkpoint has; ConfigError if a run
     is saving to the folder."""
-    from pathlib import Path
-
-    from buffer_rl.driver.folders import folder_lock
-    from buffer_rl.errors import ConfigError
-    from buffer_rl.files.remote import is_remote, local_path
-    from buffer_rl.files.retention import kept_steps
-
     _, found, metrics = _found(namespace.path)
     if namespace.keep_last < 1:
         raise ConfigError("the newest checkpoint always remains", where="--keep-last", expected="at least 1")
@@ -97,12 +93,8 @@ def run_prune(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _found(path: str) -> tuple[LocalFolder | RemoteFolder, dict[int, Held], list[str]]:
+def _found(path: str) -> tuple[CheckpointFolder, dict[int, Held], list[str]]:
     """The checkpoints there, and the names of their evaluations. Raises CheckpointError if there is none."""
-    from buffer_rl.errors import CheckpointError
-    from buffer_rl.files.retention import folder_at, held_checkpoints
-    from buffer_rl.options.redaction import mask_url
-
     folder = folder_at(path)
     try:
         found = held_checkpoints(folder)
@@ -114,17 +106,11 @@ def _found(path: str) -> tuple[LocalFolder | RemoteFolder, dict[int, Held], list
 
 
 def _size(held: Held) -> str:
-    from buffer_rl.verbs.resources import bytes_text
-
     return bytes_text(sum(size for size, _ in held.manifest.files.values()))
 
 
 def run_verify(namespace: argparse.Namespace) -> int:
     """Check every checkpoint, also after a damaged one. Raises CheckpointError if there is none."""
-    from buffer_rl.files.checkpoint import checkpoints_at, damaged_files, opened_checkpoint
-    from buffer_rl.files.remote import is_remote, local_path
-    from buffer_rl.options.redaction import mask_url
-
     if is_remote(local_path(namespace.path)):
         with opened_checkpoint(namespace.path) as checkpoint:
             say(f"{mask_url(namespace.path)}: the checkpoint after {checkpoint.step} steps is whole")

@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,7 +91,7 @@ def _fetched(
     def listed() -> list[str]:
         try:
             info = hub.HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=ANSWER_S)
-            return [file.rfilename for file in info.siblings or ()]
+            return [file.rfilename for file in getattr(info, "siblings", None) or ()]
         except OfflineModeIsEnabled:
             folder = download(local_files_only=True, allow_patterns=["no file"])
             found = glob.glob("**", root_dir=folder, recursive=True)
@@ -150,21 +151,20 @@ def _split_of(file: str) -> str:
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises. Raises TimeoutError after ``limit_s``; ``call`` then goes on unheeded."""
-    answers: list[tuple[bool, Any]] = []
+    """What ``call`` returns or raises. Raises TimeoutError after ``limit_s``; ``call`` then goes on in its thread, for
+    which the process does not wait."""
+    answer = Future[T]()
 
     def run() -> None:
         try:
-            answers.append((True, call()))
-        except Exception as error:
-            answers.append((False, error))
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not answers:
-        raise TimeoutError(f"no answer within {limit_s:g} s")
-    good, answer = answers[0]
-    if not good:
-        raise answer
-    return answer
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(limit_s)
+    except TimeoutError as error:
+        if answer.done():  # its own
+            raise
+        raise TimeoutError(f"no answer within {limit_s:g} s") from error

@@ -14,11 +14,12 @@ from urllib.parse import unquote, urlsplit
 
 class FakeHub:
     """``repositories``: files by name, of ``models/org/name`` or ``datasets/org/name``. ``downloads``: what was asked
-    for with GET. A push changes the commit, and earlier commits stay."""
+    for with GET. ``tokens``: the authorization of requests. A push changes the commit, and earlier commits stay."""
 
     def __init__(self) -> None:
         self.url = ""
         self.downloads: list[str] = []
+        self.tokens: set[str] = set()
         self._heads: dict[str, str] = {}
         self._commits: dict[tuple[str, str], dict[str, bytes]] = {}
 
@@ -76,6 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, *, with_body: bool) -> None:
+        self.hub.tokens.add(self.headers.get("Authorization", ""))
         path = unquote(urlsplit(self.path).path).strip("/")
         headers: dict[str, str] = {}
         if path.startswith("api/"):

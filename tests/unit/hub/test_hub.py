@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
@@ -212,3 +215,23 @@ def test_a_hub_that_does_not_answer_is_given_up(hub: FakeHub, monkeypatch: pytes
 def test_a_model_that_the_hub_does_not_have_is_named(hub: FakeHub) -> None:
     with pytest.raises(ConfigError, match="there is no such folder, and the Hub gave nothing: RepositoryNotFound"):
         resolved(hf_checkpoint="org/absent")
+
+
+ALONE = """
+import sys
+from buffer_rl.cli import main
+sys.exit(main(["generate", "--hf-checkpoint", "org/tiny", "--prompt-data", "hf://datasets/org/rows/rows.jsonl"]))
+"""
+
+
+def test_the_variables_of_the_hub_count(hub: FakeHub, tmp_path: Path) -> None:
+    """In a process of its own, up to the first mistake in what was downloaded."""
+    hub.push("models/org/tiny", {"config.json": b"[]"})
+    hub.push("datasets/org/rows", {"rows.jsonl": ROWS})
+    environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_sesame"}
+    done = subprocess.run([sys.executable, "-c", ALONE], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "the file holds no JSON object" in done.stderr
+    assert f"{tmp_path}/home/hub/models--org--tiny" in done.stderr
+    assert "sesame" not in done.stderr + done.stdout
+    assert hub.tokens == {"Bearer hf_sesame"}
