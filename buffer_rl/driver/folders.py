@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from buffer_rl.errors import BufferRLError, ConfigError
-from buffer_rl.files.checkpoint import lock_file, make_folder, newest_step, remove_unfinished
+from buffer_rl.files.checkpoint import MANIFEST, STEP_NAME, lock_file, make_folder, newest_step, remove_unfinished
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.files.retention import EVALUATION, folder_at, held_checkpoints, kept_steps
 from buffer_rl.observe.metrics import read_metrics
@@ -118,6 +118,9 @@ def retain(args: Args, before: int = 0) -> None:
             folder.put(found[step].name, EVALUATION, orjson.dumps(scores[step]))
         for step in scores.keys() - kept_steps(scores, args.keep_last or len(scores), args.keep_best):
             folder.remove(found[step].name)
+        for name in folder.names() if args.keep_last else ():
+            if STEP_NAME.fullmatch(name) and folder.content(name, MANIFEST) == b"":  # at a URL: a removal was cut off
+                folder.remove(name)
     except (BufferRLError, OSError) as error:
         _log.warning("earlier checkpoints in %s stay: %s", mask_url(save), error)
 

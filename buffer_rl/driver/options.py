@@ -25,7 +25,9 @@ class RunOptions(Section):
     save_timeout_s: float = option(3600.0, "deadline of one checkpoint, its upload included, in seconds", gt=0)
     keep_last: int | None = option(None, "this many of the newest checkpoints remain in --save; absent: all", ge=1)
     keep_best: str | None = option(
-        None, "and the one with the highest eval/NAME of all; the lowest: --keep-best=-eval/NAME", metavar="EVAL"
+        None,
+        "besides these, the one with the highest eval/NAME; for the lowest: --keep-best=-eval/NAME",
+        metavar="EVAL",
     )
     async_save: bool = option(
         False,
@@ -38,7 +40,7 @@ class RunOptions(Section):
         "--hf-checkpoint. What is trained, published and resumed from is float32",
     )
     load: str | None = option(
-        None, "resume from a checkpoint: a folder, a URL, or auto (the newest in --save, if any)", metavar="PATH"
+        None, "resume from a checkpoint (folder, URL), or auto: the newest in --save", metavar="PATH"
     )
     max_global_restarts: int = option(
         3,

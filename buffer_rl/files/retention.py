@@ -54,8 +54,8 @@ class LocalFolder:
         self._root = Path(root)
 
     def names(self) -> list[str]:
-        """The names of everything in the folder."""
-        return os.listdir(self._root)
+        """The names of everything in the folder; none if it is not there."""
+        return os.listdir(self._root) if self._root.is_dir() else []
 
     def content(self, name: str, file: str) -> bytes | None:
         """One small file of a checkpoint; None if it is not there."""

@@ -73,7 +73,7 @@ def run_list(namespace: argparse.Namespace) -> int:
 def run_prune(namespace: argparse.Namespace) -> int:
     """Remove what is not kept. Raises CheckpointError, also for a metric that no checkpoint has; ConfigError if a run
     is saving to the folder."""
-    _, found, metrics = _found(namespace.path)
+    folder, found, metrics = _found(namespace.path)
     if namespace.keep_last < 1:
         raise ConfigError("the newest checkpoint always remains", where="--keep-last", expected="at least 1")
     if namespace.keep_best and namespace.keep_best.removeprefix("-") not in metrics:
@@ -81,7 +81,6 @@ def run_prune(namespace: argparse.Namespace) -> int:
         raise ConfigError(f"no checkpoint has {namespace.keep_best!r}", where="--keep-best", expected=known)
     local = local_path(namespace.path)
     with nullcontext() if namespace.dry_run or is_remote(local) else folder_lock(Path(local), "PATH"):
-        folder, found, _ = _found(namespace.path)
         scores = {step: held.scores for step, held in found.items()}
         kept = kept_steps(scores, namespace.keep_last, namespace.keep_best)
         for step, held in found.items():
@@ -96,11 +95,7 @@ def run_prune(namespace: argparse.Namespace) -> int:
 def _found(path: str) -> tuple[CheckpointFolder, dict[int, Held], list[str]]:
     """The checkpoints there, and the names of their evaluations. Raises CheckpointError if there is none."""
     folder = folder_at(path)
-    try:
-        found = held_checkpoints(folder)
-    except OSError as error:
-        raise CheckpointError(f"the folder cannot be read: {error}", where=path) from error
-    if not found:
+    if not (found := held_checkpoints(folder)):
         raise CheckpointError("the folder holds no checkpoint", where=mask_url(path))
     return folder, found, sorted({name for held in found.values() for name in held.scores if name.count("/") == 1})
 

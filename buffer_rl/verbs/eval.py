@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.data.eval_sets import eval_sets_of
+from buffer_rl.driver.folders import AUTO
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.help import given_flags, set_flag
 from buffer_rl.options.section import compose
@@ -50,6 +51,8 @@ def run(namespace: argparse.Namespace) -> int:
             "there is nothing to evaluate on", where="--eval-prompt-data", hint="add --eval-prompt-data NAME=PATH"
         )
     set_flag(namespace, "num_rollout", "0")
+    if args.load == AUTO and args.save is not None:
+        set_flag(namespace, "load", args.save)
     for name in _TAKEN_BACK:
         set_flag(namespace, name, "none")
     set_flag(namespace, "async_save", "false")

@@ -95,6 +95,22 @@ def test_at_a_url_the_same_remain(tmp_path: Path) -> None:
     MemoryFileSystem.store.clear()
 
 
+def test_at_a_url_what_a_kill_left_of_a_removal_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = options(tmp_path, save="memory://left", keep_last=1)
+    save(args, 1, 2)
+    evaluated(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm", lambda *_args, **_named: None)  # as if the process had ended there
+        retain(args)
+    assert sorted(folder_at(args.save).names()) == ["step_000001", "step_000002"]
+    save(args, 3)
+    retain(args)
+    assert folder_at(args.save).names() == ["step_000003"]
+    MemoryFileSystem.store.clear()
+
+
 def test_the_checkpoint_that_a_run_has_open_goes_when_the_run_ends(tmp_path: Path) -> None:
     args = options(tmp_path, keep_last=1)
     save(args, 1)
