@@ -40,7 +40,7 @@ class RunOptions(Section):
         "--hf-checkpoint. What is trained, published and resumed from is float32",
     )
     load: str | None = option(
-        None, "resume from a checkpoint (folder, URL), or auto: the newest in --save", metavar="PATH"
+        None, "resume from a folder, a URL, or auto: the newest in --save, if any", metavar="PATH"
     )
     max_global_restarts: int = option(
         3,

@@ -13,9 +13,7 @@ class TrainOptions(Section):
     heading: ClassVar[str] = "Training"
 
     train_backend: str = option("torch", "trainer backend", kind="trainer")
-    hf_checkpoint: str | None = option(
-        None, "the initial model and tokenizer: a folder, or ORG/NAME of the Hub", metavar="PATH"
-    )
+    hf_checkpoint: str | None = option(None, "the initial model and tokenizer: a folder, or a Hub name", metavar="PATH")
     trainer_load: str | None = option(
         None,
         "a new run's trainer begins with these weights and this optimizer state, in a form of --train-backend: the "
