@@ -39,9 +39,7 @@ class RunOptions(Section):
         "number format of the model in hf/ of checkpoints and of --run-dir; input: that of each weight in "
         "--hf-checkpoint. What is trained, published and resumed from is float32",
     )
-    load: str | None = option(
-        None, "resume from a folder, a URL, or auto: the newest in --save, if any", metavar="PATH"
-    )
+    load: str | None = option(None, "resume from a folder or URL; auto: the newest in --save, if any", metavar="PATH")
     max_global_restarts: int = option(
         3,
         "how often in a run all of its processes are started again from its newest checkpoint: after a trainer rank "
