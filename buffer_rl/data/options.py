@@ -15,7 +15,8 @@ class DataOptions(Section):
     prompt_data: list[str] | None = option(
         None,
         "training prompts: .jsonl or .parquet files (also compressed), folders, patterns ('data/*.parquet') or "
-        "folders of Hugging Face datasets; PATH@[start:end] is a slice. Local paths, or URLs that fsspec reaches",
+        "folders of Hugging Face datasets; PATH@[start:end] is a slice. Local paths, URLs that fsspec reaches, or "
+        "hf://datasets/ORG/NAME",
         metavar="PATH",
         common=True,
     )

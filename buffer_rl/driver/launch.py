@@ -23,7 +23,7 @@ from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.folders import check_lineage, folder_lock, save_lock
+from buffer_rl.driver.folders import LINEAGE, check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
@@ -236,6 +236,7 @@ class _Run:
         plan = self._plan()
         if plan.saves:
             facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
+            facts[LINEAGE] = self.session.lineage
             checkpoints = RunCheckpoints(
                 self.session.args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
             )

@@ -25,6 +25,12 @@ class RunOptions(Section):
     save: str | None = option(None, "folder for checkpoints, or a URL that fsspec reaches", metavar="PATH", common=True)
     save_interval: int | None = option(None, "save a checkpoint every N steps, and at the end", ge=1, common=True)
     save_timeout_s: float = option(3600.0, "deadline for one checkpoint, including its upload, in seconds", gt=0)
+    keep_last: int | None = option(None, "keep only the N newest checkpoints in --save; if not set: all", ge=1)
+    keep_best: str | None = option(
+        None,
+        "keep also the checkpoint with the highest eval/NAME; for the lowest: --keep-best=-eval/NAME",
+        metavar="EVAL",
+    )
     async_save: bool = option(
         False, "write checkpoints in the background; one is complete before the next begins and before the run ends"
     )
@@ -33,7 +39,9 @@ class RunOptions(Section):
         "number format of the exported model (hf/ in checkpoints and in --run-dir); input: that of each weight in "
         "--hf-checkpoint. Training, publication and resume use float32",
     )
-    load: str | None = option(None, "resume from this checkpoint, a folder or a URL", metavar="PATH", common=True)
+    load: str | None = option(
+        None, "resume from a folder or URL; auto: from the newest in --save, if any", metavar="PATH", common=True
+    )
     max_global_restarts: int = option(
         3,
         "maximum number of restarts of all processes from the newest checkpoint, after a trainer rank died or "

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.driver.folders import later_checkpoint
+from buffer_rl.driver.folders import LINEAGE, later_checkpoint
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, resume_notices, ships_code
 from buffer_rl.driver.runtime import LocalTarget
 from buffer_rl.driver.tasks import role_of
@@ -61,6 +62,7 @@ class RunSession:
             for line in (*changed_plugins(loaded.facts, provenance), *resumed):
                 self.observer.notice(line)
         self._first_step = loaded.step if loaded else 0
+        self.lineage = (loaded.facts.get(LINEAGE) if loaded else None) or uuid4().hex
         self._code = collect_user_code(args, registry) if ships_code(args) else None
         self.args = args
         self._stack = stack

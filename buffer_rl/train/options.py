@@ -13,7 +13,9 @@ class TrainOptions(Section):
     heading: ClassVar[str] = "Training"
 
     train_backend: str = option("torch", "trainer backend", kind="trainer")
-    hf_checkpoint: str | None = option(None, "initial model and tokenizer, a folder", metavar="PATH", common=True)
+    hf_checkpoint: str | None = option(
+        None, "initial model and tokenizer: a folder, or a name of the Hub", metavar="PATH", common=True
+    )
     trainer_load: str | None = option(
         None,
         "initial weights and optimizer state of a new run, in the format of --train-backend, for example trainer/ of "

@@ -27,7 +27,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, prompt_copies
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
 from buffer_rl.verbs.engine_checks import check_engines
-from buffer_rl.verbs.preflight import check_folders
+from buffer_rl.verbs.preflight import check_folders, with_local_paths
 from buffer_rl.verbs.row_sources import RowSource, encode_row
 from buffer_rl.verbs.table import print_notices
 from buffer_rl.verbs.train import plugins_named, sections_of
@@ -100,7 +100,8 @@ def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     if not args.hf_checkpoint:
         raise ConfigError("there is no model to ask", where="--hf-checkpoint", hint="add --hf-checkpoint PATH")
     unused = ("ref_load", "opd_teacher_load", "critic_load", "load", "save")
-    check_folders(args.model_copy(update=dict.fromkeys(unused)))
+    args = with_local_paths(args.model_copy(update=dict.fromkeys(unused)), PluginRegistry.from_flags(args.plugin))
+    check_folders(args)
     if args.data_source_path is not None:
         args = args.model_copy(update={"prompt_data": None})  # which that source reads, in its own way
         if not namespace.prompt:

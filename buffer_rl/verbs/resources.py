@@ -186,7 +186,7 @@ def _num_parameters(file: Path) -> int:
 
 def _spaces(args: Args, parameters: int, on_disk: int) -> list[Space]:
     """What a run that trains writes: the model at its end, the version that the engines read and the one before it,
-    and checkpoints, which are kept."""
+    and checkpoints, of which ``--keep-last`` remain."""
     if args.num_rollout == 0 or rollout_only(args):
         return []
     built_in = args.train_backend == "torch"
@@ -197,6 +197,8 @@ def _spaces(args: Args, parameters: int, on_disk: int) -> list[Space]:
     if args.save is not None and not is_remote(local_path(args.save)):
         models = 2 if uses_critic(args) else 1
         count = ceil(args.num_rollout / args.save_interval) if args.num_rollout and args.save_interval else 1
+        if args.keep_last is not None:  # while one is written, those that are kept and the best are there
+            count = min(count, args.keep_last + 1 + bool(args.keep_best))
         one = models * state + on_disk
         folder = Path(local_path(args.save))
         spaces.append(Space(flag="--save", folder=folder, least=one, most=one * count))
@@ -222,7 +224,7 @@ def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> lis
         if free < most:
             notices.append(
                 f"{flags}: the disk has {bytes_text(free)} free, and the whole run writes {bytes_text(most)} (a larger "
-                "--save-interval writes fewer checkpoints, which are all kept)"
+                "--save-interval writes fewer checkpoints, and --keep-last keeps fewer)"
             )
     return notices
 

@@ -25,7 +25,7 @@ VERBS = {
     "data": "validate, show and count data files",
     "report": "write one HTML page of a run",
     "ledger": "where each group of a run is, and whether it adds up",
-    "checkpoint": "check that checkpoints are whole",
+    "checkpoint": "check, list and remove checkpoints",
     "export": "take the model out of a checkpoint",
     "completion": "print a completion script for a shell",
 }

@@ -48,6 +48,7 @@ from buffer_rl.verbs.preflight import (
     check_folders,
     check_row_lengths,
     make_folders,
+    with_local_paths,
     with_special_tokens,
 )
 from buffer_rl.verbs.resources import check_resources
@@ -104,20 +105,20 @@ def run(namespace: argparse.Namespace) -> int:
     given = resolved.args
     args = with_start(with_steps(with_counts(given)))
     if args.load != given.load:
-        print_notices(
-            [f"--load {mask_url(given.load or '')} has no checkpoint yet: the run starts from --hf-checkpoint"]
-        )
+        found = f"continues from the newest checkpoint in {mask_url(args.load)}" if args.load else ""
+        none = "has no checkpoint yet: the run starts from --hf-checkpoint"
+        print_notices([f"--load {mask_url(given.load or '')} {found or none}"])
     sources = {name: derived.option for name, derived in derived_counts(args).items()}
     sources["num_steps_per_rollout"] = "global_batch_size"
     changed = {name for name in sources if getattr(args, name) != getattr(resolved.args, name)}
     origins = {**resolved.origins, **{name: resolved.origins[sources[name]] for name in changed}}
     resolved = replace(resolved, args=args, origins=origins)
     check_options(args)
-    resolved, notice = with_special_tokens(resolved)
+    registry = PluginRegistry.from_flags(args.plugin)
+    resolved, notice = with_special_tokens(replace(resolved, args=with_local_paths(args, registry)))
     args = resolved.args
     print_notices((*resolved.notices, *notices(args), *([notice] if notice else [])))
     _check_folders_and_data(args)
-    registry = PluginRegistry.from_flags(args.plugin)
     engines = check_engines(args, registry)
     check_row_lengths(args)
     check_devices(args)

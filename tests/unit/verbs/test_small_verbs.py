@@ -133,7 +133,7 @@ def test_eval_is_train_for_no_step(
     (tmp_path / "dev.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     (tmp_path / "run.yaml").write_text(
         "hf_checkpoint: model\nnum_epoch: 3\neval_interval: 5\nearly_stop: eval/dev >= 0.5\nsave: s\nsave_interval: 2\n"
-        "async_save: true\ntrial: false\n"
+        "async_save: true\ntrial: false\nkeep_last: 2\nkeep_best: eval/dev\n"
         "eval_prompt_data: [dev=dev.jsonl]\nrm_type: exact_match\nrun_dir: runs/one\nlogger: []\n"
     )
     assert main(["eval", "--config", "run.yaml", "--dry-run", "--json"]) == 0
@@ -143,6 +143,9 @@ def test_eval_is_train_for_no_step(
     assert values["run_dir"] == "runs/one/eval"
     assert [values[name] for name in ("num_epoch", "early_stop", "save", "eval_interval")] == [None] * 4
     assert values["async_save"] is False
+    write_checkpoint(tmp_path / "s", 4)
+    assert main(["eval", "--config", "run.yaml", "--dry-run", "--json", "--load", "auto"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["load"]["value"] == "s"
 
 
 @pytest.fixture(scope="module")
