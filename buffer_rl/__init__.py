@@ -20,9 +20,10 @@ rollout   from prompts to finished groups
 train     the trainer: from rows to weights
 driver    the steps of a run, and its start
 testing   fakes and linters for the tests of users
-verbs     one file a verb of the command line
+verbs     one file per verb of the command line
 
-Beside them: ``errors``; ``args``, the list of all option sections; ``cli``, the command ``buffer-rl``.
+Beside them: ``errors``; ``args``, the list of all option sections; ``cli``, the command ``buffer-rl``, which
+``__main__`` calls.
 """
 
 import sys

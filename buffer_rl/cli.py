@@ -10,6 +10,7 @@ import io
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -30,17 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     starts_run = arguments[:1] in ([verb] for verb in RUNS) and not set(ONLY_LOOKS) & set(arguments)
     # First of all, as it imports for seconds; the imports below take a part of one.
+    began = time.monotonic()
     with fork_server() if starts_run else nullcontext():
-        return _main(arguments)
+        return _main(arguments, began)
 
 
-def _main(arguments: Sequence[str]) -> int:
+def _main(arguments: Sequence[str], began: float) -> int:
     add_working_directory()
     if isinstance(sys.stdout, io.TextIOWrapper):  # no text of data or user code may fail to be shown, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with signals_as_exceptions():
-            return _run(arguments)
+            return _run(arguments, began)
     except BufferRLError as error:
         if os.environ.get("BUFFER_RL_TRACEBACK") == "1":
             say(traceback.format_exc(), file=sys.stderr)
@@ -66,11 +68,11 @@ def add_working_directory() -> None:
         sys.path.append(here)
 
 
-def _run(arguments: Sequence[str]) -> int:
-    from buffer_rl.options.help import FlagParser, flags_of, normalise_flags, take_items
-    from buffer_rl.options.section import did_you_mean
+def _run(arguments: Sequence[str], began: float) -> int:
+    from buffer_rl.options.help import FlagParser, flags_of, given_flags, normalise_flags, take_items
+    from buffer_rl.options.section import did_you_mean, flag_of
     from buffer_rl.options.sources import take_unknown
-    from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, summary_of
+    from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, print_notices, summary_of
 
     arguments = normalise_flags(arguments)
     parser = FlagParser(prog="buffer-rl", description="Reinforcement-learning post-training of language models.")
@@ -88,9 +90,11 @@ def _run(arguments: Sequence[str]) -> int:
         for name in verbs:
             subparsers.add_parser(name, help=summary_of(name).replace("%", "%%"))
     namespace, extra = parser.parse_known_args(arguments)
+    namespace.began = began
     prog = f"buffer-rl {verb}".rstrip()
-    for text in take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog):
-        say(f"buffer-rl: notice: {text}", file=sys.stderr)
+    print_notices(take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog))
+    idle = [flag_of(name) for name in given_flags(namespace) if name in getattr(namespace, "idle", ())]
+    print_notices(f"{flag} changes nothing for {prog}" for flag in idle)
     if namespace.version:
         return _print_version()
     if not hasattr(namespace, "run"):

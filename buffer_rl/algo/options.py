@@ -8,7 +8,7 @@ from buffer_rl.options.section import Section, option
 
 
 class AlgorithmOptions(Section):
-    """What advantage estimators read."""
+    """Parameters of advantage estimators."""
 
     heading: ClassVar[str] = "Advantages"
 
@@ -16,15 +16,12 @@ class AlgorithmOptions(Section):
     lambd: float = option(1.0, "lambda of generalised advantage estimation (gae)", ge=0, le=1)
     kl_coef: float = option(
         0.0,
-        "subtract this times the log-ratio to the reference model from each token's reward (reinforce_plus_plus, "
-        "remax, gae)",
+        "subtract this times the log-ratio to the reference from token rewards (reinforce_plus_plus, remax, gae)",
         ge=0,
     )
-    pass_at_k: int = option(4, "samples of which the best counts (pass_at_k)", ge=1)
-    use_opd: bool = option(
-        False, "on-policy distillation: subtract the log-ratio to a teacher model from each token's advantage"
-    )
-    opd_kl_coef: float = option(1.0, "weight of this log-ratio", ge=0)
+    pass_at_k: int = option(4, "number of samples of which the best counts: k of pass@k (pass_at_k)", ge=1)
+    use_opd: bool = option(False, "on-policy distillation: subtract the log-ratio to a teacher from token advantages")
+    opd_kl_coef: float = option(1.0, "weight of the log-ratio of --use-opd", ge=0)
     normalize_advantages: bool = option(
-        False, "shift and scale advantages to mean 0 and standard deviation 1 over the unmasked tokens of a rollout"
+        False, "normalise advantages to mean 0 and standard deviation 1 over the unmasked tokens of a rollout"
     )

@@ -216,7 +216,11 @@ def _read_local(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
-        raise DataError("there is no such file", where=path, hint=f"the current folder is {Path.cwd()}") from None
+        hint = f"the current folder is {Path.cwd()}"
+        if path.count("/") == 1 and not Path(path).suffix and not Path(path).parent.is_dir():
+            download = f"hf download --repo-type dataset {path} --local-dir FOLDER"
+            hint += f". A data set of the Hub is downloaded first: {download}"
+        raise DataError("there is no such file", where=path, hint=hint) from None
     except OSError as error:
         raise _cannot_read(path, error) from error
 

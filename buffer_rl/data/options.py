@@ -8,65 +8,55 @@ from buffer_rl.options.section import Section, option
 
 
 class DataOptions(Section):
-    """Prompts and how their rows are read."""
+    """Prompts, their fields and the chat template."""
 
     heading: ClassVar[str] = "Data"
 
     prompt_data: list[str] | None = option(
         None,
-        "training prompts: .jsonl or .parquet files (compressed too), folders or patterns of several "
-        "('data/*.parquet'), or folders saved by Hugging Face datasets; PATH@[start:end] is a slice. Local, or what "
-        "fsspec reaches",
+        "training prompts: .jsonl or .parquet files (also compressed), folders, patterns ('data/*.parquet') or "
+        "folders of Hugging Face datasets; PATH@[start:end] is a slice. Local paths, URLs that fsspec reaches, or "
+        "hf://datasets/ORG/NAME",
         metavar="PATH",
+        common=True,
     )
     prompt_data_weights: list[float] | None = option(
-        None,
-        "the share of each source of --prompt-data, as relative weights; without, the sources are one data set",
+        None, "relative weight of each source of --prompt-data; if not set, all sources form one data set"
     )
     data_source_path: str | None = option(
         None,
-        "a data source of your own, which runs in a process of its own, in place of the built-in one; it may read "
-        "--prompt-data in its own way",
+        "your own data source, in a separate process; it may read --prompt-data in its own way",
         kind="data_source",
     )
-    data_source_timeout_s: float = option(
-        600.0, "deadline of one call to the data source of --data-source-path, in seconds", gt=0
-    )
-    input_key: str = option("prompt", "the field that holds the prompt (text or chat messages)")
-    label_key: str | None = option("label", "the field that holds the label; rows may lack it")
-    metadata_key: str = option("metadata", "the field that holds a mapping for rewards and filters")
-    tool_key: str | None = option(
-        "tools", "the field that holds a row's tools for the chat template, a list of JSON schemas; rows may lack it"
-    )
-    id_key: str = option("id", "the field that holds a row's id, where rows have one; ids must be unique")
+    data_source_timeout_s: float = option(600.0, "deadline for one call to --data-source-path, in seconds", gt=0)
+    input_key: str = option("prompt", "field with the prompt (text or chat messages)", common=True)
+    label_key: str | None = option("label", "field with the label; optional in each row", common=True)
+    metadata_key: str = option("metadata", "field with a mapping for rewards and filters")
+    tool_key: str | None = option("tools", "field with the chat template's tools, JSON schemas; optional in each row")
+    id_key: str = option("id", "field with a unique id; optional in each row")
     multimodal_keys: dict[str, str] | None = option(
-        None, "fields to pass through into sample.multimodal_inputs: MEDIA=FIELD, for example image=images"
+        None, "fields to pass to sample.multimodal_inputs: MEDIA=FIELD, for example image=images"
     )
     decode_json: bool = option(
         True,
-        "decode JSON text in prompts: the text of a list of chat messages, and the arguments of tool calls where they "
-        "are the text of an object, which chat templates would write as JSON once more, or refuse",
+        "decode JSON text in prompts (lists of chat messages, arguments of tool calls); chat templates would "
+        "otherwise encode it twice or refuse it",
     )
     add_special_tokens: bool = option(
-        True,
-        "plain-text prompts get the special tokens that the tokenizer adds to a text, such as <bos>; a resumed run "
-        "does as the one before, unless this is given",
+        True, "add the tokenizer's special tokens, such as <bos>, to plain-text prompts; a resume keeps its value"
     )
-    apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
+    apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template", common=True)
     apply_chat_template_kwargs: dict[str, Any] | None = option(
-        None, 'what the chat template receives besides messages and tools, for example {"enable_thinking": false}'
+        None, 'additional arguments of the chat template, for example {"enable_thinking": false}'
     )
     loss_mask_type: Literal["auto", "qwen", "qwen3", "distill_qwen"] = option(
         "auto",
-        "how supervised fine-tuning finds the assistant's tokens in a conversation: by the template's {% generation %} "
-        "marks, without them as 'qwen' (auto), as what each answer appends to the text before it (qwen), with each "
-        "answer rendered by itself, so that every answer keeps its thinking (qwen3), or the last answer alone, as it "
-        "is written (distill_qwen)",
+        "how supervised fine-tuning finds the assistant's tokens. auto: {% generation %} marks of the template, "
+        "otherwise qwen. qwen: the text that each answer appends. qwen3: each answer rendered alone, so that all "
+        "keep their thinking. distill_qwen: only the last answer, as written",
     )
     accept_changed_rows: bool = option(
-        False,
-        "with --load: go on although rows of the training data, or the names of their fields, were changed; as many "
-        "rows in the same order, of which each keeps its place in the epoch",
+        False, "with --load: continue although rows or field names changed; their number and order must not"
     )
     rollout_shuffle: bool = option(True, "shuffle the rows in each epoch")
-    rollout_seed: int = option(42, "seed of the epoch order and of sampling")
+    rollout_seed: int = option(42, "seed of the order of rows and of sampling")

@@ -14,7 +14,7 @@ from buffer_rl.driver.offload import check_offload
 from buffer_rl.engines.external import urls_of
 from buffer_rl.engines.router import router_arguments
 from buffer_rl.errors import ConfigError
-from buffer_rl.options.section import did_you_mean, flag_of, required
+from buffer_rl.options.section import did_you_mean, flag_of
 from buffer_rl.plan.algorithm import (
     estimator_of,
     frozen_models,
@@ -57,10 +57,15 @@ def check_options(args: Args) -> None:
     check_offload(args)
     router_arguments(args.router_args)
     if args.early_stop is not None:
-        _check_early_stop(args)
-    for flag, given in (("--save-interval", args.save_interval is not None), ("--async-save", args.async_save)):
-        if given and args.save is None:
-            raise ConfigError(f"{flag} has no folder to save to", where="--save", hint="add --save PATH")
+        metric = parse_early_stop(args.early_stop).metric
+        _check_evaluated(args, metric, "--early-stop", "an early stop needs evaluations during the run")
+    for name in ("save_interval", "async_save", "keep_last", "keep_best"):
+        if getattr(args, name) and args.save is None:
+            raise ConfigError(f"{flag_of(name)} has no folder to save to", where="--save", hint="add --save PATH")
+    if args.keep_best is not None:
+        if args.keep_last is None:
+            raise ConfigError("all checkpoints are kept", where="--keep-best", hint="add --keep-last N")
+        _check_evaluated(args, args.keep_best.removeprefix("-"), "--keep-best", "it needs evaluations during the run")
 
 
 def _check_required(args: Args) -> None:
@@ -201,20 +206,18 @@ def _check_optimizer(args: Args) -> None:
         )
 
 
-def _check_early_stop(args: Args) -> None:
-    condition = parse_early_stop(required(args.early_stop, "early_stop"))
+def _check_evaluated(args: Args, metric: str, flag: str, needs: str) -> None:
+    """Raises ConfigError if no evaluation during the run gives the metric that an option names."""
     metrics = [f"eval/{eval_set.name}" for eval_set in eval_sets_of(args)]
-    if not any(condition.metric == metric or condition.metric.startswith(f"{metric}/") for metric in metrics):
+    if not any(metric == known or metric.startswith(f"{known}/") for known in metrics):
         raise ConfigError(
-            f"the metric {condition.metric!r} is of no evaluation set",
-            where="--early-stop",
+            f"the metric {metric!r} is of no evaluation set",
+            where=flag,
             expected="eval/NAME with a NAME of --eval-prompt-data" + (f": {', '.join(metrics)}" if metrics else ""),
-            hint=did_you_mean(condition.metric, metrics),
+            hint=did_you_mean(metric, metrics),
         )
     if args.eval_interval is None:
-        raise ConfigError(
-            "an early stop needs evaluations during the run", where="--early-stop", hint="add --eval-interval N"
-        )
+        raise ConfigError(needs, where=flag, hint="add --eval-interval N")
 
 
 PLACEHOLDER = "{rollout_id}"
@@ -261,6 +264,7 @@ def _check_train_only(args: Args) -> None:
     for name, flag in (
         ("save_debug_rollout_data", "--save-debug-rollout-data"),
         ("early_stop", "--early-stop"),
+        ("keep_best", "--keep-best"),
     ):
         if getattr(args, name) is not None:
             raise ConfigError(f"{flag} needs rollouts, and none are generated", where=flag, hint=f"take {flag} out")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from buffer_rl.errors import ConfigError
-from buffer_rl.files.checkpoint import make_folder, newest_step, remove_unfinished
+import orjson
+
+from buffer_rl.errors import BufferRLError, ConfigError
+from buffer_rl.files.checkpoint import MANIFEST, STEP_NAME, lock_file, make_folder, newest_step, remove_unfinished
 from buffer_rl.files.remote import is_remote, local_path
+from buffer_rl.files.retention import EVALUATION, folder_at, held_checkpoints, kept_steps
+from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import rollout_only
@@ -21,6 +26,11 @@ if TYPE_CHECKING:
 
 
 LOCK_NAME = ".lock"
+AUTO = "auto"
+"""``--load auto``: the newest checkpoint in ``--save``, or the start."""
+LINEAGE = "lineage"
+"""In a checkpoint's facts: the name of the run that began it and of all that went on from it."""
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -37,15 +47,10 @@ def folder_lock(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"the folder cannot be made: {error}", where=flag) from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another run is at work in {str(folder)!r}", where=flag, hint=f"add {flag} PATH"
-            ) from None
-        except OSError:  # a file system without locks: the files may be another run's
-            pass
-        else:
+        locked = lock_file(file, fcntl.LOCK_EX)
+        if locked is False:
+            raise ConfigError(f"another run is at work in {str(folder)!r}", where=flag, hint=f"add {flag} PATH")
+        if locked:  # without locks the files may be another run's
             remove_unfinished(folder)
         yield
 
@@ -64,7 +69,8 @@ def check_lineage(args: Args, first_step: int) -> None:
         f"the folder holds a checkpoint of step {found}, and this run begins at step {first_step}",
         where=f"--save {folder}",
         expected=f"no checkpoint beyond step {first_step}: the newest one would be of another run",
-        hint=f"another folder; or --load {folder} to go on from step {found}; or move the later checkpoints away",
+        hint=f"--load auto (or --load {folder}) to go on from step {found}; or another folder; or move the later "
+        "checkpoints away",
     )
 
 
@@ -78,15 +84,45 @@ def later_checkpoint(args: Args, first_step: int) -> int | None:
 
 
 def with_start(args: Args) -> Args:
-    """The options of a run that goes on where it was, ``--load`` and ``--save`` being one folder: without ``--load`` as
-    long as the folder holds no checkpoint, which is the first start. ``args`` itself where it holds one.
+    """The options with the start that ``--load`` leaves open: ``auto``, or the folder of ``--save``. It is the newest
+    checkpoint there; without one there is no ``--load``, and the run starts.
 
-    Raises CheckpointError if that cannot be found out."""
-    if args.load is None or args.save is None or not _is_one_folder(args.load, args.save):
+    Raises ConfigError for ``auto`` without ``--save``, CheckpointError if checkpoints cannot be looked for."""
+    if args.load == AUTO and args.save is None:
+        raise ConfigError("there is no folder to look for checkpoints in", where="--load auto", hint="add --save PATH")
+    if args.load is None or args.save is None or not (args.load == AUTO or _is_one_folder(args.load, args.save)):
         return args
     if newest_step(args.save):
-        return args
+        return args.model_copy(update={"load": args.save}) if args.load == AUTO else args
     return args.model_copy(update={"load": None})
+
+
+def retain(args: Args, before: int = 0) -> None:
+    """After a checkpoint, and at the end of a run that wrote one beyond the step ``before``: note how the newest two in
+    ``--save`` were evaluated, and remove those of the lineage that ``--keep-last`` and ``--keep-best`` do not keep.
+
+    What fails is logged, and ends no run: the checkpoint is there."""
+    save = required(args.save, "save")
+    try:
+        folder = folder_at(save)
+        found = held_checkpoints(folder, newest=0 if args.keep_last else 2)
+        if (newest := max(found, default=0)) <= before:
+            return
+        evaluations = {line["step"]: line for line in read_metrics(args.run_dir) if line["kind"] == "eval"}
+        scores = {}
+        for step, held in found.items():
+            if held.manifest.facts.get(LINEAGE) == found[newest].manifest.facts.get(LINEAGE):
+                noted = {name: value for name, value in evaluations.get(step, {}).items() if name.startswith("eval/")}
+                scores[step] = {**held.scores, **noted}
+        for step in [*scores][-2:]:
+            folder.put(found[step].name, EVALUATION, orjson.dumps(scores[step]))
+        for step in scores.keys() - kept_steps(scores, args.keep_last or len(scores), args.keep_best):
+            folder.remove(found[step].name)
+        for name in folder.names() if args.keep_last else ():
+            if STEP_NAME.fullmatch(name) and folder.content(name, MANIFEST) == b"":  # at a URL: a removal was cut off
+                folder.remove(name)
+    except (BufferRLError, OSError) as error:
+        _log.warning("earlier checkpoints in %s stay: %s", mask_url(save), error)
 
 
 def _is_one_folder(one: str, other: str) -> bool:
@@ -98,13 +134,16 @@ def _is_one_folder(one: str, other: str) -> bool:
 @contextmanager
 def save_lock(args: Args) -> Iterator[None]:
     """``folder_lock`` of ``--save``, where the run saves and the folder is local: URLs cannot be locked. ``--run-dir``
-    is locked already, and may be the same folder."""
-    folder = local_path(args.save or args.run_dir)
-    if not _saves(args) or is_remote(folder) or os.path.realpath(folder) == os.path.realpath(args.run_dir):
+    is locked already, and may be the same folder. After a block that wrote checkpoints, ``retain``."""
+    if not _saves(args):
         yield
         return
-    with folder_lock(Path(folder), "--save"):
+    folder = local_path(required(args.save, "save"))
+    apart = not is_remote(folder) and os.path.realpath(folder) != os.path.realpath(args.run_dir)
+    with folder_lock(Path(folder), "--save") if apart else nullcontext():
+        before = newest_step(folder)
         yield
+        retain(args, before)
 
 
 def _saves(args: Args) -> bool:

@@ -23,7 +23,7 @@ from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.folders import check_lineage, folder_lock, save_lock
+from buffer_rl.driver.folders import LINEAGE, check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
@@ -31,6 +31,7 @@ from buffer_rl.driver.runtime import RayRuntime, Target
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.observe.startup import StartUp
 from buffer_rl.options.section import dump_args
 from buffer_rl.plan.algorithm import (
     REFERENCE_FOLDER,
@@ -78,10 +79,13 @@ PUBLISH_END_S = 2.0
 """For a publication that is under way to end, so that no engine stays paused. What it waits for may be gone."""
 
 
-def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> RunResult:
-    """Run ``args`` to its end. The final weights are then in ``run_dir/hf``, where the run has a trainer.
+def launch_training(
+    args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = (), startup: StartUp | None = None
+) -> RunResult:
+    """Run ``args`` to its end. The final weights are then in ``run_dir/hf``, if the run has a trainer.
 
-    data: facts about the data sources, for the run's provenance. Raises the error of ``buffer_rl.errors`` that ended
+    data: facts about the data sources, for the run's provenance. startup: what was ready before.
+    Raises the error of ``buffer_rl.errors`` that ended
     the run, after all of its processes have stopped.
     """
     run_dir = Path(args.run_dir)
@@ -95,7 +99,7 @@ def launch_training(args: Args, registry: PluginRegistry, data: Sequence[Mapping
         check_lineage(args, checkpoint.step if checkpoint else 0)  # no other run can write to the folder by now
         provenance = provenance_of(args, registry, data)
         registry.call_hook("buffer_rl_configure", config=args)
-        session = RunSession(args, registry, checkpoint, provenance, stack)
+        session = RunSession(args, registry, checkpoint, provenance, stack, startup)
 
         def attempt(start: Checkpoint | None, processes: Processes) -> RunResult:
             run = _Run(args, registry, run_dir, start, session, processes)
@@ -172,6 +176,7 @@ class _Run:
 
     def _await_engines(self, fleet: EngineFleet) -> None:
         fleet.wait_ready()
+        self.observer.ready("engine")
         if self.trained:
             self.engines = fleet.control(self.args.update_weights_timeout_s)
             calls = self.stack.local("engines", self.engines, end_s=lambda: PUBLISH_END_S, then=self.engines.close)
@@ -231,6 +236,7 @@ class _Run:
         plan = self._plan()
         if plan.saves:
             facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
+            facts[LINEAGE] = self.session.lineage
             checkpoints = RunCheckpoints(
                 self.session.args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
             )
@@ -361,6 +367,8 @@ class _Run:
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
             self.buffer.load(str(self.checkpoint.folder))
+        if self.trained:
+            self.observer.ready("trainer")
         for call in loading:
             call.wait(limit)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ import numpy as np
 from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.driver.folders import retain
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError, WorkerDiedError
 from buffer_rl.files.checkpoint import new_checkpoint
 from buffer_rl.files.row_file import read_rollout, write_rollout
+from buffer_rl.observe.run_folder import changed_options
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.plan.roles import ACTOR
@@ -71,12 +74,14 @@ class RunCheckpoints:
 
     def seal(self) -> None:
         """Wait for what ranks still write under ``--async-save``; the checkpoint is whole then, and has its name.
-        Raises as ``save``."""
+        Earlier ones are removed, as ``--keep-last`` says. Raises as ``save``."""
         next(self._writing, None)
+        retain(self._args)
 
     def _written(self, step: int) -> Iterator[None]:
         options = mask_secrets(self._args.model_dump(mode="json"))
         facts = {"buffer_rl": __version__, "options": options, **self._provenance}
+        facts |= {"saved": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed_options(self._args)}
         root = self._args.save
         assert root is not None  # there would be no RunCheckpoints otherwise
         with new_checkpoint(root, step, facts, self._args.run_dir) as folder:

@@ -15,16 +15,18 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.driver.folders import later_checkpoint
+from buffer_rl.driver.folders import LINEAGE, later_checkpoint
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, resume_notices, ships_code
 from buffer_rl.driver.runtime import LocalTarget
 from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.observe.observer import RunObserver
+from buffer_rl.observe.startup import StartUp
 from buffer_rl.plugin.registry import PluginRegistry
 
 if TYPE_CHECKING:
@@ -43,17 +45,24 @@ class RunSession:
     loaded: the checkpoint of ``--load``."""
 
     def __init__(
-        self, args: Args, registry: PluginRegistry, loaded: Checkpoint | None, provenance: Provenance, stack: ExitStack
+        self,
+        args: Args,
+        registry: PluginRegistry,
+        loaded: Checkpoint | None,
+        provenance: Provenance,
+        stack: ExitStack,
+        startup: StartUp | None = None,
     ) -> None:
         self.provenance = provenance
         self.observer = stack.enter_context(
-            RunObserver(args, registry, loaded.step if loaded else None, provenance.facts())
+            RunObserver(args, registry, loaded.step if loaded else None, provenance.facts(), startup)
         )
         if loaded is not None:
             resumed = resume_notices(loaded.facts, loaded.step, args)
             for line in (*changed_plugins(loaded.facts, provenance), *resumed):
                 self.observer.notice(line)
         self._first_step = loaded.step if loaded else 0
+        self.lineage = (loaded.facts.get(LINEAGE) if loaded else None) or uuid4().hex
         self._code = collect_user_code(args, registry) if ships_code(args) else None
         self.args = args
         self._stack = stack
@@ -69,6 +78,7 @@ class RunSession:
             store_bytes = round(self.args.object_store_gb * 1e9)
             self._stack.enter_context(ray_session(self.args.ray_address, self._code, store_bytes))
             self._is_connected = True
+            self.observer.ready("Ray")
 
 
 class Processes(ExitStack):

@@ -7,16 +7,17 @@ hash: a missing or damaged checkpoint is an error, never a fresh start.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
@@ -30,7 +31,7 @@ UNSEALED_FORMAT = 1
 """Of earlier versions: without a hash of the manifest itself."""
 MANIFEST = "manifest.json"
 _SEAL = "manifest_sha256"
-_STEP_NAME = re.compile(r"step_(\d{6,})")
+STEP_NAME = re.compile(r"step_(\d{6,})")
 _REPLACED_NAME = re.compile(r"\.(step_(\d{6,}))\.replaced")
 _UNFINISHED_NAME = re.compile(r"\.(step_\d{6,}|load)\.(?!replaced$)\w+")
 _HASH_BLOCK = 1 << 20
@@ -84,10 +85,15 @@ def new_checkpoint(
 
 @contextmanager
 def opened_checkpoint(path: str | Path, scratch: str | Path | None = None) -> Iterator[Checkpoint]:
-    """``open_checkpoint`` for the length of the block, and for URLs: their files are downloaded into a temporary
-    folder in ``scratch`` (the system's where None), checked there, and removed afterwards."""
+    """``open_checkpoint`` for the length of the block, in which no run removes it (``buffer_rl.files.retention``). Also
+    for URLs: their files are downloaded into a temporary folder in ``scratch`` (the system's where None), checked
+    there, and removed afterwards."""
     if not is_remote(local_path(str(path))):
-        yield open_checkpoint(path)
+        chosen = _chosen(path)
+        with ExitStack() as stack:
+            with suppress(OSError):  # of a manifest that is missing, too: it is an error below
+                lock_file(stack.enter_context((chosen / MANIFEST).open("rb")), fcntl.LOCK_SH)
+            yield open_checkpoint(chosen)
         return
     remote = RemoteFolder(str(path), MANIFEST)
     name, manifest = _newest_remote(remote)
@@ -129,7 +135,7 @@ def checkpoints_at(path: str | Path) -> list[Path]:
     folder = Path(local_path(str(path)))
     if not folder.is_dir():
         raise CheckpointError("there is no such folder", where=str(folder))
-    if (folder / MANIFEST).exists() or _STEP_NAME.fullmatch(folder.name):
+    if (folder / MANIFEST).exists() or STEP_NAME.fullmatch(folder.name):
         return [folder]
     return [chosen for _, chosen in sorted(_steps(folder, where=str(folder)).items())]
 
@@ -147,11 +153,24 @@ def newest_step(path: str | Path) -> int:
         raise CheckpointError(f"the folder cannot be read: {error}", where=str(path)) from error
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what writers and readers that were killed left behind. The caller must be the only user of the folder."""
+def remove_unfinished(folder: Path, name: str = "") -> None:
+    """Remove what writers and readers that were killed left behind, of the checkpoint ``name`` alone if it is given.
+    The caller must be the only user of the folder, or of the checkpoint."""
     for child in folder.iterdir():
-        if _UNFINISHED_NAME.fullmatch(child.name):
+        if _UNFINISHED_NAME.fullmatch(child.name) and child.name.startswith(f".{name}"):
             shutil.rmtree(child, ignore_errors=True)
+
+
+def lock_file(file: IO[Any], kind: int) -> bool | None:
+    """Lock an open file, without waiting: whether that was possible, and None on a file system without locks. kind:
+    ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``. The lock ends with the file, or with the process."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def make_folder(folder: Path) -> None:
@@ -230,7 +249,7 @@ def _older_named(chosen: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        named = _STEP_NAME.fullmatch(chosen.name)
+        named = STEP_NAME.fullmatch(chosen.name)
         steps = _steps_in(chosen.parent) if named else {}
         if named and (older := [step for step in steps if step < int(named[1])]):
             error.hint = error.hint or f"copy it again, or resume from the one before it: --load {steps[max(older)]}"
@@ -255,7 +274,7 @@ def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:
 
 def _remote_checkpoints(remote: RemoteFolder, names: Sequence[str]) -> Iterator[tuple[int, str, bytes]]:
     """Step, name and manifest of each checkpoint, the newest first."""
-    steps = {int(match[1]): name for name in names if (match := _STEP_NAME.fullmatch(name))}
+    steps = {int(match[1]): name for name in names if (match := STEP_NAME.fullmatch(name))}
     for step in sorted(steps, reverse=True):
         content = remote.manifest(steps[step])
         if content and content.rstrip().endswith(b"}"):
@@ -280,7 +299,7 @@ def _temporary_folder(base: Path, prefix: str, *, replaces: Path | None = None) 
     try:
         make_folder(base)
         if replaces is not None:
-            _forget_unfinished(replaces)
+            remove_unfinished(base, replaces.name)
         temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     except OSError as error:
         raise CheckpointError(f"the checkpoint folder cannot be made: {error}", where=str(base)) from error
@@ -299,7 +318,7 @@ def _steps_in(root: Path) -> dict[int, Path]:
     children = list(root.iterdir())
     # A run that was killed between the two renames of ``_swap`` left the earlier checkpoint of the step, whole, there.
     steps = {int(match[2]): child for child in children if (match := _REPLACED_NAME.fullmatch(child.name))}
-    return steps | {int(match[1]): child for child in children if (match := _STEP_NAME.fullmatch(child.name))}
+    return steps | {int(match[1]): child for child in children if (match := STEP_NAME.fullmatch(child.name))}
 
 
 def _steps(root: Path, where: str) -> dict[int, Path]:
@@ -332,14 +351,6 @@ def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
     for directory in (*(child for child in folder.rglob("*") if child.is_dir()), folder):
         _sync(directory)
     folder.chmod(0o755)  # mkdtemp makes it private
-
-
-def _forget_unfinished(target: Path) -> None:
-    """A run that was killed while it wrote this step left its temporary folder behind."""
-    replaced = _replaced(target)
-    for folder in target.parent.glob(f".{target.name}.*"):
-        if folder != replaced:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replaced(target: Path) -> Path:

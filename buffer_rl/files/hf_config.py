@@ -14,7 +14,7 @@ from typing import Any
 
 from buffer_rl.errors import ConfigError
 
-DOWNLOAD = "a model of the Hub is downloaded first: hf download ORG/NAME --local-dir FOLDER"
+DOWNLOAD = "a model of the Hub is ORG/NAME, or: hf download ORG/NAME --local-dir FOLDER"
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "llm_config", "language_config")
 
 

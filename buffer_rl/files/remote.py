@@ -88,7 +88,8 @@ class RemoteFolder:
         content = orjson.dumps({**manifest, FOLDER_KEY: attempt}, option=orjson.OPT_INDENT_2)
         try:
             self._put_files(folder, f"{target}/{attempt}", manifest["files"])
-            self._put(f"{target}/{self._manifest_name}", content)
+            # One object. A store makes it visible whole; elsewhere a torn manifest is none, because it is no JSON.
+            self._system.pipe_file(f"{target}/{self._manifest_name}", content)
         except Exception as error:  # fault boundary: every backend raises errors of its own
             self._remove(f"{target}/{attempt}")
             raise self._error("the checkpoint cannot be uploaded", error, name) from error
@@ -110,15 +111,32 @@ class RemoteFolder:
 
     def manifest(self, name: str = "") -> bytes | None:
         """The manifest of ``URL/name``, or of the URL itself; None where there is none. Raises CheckpointError."""
-        path = "/".join(part for part in (self._root, name, self._manifest_name) if part)
+        return self.content(name, self._manifest_name)
+
+    def content(self, name: str, file: str) -> bytes | None:
+        """One small file of ``URL/name``; None where it is not there. Raises CheckpointError."""
+        path = "/".join(part for part in (self._root, name, file) if part)
         try:
             self._system.invalidate_cache()
             content: bytes = self._system.cat_file(path)
         except FileNotFoundError:
             return None
         except Exception as error:  # fault boundary: every backend raises errors of its own
-            raise self._error("the manifest cannot be read", error, name) from error
+            raise self._error("the file cannot be read", error, name, file) from error
         return content
+
+    def put(self, name: str, file: str, content: bytes) -> None:
+        """Write one small file beside the manifest of ``URL/name``. Raises CheckpointError."""
+        try:
+            self._system.pipe_file(f"{self._root}/{name}/{file}", content)
+        except Exception as error:  # fault boundary: every backend raises errors of its own
+            raise self._error("the file cannot be written", error, name, file) from error
+
+    def remove(self, name: str) -> None:
+        """Remove ``URL/name``: its manifest is none first, and goes last. Raises CheckpointError."""
+        self.put(name, self._manifest_name, b"")
+        self._remove_others(f"{self._root}/{name}", "")
+        self._remove(f"{self._root}/{name}")
 
     def download(self, name: str, file: str, target: Path) -> None:
         """Copy one file of ``URL/name`` to ``target``. Raises CheckpointError."""
@@ -142,11 +160,6 @@ class RemoteFolder:
             found = self._system.size(f"{target}/{name}")
             if found is not None and found != file["size"]:
                 raise OSError(f"{name}: {found} bytes arrived of {file['size']}")
-
-    def _put(self, path: str, content: bytes) -> None:
-        """One object. A store makes it visible whole; elsewhere a torn manifest is no manifest, because it is no
-        JSON."""
-        self._system.pipe_file(path, content)
 
     def _remove_others(self, target: str, attempt: str) -> None:
         """The files of replaced and of unfinished uploads. What cannot be removed costs room and nothing else."""

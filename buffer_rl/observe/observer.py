@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.observe.metrics import MetricHub
-from buffer_rl.observe.progress import Progress
-from buffer_rl.observe.run_folder import SampleDump, write_facts
+from buffer_rl.observe.progress import ROLLOUT_PHASES, Progress
+from buffer_rl.observe.run_folder import SampleDump, add_facts, write_facts
+from buffer_rl.observe.startup import StartUp
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, step_metrics
 from buffer_rl.options.section import Options
@@ -21,6 +22,9 @@ from buffer_rl.plugin.registry import PluginRegistry
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
+
+
+FIRST_REQUEST = "first request"
 
 
 class RunObserver:
@@ -37,6 +41,7 @@ class RunObserver:
         registry: PluginRegistry,
         resume_step: int | None = None,
         provenance: Mapping[str, Any] | None = None,
+        startup: StartUp | None = None,
     ) -> None:
         self._run_dir = run_dir = str(args.run_dir)
         if isinstance(args, Options):
@@ -51,7 +56,9 @@ class RunObserver:
         self._trace = TraceFile(run_dir, resume_step=resume_step) if args.trace else None
         self._spans: dict[str, list[WorkSpan]] = {}  # of the steps that are not logged yet
         self._overlap = Overlap.of_options(args.schedule, args.stream_gradients)
-        self._progress = Progress(args.progress, args.num_rollout, title=f"buffer-rl · {Path(run_dir).name}")
+        self._startup = startup or StartUp()
+        title = f"buffer-rl · {Path(run_dir).name}"
+        self._progress = Progress(args.progress, args.num_rollout, title=title, startup=self._startup)
         self._incidents = Incidents(run_dir)
         self._stack = ExitStack()
 
@@ -87,8 +94,15 @@ class RunObserver:
         self._progress.went_back(max(0, before))
         self._incidents.went_back(max(0, before))
 
+    def ready(self, part: str) -> None:
+        """A part of the run was started."""
+        self._progress.ready(part)
+
     def phase(self, name: str) -> None:
         """The driver entered a phase: generate, train, save, publish, evaluate."""
+        if name in ROLLOUT_PHASES and FIRST_REQUEST not in self._startup.times:
+            self.ready(FIRST_REQUEST)
+            add_facts(self._run_dir, start=self._startup.times)
         self._progress.phase(name)
 
     def notice(self, line: str) -> None:

@@ -12,7 +12,7 @@ class ObserveOptions(Section):
 
     heading: ClassVar[str] = "Observation"
 
-    logger: list[str] = option(["tensorboard"], "metric loggers besides the JSONL file", kind="logger")
+    logger: list[str] = option(["tensorboard"], "metric loggers besides metrics.jsonl", kind="logger", common=True)
     progress: Literal["auto", "rich", "plain", "none"] = option("auto", "progress display")
-    dump_samples: int = option(4, "groups a rollout that are written to samples.jsonl", ge=0)
-    trace: bool = option(True, "write trace.json, for Perfetto and the report: who worked on what, and when")
+    dump_samples: int = option(4, "number of groups per rollout to write to samples.jsonl", ge=0)
+    trace: bool = option(True, "write trace.json, a timeline of all processes for Perfetto and the report")

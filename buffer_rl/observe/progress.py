@@ -23,13 +23,15 @@ from rich.text import Text
 
 from buffer_rl.observe.curve import sparkline
 from buffer_rl.observe.metrics import drops_of, eval_scores
+from buffer_rl.observe.startup import StartUp, text_of
 from buffer_rl.observe.terminal import printable
 
 Mode = Literal["auto", "rich", "plain", "none"]
 _REFRESH_HZ = 4
 _BAR_WIDTH = 32
-_ROLLOUT_PHASES = ("generate", "evaluate")  # those that the bar of groups is of
+ROLLOUT_PHASES = ("generate", "evaluate")  # those that the bar of groups is of
 _STOPPED = "stopped"
+_STARTING = "starting"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +45,8 @@ class Board:
     title: str
     total_steps: int | None
     started_at: float
-    phase: str = "starting"
+    phase: str = _STARTING
+    start: str = ""
     phase_since: float = 0.0
     first_step: int | None = None
     last_step: int | None = None
@@ -102,7 +105,8 @@ class Board:
 class Progress:
     """Shows how far a run is. Use it as a context manager.
 
-    mode: ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere. total_steps: None where it is not known.
+    mode: ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere. total_steps: None if it is not known. startup:
+    what is shown until the first rollout; the panel goes on with its line.
     console, clock: for tests and for callers that own a terminal; ``clock`` returns seconds.
     """
 
@@ -112,9 +116,11 @@ class Progress:
         total_steps: int | None,
         title: str,
         *,
+        startup: StartUp | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._startup = startup or StartUp()
         self._console = console or Console(file=sys.stdout)
         self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
         self._clock = clock
@@ -125,11 +131,12 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._mode == "rich":
+            self._startup.silence()
             self._live = Live(
                 get_renderable=self.render, console=self._console, refresh_per_second=_REFRESH_HZ, transient=False
             )
             self._live.start()
-        else:
+        elif not self._startup.times:
             self._say(self._board.title)
         return self
 
@@ -144,10 +151,17 @@ class Progress:
     def phase(self, name: str) -> None:
         """What the run does now: ``generate``, ``train``, ``publish``, ``evaluate`` …"""
         with self._lock:
+            self._startup.end_line()
             if name != self._board.phase:
-                if self._board.phase in _ROLLOUT_PHASES and name != _STOPPED:
+                if self._board.phase in ROLLOUT_PHASES and name != _STOPPED:
                     self._board.groups_done = self._board.groups_wanted  # the last groups end between two looks
                 self._board.phase, self._board.phase_since = name, self._clock()
+
+    def ready(self, part: str) -> None:
+        """A part of the run is ready; see ``StartUp``."""
+        with self._lock:
+            self._startup.ready(part)
+            self._board.start = text_of(self._startup.times)
 
     def went_back(self, step: int) -> None:
         """The run does training step ``step`` and later ones again."""
@@ -180,6 +194,7 @@ class Progress:
     def notice(self, line: str) -> None:
         """One line that stays on the screen; may be called from any thread."""
         if self._mode != "none":
+            self._startup.end_line()
             self._console.print(printable(line), style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def render(self) -> RenderableType:
@@ -235,6 +250,8 @@ def _figures(board: Board) -> Table:
     grid.add_column(width=9, style="dim")
     grid.add_column()
     metrics = board.metrics
+    if board.phase == _STARTING:
+        grid.add_row("start", Text(printable(board.start)))
     if board.rewards:
         grid.add_row("reward", Text(f"{board.rewards[-1]:.3f}  {sparkline(board.rewards, 40)}"))
         if more := reward_of_all(metrics):

@@ -25,6 +25,7 @@ from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mea
 from buffer_rl.observe.metrics import DROP_PREFIX, read_metrics
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts, read_facts, read_jsonl
+from buffer_rl.observe.startup import text_of
 from buffer_rl.observe.summary import REPORT_FILE, EvalGain, eval_gains, gain_table, run_files
 from buffer_rl.observe.svg_chart import COLOURS, TEMPLATES, Line, format_number, line_chart, stacked_bars
 from buffer_rl.observe.terminal import printable
@@ -146,6 +147,8 @@ def run_report(run_dir: str | Path, console: Console | None = None, title: str =
     seconds = sum(record.get("perf/step_time") or 0.0 for record in records)
     if seconds:
         out.print(Text(f"training steps took {format_duration(seconds)} together"), highlight=False)
+    if start := read_facts(run_dir).start:
+        out.print(Text(printable(f"start: {text_of(start)}")), highlight=False, soft_wrap=True)
     for name, path in run_files(run_dir).items():
         out.print(Text(printable(f"{name:<21} {path}")), highlight=False, soft_wrap=True)
     return gains
@@ -247,6 +250,7 @@ def _facts(report: Report, steps: Mapping[int, Mapping[str, float]]) -> dict[str
         "they took": format_duration(seconds) if seconds else "",
         "tokens sampled": format_number(tokens) if tokens else "",
         "started": report.facts.started.replace("T", " ").replace("+00:00", " UTC"),
+        "start": text_of(report.facts.start),
         "model": str(report.facts.changed.get("--hf-checkpoint", "")),
         "buffer_rl": report.facts.version,
     }

@@ -173,10 +173,12 @@ def _plain(value: Any) -> Any:
 class RunFacts:
     """Facts of a run, as in ``run.json``; all empty where there is no such file.
 
-    started: UTC, ISO 8601. changed: the options that differ from their defaults, by flag.
+    started: UTC, ISO 8601. start: seconds from the command until each part was ready. changed:
+    the options that differ from their defaults, by flag.
     """
 
     started: str = ""
+    start: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
     changed: Mapping[str, Any] = field(default_factory=dict)
 
@@ -208,10 +210,21 @@ def write_facts(run_dir: str | Path, args: Args, provenance: Mapping[str, Any] |
     return path
 
 
+def add_facts(run_dir: str | Path, **more: Any) -> None:
+    """Add JSON values to ``run_dir/run.json``, if it is there. Raises ``OSError``."""
+    path = Path(run_dir) / RUN_FILE
+    if path.exists():
+        facts = json.loads(path.read_text(encoding="utf-8")) | more
+        path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8", errors=SURROGATES)
+
+
 def read_facts(run_dir: str | Path) -> RunFacts:
     """The facts of the run in ``run_dir``; empty where the file is missing or has another format."""
     try:
         found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
-        return RunFacts(started=str(found["started"]), version=str(found["version"]), changed=dict(found["changed"]))
+        started, version = str(found["started"]), str(found["version"])
+        return RunFacts(
+            started=started, start=dict(found.get("start", {})), version=version, changed=dict(found["changed"])
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return RunFacts()

@@ -10,9 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from buffer_rl.files.remote import local_path
 from buffer_rl.observe.curve import CURVE_FILE, curves_of
 from buffer_rl.observe.metrics import METRICS_FILE
-from buffer_rl.observe.run_folder import SAMPLES_FILE
+from buffer_rl.observe.run_folder import SAMPLES_FILE, read_facts
 from buffer_rl.observe.terminal import printable
 from buffer_rl.observe.timeline import TRACE_FILE
 
@@ -82,6 +83,7 @@ def run_files(run_dir: str | Path) -> dict[str, Path]:
         "trace (ui.perfetto.dev)": folder / TRACE_FILE,
         "TensorBoard": folder / "tensorboard",
         "model (Hugging Face)": folder / "hf",
+        "checkpoints": Path(local_path(str(read_facts(folder).changed.get("--save", folder / "checkpoints")))),
         "quarantined prompts": folder / "quarantine.jsonl",
         "rows of bad steps": folder / "non_finite",
         "logs": folder / "logs",

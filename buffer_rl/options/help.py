@@ -1,9 +1,10 @@
-"""Options as argparse flags: one help group a section, both spellings, nearest names for what is unknown."""
+"""Options as argparse flags: both spellings, a help page of the most used ones, and one for each section."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
@@ -64,10 +65,90 @@ def add_options(parser: argparse.ArgumentParser, sections: Sequence[str | type[S
         section = load_section(given) if isinstance(given, str) else given
         group = parser.add_argument_group(section.heading or section.__name__)
         for name, field in section.model_fields.items():
-            _add_option(group, name, field)
+            add_option(group, name, field)
 
 
-def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+def add_help(parser: argparse.ArgumentParser, sections: Sequence[str | type[Section]]) -> None:
+    """Add ``--help [SECTION]`` to a parser without it, which gets the options of these sections."""
+    parser.add_argument("-h", "--help", action=_Help, sections=sections)
+
+
+def keep_in_help(parser: argparse.ArgumentParser, acts: Callable[[str, str], bool]) -> None:
+    """Leave out of the help pages what does nothing for this command: every option for which ``acts``, called with
+    the heading of its section and its name, is false. Its flag stays, and its name is in ``idle``, a default."""
+    idle = set()
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            name = action.dest.removeprefix(_DEST)
+            if name != action.dest and not acts(group.title or "", name):
+                action.help = argparse.SUPPRESS
+                idle.add(name)
+    parser.set_defaults(idle=idle)
+
+
+class _Help(argparse.Action):
+    """Prints the most used options and the names of all sections; one section or one option by its name; or all."""
+
+    def __init__(self, *, sections: Sequence[str | type[Section]], **kwargs: Any) -> None:
+        text = "show the most used options; all options of SECTION; or every option (all)"
+        kwargs |= {"dest": argparse.SUPPRESS, "nargs": "?", "metavar": "SECTION", "help": text}
+        super().__init__(default=argparse.SUPPRESS, **kwargs)
+        self._sections = sections
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, flag: object = None) -> None:
+        loaded = [load_section(each) if isinstance(each, str) else each for each in self._sections]
+        print(_help_page(parser, loaded, _slug(str(values or ""))), end="")
+        parser.exit()
+
+
+def _slug(heading: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-")
+
+
+def _help_page(parser: argparse.ArgumentParser, sections: Sequence[type[Section]], asked: str) -> str:
+    """asked: empty for the most used options, ``all``, or a section's or an option's name. Raises ConfigError."""
+    titled = {section.heading or section.__name__: section for section in sections}
+    flags: dict[str, list[argparse.Action]] = {}
+    for group in parser._action_groups:
+        shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        flags.setdefault(group.title or "", []).extend(shown)
+    slugs = {_slug(title): title for title in titled if flags[title]}
+    common = {name for section in sections for name, field in section.model_fields.items() if declared(field, "common")}
+
+    def asked_for(title: str, action: argparse.Action) -> bool:
+        name = action.dest.removeprefix(_DEST)
+        if asked in ("", "all"):
+            return bool(asked) or title not in titled or name in common
+        return title in titled and asked in (_slug(title), _slug(name))
+
+    chosen = {title: [each for each in actions if asked_for(title, each)] for title, actions in flags.items()}
+    if not any(chosen.values()):
+        expected = f"one of {', '.join(slugs)}, all, or the name of an option"
+        hint = did_you_mean(asked, [*slugs, *(_slug(name) for section in sections for name in section.model_fields)])
+        raise ConfigError(f"there is no section of options {asked!r}", expected=expected, hint=hint)
+    formatter = parser._get_formatter()
+    if asked in ("", "all"):
+        formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
+        formatter.add_text(parser.description)
+    for title, actions in chosen.items():
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+    if not asked:
+        lines = [_section_line(slug, len(flags[title]), titled[title]) for slug, title in slugs.items()]
+        more = f"all options by section: {parser.prog} --help SECTION, or {parser.prog} --help all"
+        formatter.add_text("\n".join([more, *lines]).replace("%", "%%"))
+    return formatter.format_help()
+
+
+def _section_line(slug: str, count: int, section: type[Section]) -> str:
+    about = re.split(r"\.\s|\n", f"{section.__doc__ or ''}\n")[0].rstrip(".")
+    package = section.__module__.partition(".")[0]
+    return f"  {slug:<17} {count:>3}  {about}{'' if package == 'buffer_rl' else f' (plugin {package})'}"
+
+
+def add_option(group: argparse._ActionsContainer, name: str, field: FieldInfo) -> None:
+    """Add the flag of one option."""
     wanted = option_type(field)
     flag = flag_of(name)
     flags = [flag, *short_flag(field)]
@@ -143,24 +224,17 @@ def take_items(namespace: argparse.Namespace, extra: Sequence[str]) -> list[str]
     items: dict[str, dict[str, list[str]]] = {}
     own: dict[str, list[str]] = {}
     rest: list[str] = []
-    values = rest
-    for token in extra:
-        flag, equals, value = token.partition("=")
-        name = flag[2:].replace("-", "_") if token.startswith("--") else ""
+    for flag, tokens, values in by_flag(extra):
+        name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
         owner, item = item_of_mapping(known, name)
-        if owner and name in known:  # no item, but an option beside them, of which this command has no flag
-            values = own.setdefault(name, [])
-            values += [value] if equals else []
-        elif owner:
-            if item in items.get(owner, {}):
-                raise ConfigError(f"{flag} is given twice")
-            values = items.setdefault(owner, {}).setdefault(item, [])
-            values += [value] if equals else []
-        elif token.startswith("--"):
-            values = rest
-            rest.append(token)
+        if not owner:
+            rest += tokens
+        elif name in known:  # no item, but an option beside them, of which this command has no flag
+            own.setdefault(name, []).extend(values)
+        elif item in items.get(owner, {}):
+            raise ConfigError(f"{flag} is given twice")
         else:
-            values.append(token)
+            items.setdefault(owner, {})[item] = values
     for name, given_values in own.items():
         set_flag(namespace, name, given_values[0] if len(given_values) == 1 else given_values)
     for owner, found in items.items():
@@ -179,3 +253,26 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
             for child in action.choices.values():
                 flags.extend(flags_of(child))
     return flags
+
+
+def by_flag(extra: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
+    """Each flag with its tokens and its values; what comes before the first flag is one without a name."""
+    groups: list[tuple[str, list[str], list[str]]] = []
+    for token in extra:
+        if token.startswith("--") or (token.startswith("-") and not _is_number(token)):
+            flag, equals, value = token.partition("=")
+            groups.append((flag, [token], [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(token)
+            groups[-1][2].append(token)
+        else:
+            groups.append(("", [token], [token]))
+    return groups
+
+
+def _is_number(token: str) -> bool:
+    try:
+        float(token)
+    except ValueError:
+        return False
+    return True

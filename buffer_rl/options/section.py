@@ -16,8 +16,10 @@ import importlib
 import json
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic.fields import FieldInfo
 
@@ -83,6 +85,7 @@ def option(
     short: str = "",
     prefix: str = "",
     one_of: str = "",
+    common: bool = False,
     **constraints: Any,
 ) -> Any:
     """One option of a section.
@@ -92,7 +95,8 @@ def option(
     example ``-p``. ``metavar``: what ``--help`` shows as the value; of ``PATH`` and ``FILE`` a leading ``~`` is the
     home folder. ``prefix``: of a mapping whose items are options too: with ``tool_``, ``--tool-level 3`` is its
     item ``level``, unless another option has that name. ``one_of``: the name of a group of options of which a run has
-    one: a flag replaces what a file says for another of the group. ``constraints`` go to ``pydantic.Field``.
+    one: a flag replaces what a file says for another of the group. ``common``: a first run needs it, so the short
+    ``--help`` shows it. ``constraints`` go to ``pydantic.Field``.
     """
     extra: dict[str, Any] = {
         "kind": kind,
@@ -100,6 +104,7 @@ def option(
         "short": short,
         "prefix": prefix,
         "one_of": one_of,
+        "common": "yes" if common else "",
     }
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
@@ -202,7 +207,7 @@ def plugin_kind_of(args_class: type[Section], name: str) -> str:
 
 
 def declared(field: FieldInfo, what: str) -> str:
-    """What ``option`` was given as ``what`` (kind, metavar, short, prefix, one_of); an empty text without."""
+    """What ``option`` was given as ``what`` (kind, metavar, short, prefix, one_of, common); an empty text without."""
     extra = field.json_schema_extra
     return str(extra.get(what, "")) if isinstance(extra, dict) else ""
 
@@ -217,6 +222,15 @@ def item_of_mapping(known: Mapping[str, FieldInfo], name: str) -> tuple[str, str
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``did you mean …?`` with the nearest of the known names, or an empty text if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else ""
+    """``did you mean …?`` with those of the known names (options, their flags or variables, or plugin kinds) that other
+    toolkits call ``name`` (``synonyms.yaml``), else the nearest one; or an empty text."""
+    names = {each: _plain(each) for each in known}
+    synonyms = yaml.safe_load(resources.files("buffer_rl.options").joinpath("synonyms.yaml").read_text("utf-8"))
+    same = [each for each, plain in names.items() if _plain(name) in synonyms.get(plain, ())]
+    near = difflib.get_close_matches(_plain(name), names.values(), n=1, cutoff=0.6)
+    found = same or [each for each, plain in names.items() if plain in near][:1]
+    return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(ENV_PREFIX).lstrip("-").replace("-", "_").lower()

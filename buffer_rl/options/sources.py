@@ -19,9 +19,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from buffer_rl.errors import ConfigError, all_of
-from buffer_rl.options.help import given_flags, set_flag
+from buffer_rl.options.help import by_flag, given_flags, set_flag
 from buffer_rl.options.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
-from buffer_rl.options.section import ENV_PREFIX, declared, did_you_mean, env_of, flag_of
+from buffer_rl.options.section import ENV_PREFIX, declared, did_you_mean, env_of, flag_of, item_of_mapping, load_section
 from buffer_rl.options.values import Raw, convert, mapping_of, option_type, read_yaml
 from buffer_rl.plugin.calls import returned
 from buffer_rl.plugin.hookspecs import FlagMeaning
@@ -260,9 +260,10 @@ def take_unknown(namespace: argparse.Namespace, extra: Sequence[str], flags: Seq
     together."""
     if not extra:
         return []
-    registry = PluginRegistry.from_flags(given_flags(namespace).get("plugin") or ())
+    plugins = list(given_flags(namespace).get("plugin") or ())
+    registry = PluginRegistry.from_flags(plugins)
     rest, notices = _accept_known(namespace, extra, flags, registry)
-    _refuse_unknown(rest, flags, registry, prog=prog)
+    _refuse_unknown(rest, flags, registry, plugins, prog=prog)
     return notices
 
 
@@ -286,7 +287,7 @@ def _accept_known(
     rest: list[str] = []
     ignored: dict[str, list[str]] = {}
     notices = []
-    for flag, tokens, values in _by_flag(extra):
+    for flag, tokens, values in by_flag(extra):
         known = explain(registry, flag[2:], values) if flag.startswith("--") else None
         if known is None or not known.accepted:
             rest += tokens
@@ -305,12 +306,28 @@ def _accept_known(
     return rest, notices
 
 
-def _refuse_unknown(extra: Sequence[str], flags: Sequence[str], registry: PluginRegistry, *, prog: str) -> None:
+def _blocked_owner(flag: str, plugins: Sequence[str]) -> str:
+    """What is known of a flag that is an option of a plugin blocked by ``-p no:NAME`` among ``plugins``."""
+    wanted = [each for each in plugins if not each.startswith("no:")]
+    if len(wanted) == len(plugins):
+        return ""
+    name = flag.lstrip("-").replace("-", "_")
+    for plugin, sections in PluginRegistry.from_flags(wanted).call_hook("buffer_rl_add_options"):
+        for section in sections if isinstance(sections, list | tuple) else ():
+            fields = (load_section(section) if isinstance(section, str) else section).model_fields
+            if name in fields or item_of_mapping(fields, name)[0]:
+                return f"an option of the plugin {plugin}, which -p no:... blocks"
+    return ""
+
+
+def _refuse_unknown(
+    extra: Sequence[str], flags: Sequence[str], registry: PluginRegistry, plugins: Sequence[str], *, prog: str
+) -> None:
     """Raises ConfigError naming every argument that no flag took, with what is known of it or the nearest of
     ``flags``."""
     if not extra:
         return
-    groups = _by_flag(extra)
+    groups = by_flag(extra)
     unknown = [group for group in groups if group[0].startswith("-")]
     if not unknown:
         is_file = "--config" in flags and extra[0].endswith((".yaml", ".yml"))
@@ -318,7 +335,9 @@ def _refuse_unknown(extra: Sequence[str], flags: Sequence[str], registry: Plugin
         raise ConfigError(f"unexpected argument {extra[0]!r}", hint=hint)
     known = {flag: explain(registry, flag.lstrip("-"), values) for flag, _, values in unknown}
     lines = {
-        flag: f"{meaning.kind}: {meaning.reason}" if meaning else did_you_mean(flag, flags)
+        flag: f"{meaning.kind}: {meaning.reason}"
+        if meaning
+        else _blocked_owner(flag, plugins) or did_you_mean(flag, flags)
         for flag, meaning in known.items()
     }
     page = next((meaning.page for meaning in known.values() if meaning), "")
@@ -329,26 +348,3 @@ def _refuse_unknown(extra: Sequence[str], flags: Sequence[str], registry: Plugin
         raise ConfigError(f"unknown flag {flag}", hint=why or f"see {prog} --help")
     text = "\n".join(f"  {flag}: {why}" if why else f"  {flag}" for flag, why in lines.items())
     raise ConfigError(f"{len(lines)} unknown flags\n{text}", hint=page or f"see {prog} --help")
-
-
-def _by_flag(extra: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
-    """Each flag with its tokens and its values; what comes before the first flag is one without a name."""
-    groups: list[tuple[str, list[str], list[str]]] = []
-    for token in extra:
-        if token.startswith("--") or (token.startswith("-") and not _is_number(token)):
-            flag, equals, value = token.partition("=")
-            groups.append((flag, [token], [value] if equals else []))
-        elif groups:
-            groups[-1][1].append(token)
-            groups[-1][2].append(token)
-        else:
-            groups.append(("", [token], [token]))
-    return groups
-
-
-def _is_number(token: str) -> bool:
-    try:
-        float(token)
-    except ValueError:
-        return False
-    return True

@@ -62,6 +62,14 @@ class Hooks(Protocol):
         ...
 
     @hookspec
+    def buffer_rl_local_paths(self, config: Any, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Values of options that name a model or data which are elsewhere, as local paths, by option; empty if there
+        are none. Called once, before models and data are looked at: every process of the run gets these values.
+
+        config: the options. facts: of the checkpoint that the run goes on from (``options`` among them), else empty."""
+        ...
+
+    @hookspec
     def buffer_rl_configure(self, config: Any) -> None:
         """The options are parsed and checked: ``config`` is the frozen ``args``. Called before Ray is started, and by
         a dry run: check options here, and start nothing."""

@@ -8,113 +8,104 @@ from buffer_rl.options.section import Section, option
 
 
 class TrainOptions(Section):
-    """The trainer."""
+    """Model, length of the run, batches, trainer processes."""
 
     heading: ClassVar[str] = "Training"
 
     train_backend: str = option("torch", "trainer backend", kind="trainer")
-    hf_checkpoint: str | None = option(None, "the initial model and tokenizer: a Hugging Face folder", metavar="PATH")
+    hf_checkpoint: str | None = option(
+        None, "initial model and tokenizer: a folder, or a name of the Hub", metavar="PATH", common=True
+    )
     trainer_load: str | None = option(
         None,
-        "a new run's trainer begins with these weights and this optimizer state, in a form of --train-backend: the "
-        "folder trainer/ of a checkpoint, or what its documentation names; without it: --hf-checkpoint",
+        "initial weights and optimizer state of a new run, in the format of --train-backend, for example trainer/ of "
+        "a checkpoint; if not set: --hf-checkpoint",
         metavar="PATH",
     )
-    ref_load: str | None = option(None, "the reference model; --hf-checkpoint where absent", metavar="PATH")
+    ref_load: str | None = option(None, "reference model; if not set: --hf-checkpoint", metavar="PATH")
     opd_teacher_load: str | None = option(
-        None, "the teacher of --use-opd, of the model's vocabulary: a Hugging Face folder", metavar="PATH"
+        None, "teacher model of --use-opd, with the same vocabulary: a Hugging Face folder", metavar="PATH"
     )
     ref_update_interval: int | None = option(
-        None, "the reference model takes the actor's weights every this many rollouts; absent: never", ge=1
+        None, "copy the actor's weights to the reference model every N rollouts; if not set: never", ge=1
     )
     trust_remote_code: bool = option(
-        False, "run the Python files of the model folder, where its architecture is not one of transformers'"
+        False, "run the Python files of the model folder, if transformers does not have its architecture"
     )
     custom_model_provider_path: str | None = option(
         None, "builds the trainer's model in place of transformers", kind="model_provider"
     )
     model_converter_path: str | None = option(
-        None, "maps names and tensors of --hf-checkpoint to the trainer's model and back", kind="converter"
+        None, "converts names and tensors between --hf-checkpoint and the trainer's model", kind="converter"
     )
-    num_rollout: int | None = option(None, "training steps (rollouts) of the run", ge=0, one_of="length")
+    num_rollout: int | None = option(None, "number of training steps (rollouts)", ge=0, one_of="length", common=True)
     num_epoch: int | None = option(
-        None,
-        "length of the run in epochs, in place of --num-rollout: as many whole rollouts as these epochs have together",
-        ge=1,
-        one_of="length",
+        None, "number of epochs, in place of --num-rollout; rounded down to complete rollouts", ge=1, one_of="length"
     )
     num_steps_per_rollout: int = option(
-        1, "optimizer steps on each rollout: its groups are split, in order, into that many mini-batches", ge=1
+        1, "number of optimizer steps per rollout; its groups are split, in order, into as many mini-batches", ge=1
     )
     global_batch_size: int | None = option(
         None,
-        "samples an optimizer step, of whole prompt groups: --rollout-batch-size x --n-samples-per-prompt divided by "
-        "--num-steps-per-rollout, which follows from it where it is not given",
+        "number of samples per optimizer step, in complete prompt groups; sets --num-steps-per-rollout = "
+        "--rollout-batch-size x --n-samples-per-prompt / this",
         ge=1,
     )
     num_passes_per_rollout: int = option(
-        1,
-        "how often each rollout is trained on: its mini-batches one after another, so many times; optimizer steps are "
-        "--num-steps-per-rollout times this",
-        ge=1,
+        1, "number of passes over each rollout (PPO epochs), each of --num-steps-per-rollout steps", ge=1
     )
-    num_train_ranks: int = option(1, "trainer ranks; of the default backend each is a data-parallel replica", ge=1)
-    num_train_threads: int = option(1, "torch threads a trainer rank", ge=1)
-    train_device: Literal["auto", "cpu", "cuda"] = option("auto", "where the trainer runs")
+    num_train_ranks: int = option(
+        1, "number of trainer ranks; with the default backend, each is a data-parallel replica", ge=1, common=True
+    )
+    num_train_threads: int = option(1, "number of torch threads per trainer rank", ge=1)
+    train_device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the trainer", common=True)
     max_tokens_per_gpu: int = option(
         16384,
-        "token budget of one micro-batch: those of a prompt count once, and padding counts where a model needs it",
+        "maximum number of tokens per micro-batch; a prompt's tokens count once, padding counts if the model needs it",
         ge=1,
+        common=True,
     )
     num_ref_workers: int = option(
-        0, "processes that compute reference log-probabilities of finished groups; 0: the trainer does", ge=0
+        0, "number of processes for reference log-probabilities of finished groups; 0: in the trainer", ge=0
     )
     num_teacher_workers: int = option(
-        0, "processes that compute the teacher's log-probabilities of finished groups; 0: the trainer does", ge=0
+        0, "number of processes for the teacher's log-probabilities of finished groups; 0: in the trainer", ge=0
     )
     num_actor_fwd_workers: int = option(
-        0, "processes that compute old log-probabilities of finished groups; 0: the trainer does, where needed", ge=0
+        0, "number of processes for old log-probabilities of finished groups; 0: in the trainer, if needed", ge=0
     )
-    num_advantage_workers: int = option(
-        0, "processes that compute advantages of finished groups; 0: the trainer does", ge=0
-    )
-    role_path: list[str] = option(
-        [], "roles of your own, which add fields to finished groups in processes of their own", kind="role"
-    )
+    num_advantage_workers: int = option(0, "number of processes for advantages of groups; 0: in the trainer", ge=0)
+    role_path: list[str] = option([], "your own roles: processes that add fields to finished groups", kind="role")
     fuse_roles: list[str] = option(
-        [], "roles whose processes are one, for example 'ref+actor_fwd'; they have as many each", metavar="A+B"
+        [], "roles that share processes, for example 'ref+actor_fwd'; each must have the same number", metavar="A+B"
     )
     role_max_restarts: int = option(
         2,
-        "how often the processes of each of these roles, and rollout workers, are replaced after one of them died; the "
-        "next death is a global restart (--max-global-restarts). Also how often those of --data-source-path and "
-        "--rm-model are replaced",
+        "maximum number of replacements of the processes of each role, rollout worker, --data-source-path and "
+        "--rm-model; the next death of a role or rollout worker is a global restart (--max-global-restarts)",
         ge=0,
     )
     balance_data: bool = option(
         False,
-        "deal finished groups out to all replicas of the trainer at once, with about as many tokens for each, in place "
-        "of first come, first served; the shares of a complete rollout are always balanced",
+        "distribute finished groups to all trainer replicas at once, with similar numbers of tokens, instead of "
+        "first come, first served; shares of a complete rollout are always balanced",
     )
     stream_gradients: bool = option(
-        False,
-        "with --schedule pipelined: forward and backward of finished groups while others are still generated; one "
-        "optimizer step at the end",
+        False, "with --schedule pipelined: compute gradients of finished groups during generation"
     )
     max_non_finite_steps: int = option(
         3,
-        "end the run at so many optimizer steps in a row whose loss or gradient is not finite; those before leave the "
-        "weights as they are, and their rows are written to RUN/non_finite (0 and 1: at the first)",
+        "stop after N consecutive optimizer steps with NaN or infinity in loss or gradient; earlier ones are skipped "
+        "and their rows saved in RUN/non_finite. 0 and 1 stop at the first",
         ge=0,
     )
     max_logprob_diff: float | None = option(
         0.2,
-        "end the run before its first optimizer step, new or resumed, if the log-probabilities that the engine gave "
-        "sampled tokens are further than this from the trainer's, in nats a token on average; so for a few tokens "
-        "after each publication to engines that are not embedded ones; 'none': not compared",
+        "stop before the first optimizer step if log-probabilities of engine and trainer differ by more than this, "
+        "in nats per token on average; for engines that are not embedded also after publications. none: no check",
         gt=0,
     )
-    train_timeout_s: float = option(3600.0, "deadline of one trainer call, in seconds", gt=0)
+    train_timeout_s: float = option(3600.0, "deadline for one call to the trainer, in seconds", gt=0)
 
 
 class OptimizerOptions(Section):
@@ -122,108 +113,103 @@ class OptimizerOptions(Section):
 
     heading: ClassVar[str] = "Optimizer"
 
-    lr: float = option(1e-6, "peak learning rate", ge=0)
-    lr_warmup_iters: int = option(0, "steps of linear warm-up", ge=0)
+    lr: float = option(1e-6, "peak learning rate", ge=0, common=True)
+    lr_warmup_iters: int = option(0, "number of steps of linear warm-up", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = option(
-        "constant", "how the learning rate falls from --lr to --min-lr after the warm-up"
+        "constant", "shape of the decay from --lr to --min-lr after the warm-up"
     )
     lr_decay_iters: int | None = option(
-        None, "optimizer steps, warm-up included, after which it is --min-lr; all of the run where absent", ge=1
+        None, "number of optimizer steps, including warm-up, until --min-lr; if not set: all of the run", ge=1
     )
     min_lr: float = option(0.0, "learning rate at the end of the decay", ge=0)
     weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
     adam_beta1: float = option(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = option(0.95, "AdamW beta 2", ge=0, lt=1)
     adam_eps: float = option(1e-8, "AdamW epsilon", gt=0)
-    clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", ge=0)
+    clip_grad: float = option(1.0, "maximum global gradient norm; 0: no clipping", ge=0)
 
 
 class CriticOptions(Section):
-    """The value model, a second trained role."""
+    """The value model of PPO."""
 
     heading: ClassVar[str] = "Critic"
 
-    use_critic: bool = option(
-        False, "train a value model, whose values your advantage estimator reads; --advantage-estimator ppo has one"
-    )
+    use_critic: bool = option(False, "train a value model for your estimator; --advantage-estimator ppo has one")
     critic_load: str | None = option(
         None,
-        "its initial weights, but for its output layer, which starts with zeros; --hf-checkpoint where absent",
+        "initial weights of the critic, but for its output layer (zeros); if not set: --hf-checkpoint",
         metavar="PATH",
     )
-    critic_lr: float | None = option(None, "its peak learning rate; --lr where absent", ge=0)
-    critic_lr_warmup_iters: int = option(0, "its steps of linear warm-up", ge=0)
+    critic_lr: float | None = option(None, "peak learning rate of the critic; if not set: --lr", ge=0)
+    critic_lr_warmup_iters: int = option(0, "number of steps of linear warm-up of the critic", ge=0)
     value_clip: float | None = option(
-        0.2, "clip range of values around those before the first optimizer step; 'none': no clipping", gt=0
+        0.2, "clip range of values around those before the first optimizer step; none: no clipping", gt=0
     )
     num_critic_only_steps: int = option(
-        0,
-        "rollouts at the start of the run on which the critic alone is trained, and the policy stays",
-        ge=0,
-        one_of="critic_only_steps",
+        0, "number of rollouts at the start that train only the critic", ge=0, one_of="critic_only_steps"
     )
     num_freeze_actor_steps: int = option(0, "another name of --num-critic-only-steps", ge=0, one_of="critic_only_steps")
 
 
 class LossOptions(Section):
-    """The objective."""
+    """Loss, advantage estimator, clipping, KL penalty, importance weights."""
 
     heading: ClassVar[str] = "Loss"
 
     loss_type: str | None = option(
-        None, "the loss; absent: the one of --advantage-estimator", kind="loss", one_of="loss"
+        None, "loss by registered name; if not set: the loss of --advantage-estimator", kind="loss", one_of="loss"
     )
     custom_loss_function_path: str | None = option(
         None, "your loss, in place of --loss-type", kind="loss", one_of="loss"
     )
-    advantage_estimator: str = option("grpo", "advantage estimator", kind="advantage", one_of="advantage")
+    advantage_estimator: str = option(
+        "grpo", "advantage estimator, for example grpo, rloo or ppo", kind="advantage", one_of="advantage", common=True
+    )
     custom_advantage_function_path: str | None = option(
         None, "your advantage estimator, in place of --advantage-estimator", kind="advantage", one_of="advantage"
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = option(
-        "token-mean", "how token losses become one number"
+        "token-mean", "aggregation of token losses to one number"
     )
     eps_clip: float = option(0.2, "lower clip range of the probability ratio", ge=0, le=1)
-    eps_clip_high: float | None = option(None, "upper clip range; --eps-clip where absent", ge=0)
+    eps_clip_high: float | None = option(None, "upper clip range of the ratio; if not set: --eps-clip", ge=0)
     eps_clip_c: float | None = option(
-        None, "dual clip: the loss of a negative advantage A is at most this times |A|; absent: no bound", gt=1
+        None, "dual clip: bound the loss of a negative advantage A by this times |A|; if not set: no bound", gt=1
     )
     decoupled_behave_cap: float | None = option(
-        None, "decoupled_ppo: largest weight from the engine's policy to the proximal one; absent: no bound", gt=0
+        None, "decoupled_ppo: maximum weight from the engine's policy to the proximal one; if not set: no bound", gt=0
     )
     decoupled_behave_mode: Literal["clamp", "mask"] = option(
-        "clamp", "decoupled_ppo: a token above the cap has the cap as its weight, or the weight 0"
+        "clamp", "decoupled_ppo: give a token above the cap the cap as its weight (clamp) or the weight 0 (mask)"
     )
     sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", gt=0)
     sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for negative and zero advantages", gt=0)
     dpo_beta: float = option(0.1, "dpo: strength of the KL constraint to the reference", gt=0)
     use_rollout_logprobs: bool = option(False, "use the engine's log-probabilities as the old ones")
-    use_tis: bool = option(
-        False, "multiply the loss by importance weights from the engine's log-probabilities to the trainer's old ones"
-    )
-    tis_clip: float = option(2.0, "upper bound of these weights", gt=0)
-    tis_clip_low: float = option(0.0, "lower bound of these weights", ge=0)
+    use_tis: bool = option(False, "weight the loss by importance ratios of trainer to engine log-probabilities")
+    tis_clip: float = option(2.0, "upper bound of the weights of --use-tis", gt=0)
+    tis_clip_low: float = option(0.0, "lower bound of the weights of --use-tis", ge=0)
     tis_mode: Literal["truncate", "token", "sequence", "geometric"] = option(
         "truncate",
-        "outside the bounds a weight is cut off ('truncate') or 0: of a token (IcePop), or of all tokens of a row by "
-        "the product or the geometric mean of their weights",
+        "outside the bounds, truncate a weight, or set it to 0: per token (IcePop), or per row by the product "
+        "(sequence) or geometric mean (geometric) of its weights",
         one_of="correction",
     )
     custom_tis_function_path: str | None = option(
         None, "your weights, in place of --tis-mode", kind="correction", one_of="correction"
     )
-    use_kl_loss: bool = option(False, "add a KL penalty to the reference to the loss")
-    kl_loss_coef: float = option(0.0, "weight of the KL penalty", ge=0)
+    use_kl_loss: bool = option(False, "add a KL penalty to the loss, weighted by --kl-loss-coef")
+    kl_loss_coef: float = option(0.0, "weight of the KL penalty of --use-kl-loss", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"] = option(
         "k3", "estimator of the KL penalty; k1+ and k3+ have the gradient of k2"
     )
     kl_target: float | None = option(
         None,
-        "after each rollout, raise or lower --kl-coef or --kl-loss-coef towards this KL divergence from the reference, "
-        "in nats a token; absent: it is fixed",
+        "after each rollout, adapt --kl-coef or --kl-loss-coef towards this KL divergence from the reference, in "
+        "nats per token; if not set: no adaptation",
         gt=0,
     )
     kl_horizon: float = option(
-        10000, "--kl-target: so many samples above the target raise the coefficient by 20%, at most", gt=0
+        10000, "with --kl-target: number of samples above the target that raise the coefficient by at most 20%", gt=0
     )
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)

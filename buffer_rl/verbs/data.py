@@ -5,23 +5,36 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from buffer_rl.data.dataset import PromptDataset, RowKeys
+from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
 from buffer_rl.data.options import DataOptions
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import DataError
 from buffer_rl.observe.terminal import say
-from buffer_rl.options.values import convert, option_type
+from buffer_rl.options.help import add_config_flag, add_option, given_flags
+from buffer_rl.options.section import compose
+from buffer_rl.options.sources import resolve
 from buffer_rl.records.groups import Prompt
+from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
+from buffer_rl.train.options import TrainOptions
+from buffer_rl.verbs.row_sources import RowSource, at_row, encode_row
+from buffer_rl.verbs.table import print_notices
+from buffer_rl.verbs.train import sections_of
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
 
 _FILE_HELP = "a .jsonl or .parquet file, or a folder of Hugging Face datasets; file@[start:end] is a slice"
-_KEYS = ("input_key", "label_key", "metadata_key", "tool_key", "id_key")
+_FIELDS = ("input_key", "label_key", "metadata_key", "tool_key", "id_key", "decode_json", "multimodal_keys")
+_RENDERING = ("hf_checkpoint", "apply_chat_template", "apply_chat_template_kwargs", "add_special_tokens")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -31,36 +44,19 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     validate = actions.add_parser("validate", help="read every row; exit status 2 if one is bad")
     validate.add_argument("files", nargs="+", metavar="FILE", help=_FILE_HELP)
     validate.set_defaults(run=run_validate)
-    show = actions.add_parser("show", help="print rows as they are understood, one JSON object a line")
+    show = actions.add_parser("show", help="print rows as a run reads them, one JSON object per line")
     show.add_argument("file", metavar="FILE", help=_FILE_HELP)
-    show.add_argument("-n", type=int, default=3, metavar="INT", help="how many rows (default: 3)")
+    show.add_argument("-n", type=int, default=3, metavar="INT", help="number of rows (default: 3)")
     show.set_defaults(run=run_show)
     stats = actions.add_parser("stats", help="count rows, lengths, duplicates and metadata of each file")
     stats.add_argument("files", nargs="+", metavar="FILE", help=_FILE_HELP)
-    stats.add_argument("--json", action="store_true", help="print one JSON object a file")
+    stats.add_argument("--json", action="store_true", help="print one JSON object per file")
     stats.set_defaults(run=run_stats)
+    fields = {**DataOptions.model_fields, **TrainOptions.model_fields}
     for action in (validate, show, stats):
-        for name in _KEYS:
-            field = DataOptions.model_fields[name]
-            action.add_argument(
-                "--" + name.replace("_", "-"),
-                default=field.default,
-                metavar="TEXT",
-                help=f"{field.description} (default: {field.default})",
-            )
-        action.add_argument(
-            "--decode-json",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help=DataOptions.model_fields["decode_json"].description,
-        )
-        action.add_argument(
-            "--multimodal-keys",
-            type=_media,
-            default=(),
-            metavar="MEDIA=FIELD,...",
-            help=DataOptions.model_fields["multimodal_keys"].description,
-        )
+        add_config_flag(action)
+        for name in (*_FIELDS, *_RENDERING) if action is show else _FIELDS:
+            add_option(action, name, fields[name])
 
 
 def run_validate(namespace: argparse.Namespace) -> int:
@@ -74,14 +70,21 @@ def run_validate(namespace: argparse.Namespace) -> int:
             bad += 1
         else:
             say(f"{file}: {len(dataset)} rows, source {dataset.source_hash}")
-            for text in dataset.notices:
-                say(f"buffer-rl: notice: {text}", file=sys.stderr)
+            print_notices(dataset.notices)
     return 2 if bad else 0
 
 
 def run_show(namespace: argparse.Namespace) -> int:
-    """Print the first rows."""
-    dataset = read_dataset(namespace.file, _row_keys(namespace))
+    """Print the first rows, with ``--hf-checkpoint`` as the model reads them."""
+    args = _options(namespace)
+    dataset = read_dataset(namespace.file, RowKeys.from_args(args))
+    source = RowSource(use="train", path=namespace.file, dataset=dataset)
+    encoder = None
+    if args.hf_checkpoint:
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        encoder = PromptEncoder.from_args(args, tokenizer)
+    else:
+        print_notices(["--hf-checkpoint FOLDER also shows each prompt as the model reads it, and its number of tokens"])
     for row in itertools.islice(dataset, max(0, namespace.n)):
         shown = {
             dataset.unit if dataset.unit == "line" else "file_row": row.line,
@@ -93,8 +96,22 @@ def run_show(namespace: argparse.Namespace) -> int:
         }
         if row.multimodal is not None:
             shown["multimodal"] = row.multimodal
+        if encoder is not None:
+            shown |= _as_read(args, encoder, source, row)
         say(json.dumps(shown, ensure_ascii=False, default=lambda value: f"<{len(value)} bytes>"))
     return 0
+
+
+def _as_read(args: Args, encoder: PromptEncoder, source: RowSource, row: PromptRow) -> dict[str, Any]:
+    """The text of the row's prompt and its number of tokens; for a conversation that ends with an answer those of all
+    of it, as supervised fine-tuning reads it."""
+    if row.label is not None or isinstance(row.prompt, str) or row.prompt[-1].get("role") != "assistant":
+        return {"text": source.rendered(row, encoder), "tokens": len(encode_row(encoder, source, row))}
+    from buffer_rl.rollout.sft import encode_conversation
+
+    with at_row(source, row):
+        tokens, mask = encode_conversation(encoder, source.sample(row), args.loss_mask_type)
+    return {"text": encoder.tokenizer.decode(tokens), "tokens": len(tokens), "trained_tokens": sum(mask)}
 
 
 def run_stats(namespace: argparse.Namespace) -> int:
@@ -199,21 +216,11 @@ def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
+def _options(namespace: argparse.Namespace) -> Args:
+    """The options of a run, of which the flags here are a few."""
+    flags, sections = given_flags(namespace), sections_of(())
+    return resolve(compose(sections), flags=flags, environ=os.environ, config_paths=namespace.config).args
+
+
 def _row_keys(namespace: argparse.Namespace) -> RowKeys:
-    label, tools = (None if key.lower() == "none" else key for key in (namespace.label_key, namespace.tool_key))
-    return RowKeys(
-        prompt=namespace.input_key,
-        label=label,
-        metadata=namespace.metadata_key,
-        tools=tools,
-        id=namespace.id_key,
-        multimodal=namespace.multimodal_keys,
-        decode_json=namespace.decode_json,
-    )
-
-
-def _media(text: str) -> tuple[tuple[str, str], ...]:
-    value = convert(option_type(DataOptions.model_fields["multimodal_keys"]), text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not MEDIA=FIELD, for example image=images")
-    return tuple(sorted((str(media), str(field)) for media, field in value.items()))
+    return RowKeys.from_args(_options(namespace))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl.cluster.process import with_engine_key
 from buffer_rl.driver.provenance import option_changes, resume_notices
@@ -15,12 +15,8 @@ from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_secrets, mask_url
 from buffer_rl.options.section import load_section
 from buffer_rl.options.sources import Resolved
-from buffer_rl.verbs.resources import Needs, bytes_text
+from buffer_rl.verbs.resources import Needs, bytes_text, memory_of_processes
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedRow, is_evaluation
-
-if TYPE_CHECKING:
-    pass
-
 
 MAX_PROMPT = 200  # characters of the first prompt
 
@@ -53,6 +49,12 @@ class DryRun:
         rows = sum(len(source.dataset) for source in self.sources if not is_evaluation(source))
         return rows and max(1, rows // args.rollout_batch_size)
 
+    @property
+    def memory(self) -> dict[str, tuple[int, str]]:
+        """An estimate for one process of each name: bytes, and of what."""
+        longest = max((prompts.longest for prompts in self.trial.prompts), default=0)
+        return memory_of_processes(self.resolved.args, self.needs, longest)
+
 
 def print_json(plan: DryRun, resumed: Manifest | None = None) -> None:
     """Print one JSON object with ``options``, ``plugins``, ``data``, ``trial``, ``needs`` and, if the run resumes from
@@ -71,19 +73,19 @@ def print_json(plan: DryRun, resumed: Manifest | None = None) -> None:
         "plugins": [asdict(use) for use in plan.plugins],
         "data": mask_secrets([source.facts() for source in plan.sources]),
         "trial": trial,
-        "needs": {**asdict(plan.needs), "steps_per_epoch": plan.steps_per_epoch},
+        "needs": {**asdict(plan.needs), "steps_per_epoch": plan.steps_per_epoch, "memory": plan.memory},
     }
     if resumed is not None:
         document["changed"] = [asdict(change) for change in option_changes(resumed.facts, with_engine_key(args))]
     say(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def print_text(plan: DryRun, resumed: Manifest | None = None) -> None:
-    """Print tables, and what differs from the checkpoint that the run resumes from."""
-    for line in _option_lines(plan.resolved):
-        say(line)
+def print_text(plan: DryRun, resumed: Manifest | None = None, *, every: bool = False) -> None:
+    """Print tables, and what differs from the checkpoint that the run resumes from. every: options with their
+    defaults, too."""
+    say(*_option_lines(plan.resolved, every=every), sep="\n")
     say("\nPlugins")
-    _print_columns([(use.kind, use.reference, use.place) for use in plan.plugins])
+    _print_columns([(use.kind, use.reference, use.place) for use in plan.plugins if every or use.origin != "default"])
     say("\nData files")
     _print_columns([(source.use, mask_url(source.path), f"{len(source.dataset)} rows") for source in plan.sources])
     if plan.trial.prompts:
@@ -133,21 +135,32 @@ def _need_lines(plan: DryRun) -> list[tuple[str, str, str]]:
             lines.append(("steps", f"{plan.steps_per_epoch} an epoch", ""))
     tokens = f"{plan.trial.tokens} tokens of the tokenizer" if plan.trial.tokens else ""
     lines.append(("model", f"{needs.parameters:,} parameters", tokens))
+    for name, (size, what) in plan.memory.items():
+        lines.append(("memory", f"about {bytes_text(size)} per {name}", f"estimate: {what}"))
     lines.append(("disk", bytes_text(needs.disk), ""))
     lines.append(("processes", needs.text, f"{needs.cores} cores"))
     return lines
 
 
-def _option_lines(resolved: Resolved) -> Iterator[str]:
+def _option_lines(resolved: Resolved, *, every: bool) -> Iterator[str]:
     values = mask_secrets(resolved.args.model_dump(mode="json"))
-    names = max(len(name) for name in values)
-    for position, reference in enumerate(resolved.args.section_references):
+    defaults = mask_secrets(type(resolved.args)().model_dump(mode="json"))
+    changed = {name for name, value in values.items() if value != defaults[name]}
+    texts = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items() if every or name in changed}
+    names = max(map(len, texts), default=0)
+    width = min(40, max(map(len, texts.values()), default=0))
+    for reference in resolved.args.section_references:
         section = load_section(reference)
-        yield ("\n" if position else "") + (section.heading or section.__name__)
-        for name in section.model_fields:
+        shown = [name for name in section.model_fields if name in texts]
+        yield from [section.heading or section.__name__] if shown else ()
+        for name in shown:
             origin = resolved.origins[name]
-            shown = json.dumps(values[name], ensure_ascii=False)
-            yield f"  {name:<{names}}  {shown:<28}  {'' if origin.source == 'default' else origin}".rstrip()
+            source = "" if origin.source == "default" else origin
+            yield f"  {name:<{names}}  {texts[name]:<{width}}  {source}".rstrip()
+    same = [name for name in values if name not in changed and resolved.origins[name].source != "default"]
+    if not every:
+        given = f"; given with the value of the default: {', '.join(same)}" if same else ""
+        yield f"{len(values) - len(changed)} other options have their defaults (--all shows them){given}"
 
 
 def _print_columns(rows: Sequence[tuple[str, str, str]]) -> None:

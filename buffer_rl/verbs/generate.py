@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
@@ -18,17 +17,19 @@ from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.checkpoint import opened_checkpoint
+from buffer_rl.files.hf_config import max_positions, read_config
 from buffer_rl.observe.terminal import say
-from buffer_rl.options.help import add_config_flag, add_options, given_flags
-from buffer_rl.options.section import compose
+from buffer_rl.options.help import add_config_flag, add_help, add_options, given_flags, keep_in_help
+from buffer_rl.options.section import compose, required
 from buffer_rl.options.sources import resolve
 from buffer_rl.plan.counts import with_counts
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, prompt_copies
 from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
 from buffer_rl.verbs.engine_checks import check_engines
-from buffer_rl.verbs.preflight import check_folders
+from buffer_rl.verbs.preflight import check_folders, with_local_paths
 from buffer_rl.verbs.row_sources import RowSource, encode_row
+from buffer_rl.verbs.table import print_notices
 from buffer_rl.verbs.train import plugins_named, sections_of
 
 if TYPE_CHECKING:
@@ -44,9 +45,12 @@ Sample responses to prompts, as the rollouts of a run would. The options, their 
 are those of train; --load CHECKPOINT asks the model of a checkpoint. Options that have nothing to do with sampling
 change nothing.
 """
-# The groups of options that matter here; a file of options may hold all others as well.
-_SHOWN = ("RunOptions", "DataOptions", "RolloutOptions", "EngineOptions")
-_MODEL_FLAG = "hf_checkpoint"
+_ACTS = """plugin load hf_checkpoint trust_remote_code deterministic prompt_data input_key label_key metadata_key
+tool_key id_key multimodal_keys decode_json add_special_tokens apply_chat_template apply_chat_template_kwargs
+rollout_seed rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_max_response_len
+rollout_max_context_len rollout_stop rollout_stop_token_ids rollout_skip_special_tokens rollout_concurrency
+generate_timeout_s"""
+_ACTING_SECTIONS = ("Engine", "SGLang")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -57,19 +61,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         description=_DESCRIPTION,
         usage="buffer-rl generate (--hf-checkpoint FOLDER | --load CHECKPOINT) (--prompt TEXT | --prompt-data FILE)"
         " [-n INT] [--json]",
+        add_help=False,
     )
+    add_help(parser, sections)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
-    parser.add_argument("-n", type=_count, default=1, metavar="INT", help="responses to each prompt (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a response")
+    parser.add_argument("-n", type=_count, default=1, metavar="INT", help="number of responses per prompt (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per response")
     add_config_flag(parser)
-    parser.add_argument(
-        "--hf-checkpoint",
-        dest=f"option {_MODEL_FLAG}",
-        default=argparse.SUPPRESS,
-        metavar="PATH",
-        help="the model and tokenizer: a Hugging Face folder",
-    )
-    add_options(parser, [section for section in sections if str(section).rpartition(":")[2] in _SHOWN])
+    add_options(parser, sections)
+    keep_in_help(parser, lambda heading, name: heading in _ACTING_SECTIONS or name in _ACTS.split())
     parser.set_defaults(run=run, sections=sections)
 
 
@@ -78,8 +78,7 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = resolve(
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
     )
-    for text in resolved.notices:
-        say(f"buffer-rl: notice: {text}", file=sys.stderr)
+    print_notices(resolved.notices)
     with ExitStack() as stack:
         args = with_counts(resolved.args)
         if args.load and not starts_engines(args):
@@ -101,7 +100,8 @@ def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     if not args.hf_checkpoint:
         raise ConfigError("there is no model to ask", where="--hf-checkpoint", hint="add --hf-checkpoint PATH")
     unused = ("ref_load", "opd_teacher_load", "critic_load", "load", "save")
-    check_folders(args.model_copy(update=dict.fromkeys(unused)))
+    args = with_local_paths(args.model_copy(update=dict.fromkeys(unused)), PluginRegistry.from_flags(args.plugin))
+    check_folders(args)
     if args.data_source_path is not None:
         args = args.model_copy(update={"prompt_data": None})  # which that source reads, in its own way
         if not namespace.prompt:
@@ -122,6 +122,7 @@ def _ask(args: Args, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
 
     samples, encoder = _prompt_samples(args, texts, count)
     registry = PluginRegistry.from_flags(args.plugin)
+    args = _within_context(args)
     check_engines(args, registry)
     args = with_engine_key(args)
     with (
@@ -132,6 +133,15 @@ def _ask(args: Args, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
         fleet.wait_ready()
         args = args.model_copy(update=fleet.addresses)
         return asyncio.run(_while_engines_last(fleet, _answers_of_engine(args, samples, encoder)))
+
+
+def _within_context(args: Args) -> Args:
+    """The default number of response tokens, which may be too many for the model, is cut to what it takes."""
+    config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
+    limits = (args.rollout_max_context_len, args.engine_context_length, max_positions(config))
+    if "rollout_max_response_len" in args.model_fields_set or not any(limits):
+        return args
+    return args.model_copy(update={"rollout_max_context_len": min(limit for limit in limits if limit)})
 
 
 async def _while_engines_last(fleet: EngineFleet, answers: Coroutine[Any, Any, T]) -> T:
@@ -147,6 +157,8 @@ def _prompt_samples(args: Args, texts: Sequence[str], count: int) -> tuple[list[
     Raises DataError, naming the file and the line of a prompt that cannot be encoded: before an engine is started."""
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     encoder = PromptEncoder.from_args(args, tokenizer)
+    if texts and getattr(tokenizer, "chat_template", None) and not args.apply_chat_template:
+        print_notices(["--prompt is sent as plain text; --apply-chat-template makes it a chat message of the user"])
     prompts = [Sample(uid=GroupUid("prompt", row, 0), prompt=text) for row, text in enumerate(texts)]
     for number, sample in enumerate(prompts, start=1):
         try:
@@ -191,13 +203,15 @@ async def _answer_of_engine(
     params: dict[str, Any],
     sample: Sample,
 ) -> dict[str, Any]:
+    from buffer_rl.rollout.generate import room_for
     from buffer_rl.rollout.requests import sampling_seed
 
     seed = sampling_seed(args.rollout_seed, sample.row_id.uid, sample.sample_index)
+    prompt_ids = encoder.encode(sample)
+    room = room_for(args, sample, len(prompt_ids), params["max_new_tokens"])
     async with gate:
-        result = await client.agenerate(
-            f"ask:{sample.row_id}", encoder.encode(sample), {**params, "sampling_seed": seed}
-        )
+        chosen = {**params, "max_new_tokens": room, "sampling_seed": seed}
+        result = await client.agenerate(f"ask:{sample.row_id}", prompt_ids, chosen)
     return {
         "uid": str(sample.uid),
         "sample_index": sample.sample_index,

@@ -23,6 +23,7 @@ from buffer_rl.options.sources import Resolved, Source
 from buffer_rl.plan.algorithm import checkpoint_folder, uses_critic
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.plan.schedule import rollout_only, train_only
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.prompts import load_tokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
+
+
+def with_local_paths(args: Args, registry: PluginRegistry) -> Args:
+    """The options with local paths in place of names that a plugin resolves, such as those of the Hugging Face Hub.
+    Raises ConfigError if that fails, CheckpointError for a checkpoint that is not there."""
+    facts = read_manifest(args.load).facts if args.load is not None else {}
+    for _, found in registry.call_hook("buffer_rl_local_paths", config=args, facts=facts):
+        args = args.model_copy(update=found)
+    return args
 
 
 def check_folders(args: Args) -> None:

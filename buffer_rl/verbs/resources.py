@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.process import starts_engines
 from buffer_rl.errors import ConfigError
+from buffer_rl.files.hf_config import read_config, text_config
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.options.section import flag_of, required
-from buffer_rl.plan.algorithm import is_supervised, uses_critic
+from buffer_rl.plan.algorithm import is_supervised, uses_critic, uses_reference
 from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 WEIGHT_BYTES, STATE_BYTES = 4, 8
 """Of a parameter in the built-in trainer: float32, and the two float32 moments of Adam."""
+ENGINE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -79,6 +81,31 @@ def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None)
 def rows_of_step(args: Args) -> int:
     """Samples of the smallest optimizer step of a rollout."""
     return int(args.rollout_batch_size // args.num_steps_per_rollout * args.n_samples_per_prompt)
+
+
+def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[str, tuple[int, str]]:
+    """An estimate of the bytes that one process of each name holds, and of what; of the built-in trainer and engine.
+    longest_prompt: tokens; 0 if unknown."""
+    found = {}
+    trained = needs.parameters * (2 * WEIGHT_BYTES + STATE_BYTES)
+    what = "weights, gradients, Adam's state"
+    if needs.parameters and args.train_backend == "torch":
+        reference = uses_reference(args) and not args.num_ref_workers
+        own = trained + needs.parameters * WEIGHT_BYTES * reference
+        found["trainer rank"] = own, f"{what}{', reference model' if reference else ''}"
+        found["critic rank"] = trained, what
+    if needs.parameters and args.rollout_engine == "embedded":
+        config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
+        heads = config.get("num_attention_heads") or 1
+        size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+        values = 2 * config.get("num_hidden_layers", 0) * (config.get("num_key_value_heads") or heads) * size
+        rows = (args.over_sampling_batch_size or args.rollout_batch_size) * args.n_samples_per_prompt
+        sequences = min(args.engine_max_running_requests, ceil(rows / args.rollout_num_engines))
+        tokens = longest_prompt + args.rollout_max_response_len
+        bytes_each = ENGINE_BYTES[args.engine_dtype]
+        total = (needs.parameters + values * sequences * tokens) * bytes_each
+        found["engine"] = total, f"weights, cache of {sequences} sequences of {tokens} tokens"
+    return {name: each for name, each in found.items() if name in needs.processes}
 
 
 def num_cores() -> int:
@@ -159,7 +186,7 @@ def _num_parameters(file: Path) -> int:
 
 def _spaces(args: Args, parameters: int, on_disk: int) -> list[Space]:
     """What a run that trains writes: the model at its end, the version that the engines read and the one before it,
-    and checkpoints, which are kept."""
+    and checkpoints, of which ``--keep-last`` remain."""
     if args.num_rollout == 0 or rollout_only(args):
         return []
     built_in = args.train_backend == "torch"
@@ -170,6 +197,8 @@ def _spaces(args: Args, parameters: int, on_disk: int) -> list[Space]:
     if args.save is not None and not is_remote(local_path(args.save)):
         models = 2 if uses_critic(args) else 1
         count = ceil(args.num_rollout / args.save_interval) if args.num_rollout and args.save_interval else 1
+        if args.keep_last is not None:  # while one is written, those that are kept and the best are there
+            count = min(count, args.keep_last + 1 + bool(args.keep_best))
         one = models * state + on_disk
         folder = Path(local_path(args.save))
         spaces.append(Space(flag="--save", folder=folder, least=one, most=one * count))
@@ -195,7 +224,7 @@ def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> lis
         if free < most:
             notices.append(
                 f"{flags}: the disk has {bytes_text(free)} free, and the whole run writes {bytes_text(most)} (a larger "
-                "--save-interval writes fewer checkpoints, which are all kept)"
+                "--save-interval writes fewer checkpoints, and --keep-last keeps fewer)"
             )
     return notices
 

@@ -43,6 +43,11 @@ class RowSource:
         uid = GroupUid(self.dataset.source_hash, row.row, 0)
         return make_group(adapted, uid, num_samples=1, group_index=row.row, index=row.row)[0]
 
+    def rendered(self, row: PromptRow, encoder: PromptEncoder) -> str:
+        """The row's prompt as the text that the model reads. Raises DataError, naming file and line."""
+        with at_row(self, row):
+            return str(encoder.rendered(self.sample(row)))
+
     def spread(self, most: int) -> Iterator[PromptRow]:
         """At most ``most`` rows at equal distances, the first among them."""
         count = min(len(self.dataset), most)

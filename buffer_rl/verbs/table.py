@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import PluginError
-from buffer_rl.observe.terminal import printable
+from buffer_rl.observe.terminal import printable, say
 from buffer_rl.plugin.calls import contained, error_name
 from buffer_rl.plugin.entry_points import AUTOLOAD_VARIABLE, EntryPointInfo, EntryPoints
 from buffer_rl.plugin.reference import find_module
@@ -24,7 +25,7 @@ VERBS = {
     "data": "validate, show and count data files",
     "report": "write one HTML page of a run",
     "ledger": "where each group of a run is, and whether it adds up",
-    "checkpoint": "check that checkpoints are whole",
+    "checkpoint": "check, list and remove checkpoints",
     "export": "take the model out of a checkpoint",
     "completion": "print a completion script for a shell",
 }
@@ -77,6 +78,12 @@ def _module_name(verb: str) -> str:
 
 def _added() -> list[EntryPointInfo]:
     return EntryPoints(autoload=not os.environ.get(AUTOLOAD_VARIABLE)).usable(VERB_GROUP)
+
+
+def print_notices(texts: Iterable[str]) -> None:
+    """Tell the user on stderr, one line per text."""
+    for text in texts:
+        say(f"buffer-rl: notice: {text}", file=sys.stderr)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], styles: Iterable[str] = ()) -> None:

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.args import CORE_SECTIONS
@@ -25,12 +26,12 @@ from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.folders import with_start
 from buffer_rl.driver.role_checks import check_roles
-from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError
+from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError, all_of
 from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.kinds.marks import is_for_rows
-from buffer_rl.observe.terminal import say
-from buffer_rl.options.help import add_config_flag, add_options, given_flags
+from buffer_rl.observe.startup import StartUp
+from buffer_rl.options.help import add_config_flag, add_help, add_options, given_flags
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Section, compose, dump_args, plugin_kind_of
 from buffer_rl.options.sources import Resolved, resolve
@@ -47,10 +48,12 @@ from buffer_rl.verbs.preflight import (
     check_folders,
     check_row_lengths,
     make_folders,
+    with_local_paths,
     with_special_tokens,
 )
 from buffer_rl.verbs.resources import check_resources
 from buffer_rl.verbs.row_sources import RowSource, Trial, read_rows
+from buffer_rl.verbs.table import print_notices
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -81,38 +84,41 @@ def add_parser(
     name, description, usage: for a verb that is this one with some options fixed.
     """
     sections = sections_of(plugins_named(argv))
-    parser = subparsers.add_parser(name, description=description, usage=usage)
+    parser = subparsers.add_parser(name, description=description, usage=usage, add_help=False)
+    add_help(parser, sections)
     add_config_flag(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plugins, and stop")
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    parser.add_argument("--all", action="store_true", help="with --dry-run: show the options with defaults as well")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON, with all options")
     add_options(parser, sections)
     parser.set_defaults(run=run, sections=sections)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Check, then train. Returns the exit status; raises BufferRLError."""
-    if namespace.json and not namespace.dry_run:
-        raise ConfigError("--json goes with --dry-run", where="--json")
+    for flag in ("all", "json"):
+        if getattr(namespace, flag) and not namespace.dry_run:
+            raise ConfigError(f"--{flag} goes with --dry-run", where=f"--{flag}")
     resolved = resolve(
         compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
     )
     given = resolved.args
     args = with_start(with_steps(with_counts(given)))
     if args.load != given.load:
-        notice = f"--load {mask_url(given.load or '')} has no checkpoint yet: the run starts from --hf-checkpoint"
-        say(f"buffer-rl: notice: {notice}", file=sys.stderr)
+        found = f"continues from the newest checkpoint in {mask_url(args.load)}" if args.load else ""
+        none = "has no checkpoint yet: the run starts from --hf-checkpoint"
+        print_notices([f"--load {mask_url(given.load or '')} {found or none}"])
     sources = {name: derived.option for name, derived in derived_counts(args).items()}
     sources["num_steps_per_rollout"] = "global_batch_size"
     changed = {name for name in sources if getattr(args, name) != getattr(resolved.args, name)}
     origins = {**resolved.origins, **{name: resolved.origins[sources[name]] for name in changed}}
     resolved = replace(resolved, args=args, origins=origins)
     check_options(args)
-    resolved, notice = with_special_tokens(resolved)
-    args = resolved.args
-    for text in (*resolved.notices, *notices(args), *([notice] if notice else [])):
-        say(f"buffer-rl: notice: {text}", file=sys.stderr)
-    check_folders(args)
     registry = PluginRegistry.from_flags(args.plugin)
+    resolved, notice = with_special_tokens(replace(resolved, args=with_local_paths(args, registry)))
+    args = resolved.args
+    print_notices((*resolved.notices, *notices(args), *([notice] if notice else [])))
+    _check_folders_and_data(args)
     engines = check_engines(args, registry)
     check_row_lengths(args)
     check_devices(args)
@@ -125,19 +131,31 @@ def run(namespace: argparse.Namespace) -> int:
             registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
     check_roles(args, registry)
-    _show(scarce)
+    print_notices(scarce)
     begun = _begin_trial(args, registry, rows, engines)
     if namespace.dry_run:
         trial = begun()
-        _show(trial.notices)
+        print_notices(trial.notices)
         registry.call_hook("buffer_rl_configure", config=args)  # what plugins check; a run calls it itself
         if args.load is not None and not is_remote(local_path(args.load)):
             open_checkpoint(args.load)  # a run does it itself; it reads every byte
         plan = DryRun(resolved=resolved, plugins=plugins, sources=rows, needs=needs, trial=trial)
         resumed = read_manifest(args.load) if args.load is not None else None
-        (print_json if namespace.json else print_text)(plan, resumed)
+        print_json(plan, resumed) if namespace.json else print_text(plan, resumed, every=namespace.all)
         return 0
-    return _launch(args, registry, data, begun)
+    return _launch(args, registry, data, begun, namespace.began)
+
+
+def _check_folders_and_data(args: Args) -> None:
+    """``check_folders``, whose error also names a training file that cannot be read."""
+    try:
+        check_folders(args)
+    except ConfigError as error:
+        try:
+            read_rows(args)
+        except DataError as other:
+            raise all_of([error, ConfigError(str(other))]) from None
+        raise
 
 
 def plugins_named(argv: Sequence[str]) -> list[str]:
@@ -202,8 +220,7 @@ def read_data(args: Args, registry: PluginRegistry) -> list[RowSource]:
             check_row_rewards(source.dataset, args, registry)
         elif chosen and args.custom_rm_path is None and source.eval_set is not None:
             check_reward_name(chosen, f"the evaluation set {source.eval_set.name!r}", args.eval_config or "", registry)
-    for text in [text for source in sources for text in source.dataset.notices]:
-        say(f"buffer-rl: notice: {text}", file=sys.stderr)
+    print_notices(text for source in sources for text in source.dataset.notices)
     return sources
 
 
@@ -213,10 +230,8 @@ def check_row_rewards(dataset: PromptDataset, args: Args, registry: PluginRegist
     if args.custom_rm_path is not None or args.custom_group_rm_path is not None:
         return  # which score every row
     if args.rm_type and (flag := dataset.facts.likely_label):
-        notice = (
-            f"{mask_url(dataset.path)}: no row has a label, which --rm-type {args.rm_type} may compare with ({flag}?)"
-        )
-        say(f"buffer-rl: notice: {notice}", file=sys.stderr)
+        reward = f"--rm-type {args.rm_type}"
+        print_notices([f"{mask_url(dataset.path)}: no row has a label, which {reward} may compare with ({flag}?)"])
     for name, row in sorted(dataset.facts.rewards.items(), key=lambda item: item[1]):
         where = dataset.where(dataset[row])
         if name not in (args.rm_type, *args.row_rm_types) and name not in registry.names("reward"):
@@ -296,12 +311,16 @@ def _begin_trial(
     return here
 
 
-def _show(notices: Sequence[str]) -> None:
-    for text in notices:
-        say(f"buffer-rl: notice: {text}", file=sys.stderr)
-
-
-def _launch(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]], trial: Callable[[], Trial]) -> int:
+def _launch(
+    args: Args,
+    registry: PluginRegistry,
+    data: Sequence[Mapping[str, Any]],
+    trial: Callable[[], Trial],
+    began: float,
+) -> int:
+    title = f"buffer-rl · {Path(args.run_dir).name}"
+    startup = StartUp(title, began, None if args.progress == "none" else sys.stdout)
+    startup.ready("checks")
     from buffer_rl.cluster.environment import direct_variables, variables
     from buffer_rl.cluster.session import ray_session
     from buffer_rl.driver.launch import launch_training
@@ -311,8 +330,13 @@ def _launch(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, An
         if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
             stack.enter_context(variables(direct_variables(args)))
             stack.enter_context(ray_session(None, object_store_bytes=round(args.object_store_gb * 1e9)))
-        _show(trial().notices)
+            startup.ready("Ray")
+        found = trial()
+        startup.ready("trial")
+        if found.notices:
+            startup.end_line()
+        print_notices(found.notices)
         make_folders(args)
-        launch_training(args, registry, data)
+        launch_training(args, registry, data, startup)
     run_report(args.run_dir)
     return 0

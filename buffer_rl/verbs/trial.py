@@ -147,8 +147,7 @@ def _own_function(args: Args, registry: PluginRegistry, source: RowSource) -> st
 def try_prompts(context: RolloutContext, source: RowSource, limits: Sequence[Limit]) -> TriedPrompts:
     """Render and encode the first and the longest prompt, and many others if the longest exceeds a limit."""
     first, longest = source.dataset[0], max(source.spread(MAX_WALKED), key=_size)
-    with at_row(source, first):
-        found = TriedPrompts(use=source.use, text=str(context.prompts.rendered(source.sample(first))))
+    found = TriedPrompts(use=source.use, text=source.rendered(first, context.prompts))
 
     def encode(rows: Iterable[PromptRow]) -> None:
         for row in rows:

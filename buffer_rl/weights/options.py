@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class WeightOptions(Section):
-    """How new weights reach the engines."""
+    """Publication of weights to the engines."""
 
     heading: ClassVar[str] = "Weights"
 
@@ -21,25 +21,18 @@ class WeightOptions(Section):
         kind="weight_transport",
     )
     update_weight_buffer_size: int = option(
-        256 * 1024 * 1024,
-        "most bytes of weights that are gathered and sent at a time; a larger tensor goes alone. Trainer backends of "
-        "plugins make their own buckets",
-        gt=0,
+        256 * 1024 * 1024, "maximum number of bytes per transfer of weights; a larger tensor is sent alone", gt=0
     )
     update_weight_disk_dir: str | None = option(
         None,
-        "folder of the versions of --weight-sync-mode disk and of those that roles read (actor_fwd none with "
-        "distributed), for this run alone, on a file system that all nodes share; without it: in --run-dir",
+        "folder for published weights, on a file system that all nodes share, for this run alone; read by "
+        "--weight-sync-mode disk and by roles. If not set: in --run-dir",
         metavar="PATH",
     )
     update_weights_timeout_s: float = option(
-        600.0,
-        "deadline of one call to the engines in a publication, in seconds; three times that for all its attempts",
-        gt=0,
+        600.0, "deadline for one call to the engines in a publication, in seconds; three times that in total", gt=0
     )
-    check_weight_update_equal: bool = option(
-        False, "after each publication compare the checksums of the weights that the engines serve"
-    )
+    check_weight_update_equal: bool = option(False, "after a publication, compare checksums of the engines' weights")
 
 
 def engines_may_differ(args: Args) -> bool:

@@ -29,8 +29,7 @@ def _said(help: str) -> Any:
 
 
 class ModelShapeOptions(Section):
-    """The model's shape, which --hf-checkpoint says; with --train-backend megatron these are compared with it, else
-    without effect."""
+    """The model's shape; compared with --hf-checkpoint by --train-backend megatron, otherwise ignored."""
 
     heading: ClassVar[str] = "Megatron, compared with the model"
 

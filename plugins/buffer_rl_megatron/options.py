@@ -47,73 +47,75 @@ class MegatronOptions(Section):
 
     heading: ClassVar[str] = "Megatron"
 
-    tensor_model_parallel_size: int = option(1, "ranks that each matrix is split over", ge=1)
-    pipeline_model_parallel_size: int = option(1, "pipeline stages, of consecutive layers", ge=1)
+    tensor_model_parallel_size: int = option(1, "number of ranks that share each matrix", ge=1)
+    pipeline_model_parallel_size: int = option(1, "number of pipeline stages of consecutive layers", ge=1)
     virtual_pipeline_model_parallel_size: int | None = option(
         None,
-        "parts of each pipeline stage, which take turns (interleaved schedule)",
+        "number of parts per pipeline stage, run in turn (interleaved schedule)",
         ge=1,
         one_of="virtual_stages",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of each such part, in place of their number", ge=1, one_of="virtual_stages"
+        None, "number of layers per such part, in place of the number of parts", ge=1, one_of="virtual_stages"
     )
-    context_parallel_size: int = option(1, "ranks that each row is split over", ge=1)
-    expert_model_parallel_size: int = option(1, "ranks of a pipeline stage that experts are spread over", ge=1)
+    context_parallel_size: int = option(1, "number of ranks that share each row", ge=1)
+    expert_model_parallel_size: int = option(1, "number of ranks of a pipeline stage that share the experts", ge=1)
     expert_tensor_parallel_size: int | None = option(
-        None, "ranks that each expert's matrices are split over; as other matrices where absent", ge=1
+        None, "number of ranks that share each expert's matrices; if not set: as for other matrices", ge=1
     )
     sequence_parallel: bool = option(
-        False, "split norms along the sequence over tensor-parallel ranks; without effect where there is one"
+        False, "split norms along the sequence over tensor-parallel ranks; no effect with one rank"
     )
     transformer_impl: Literal["local", "transformer_engine"] = option(
-        "local", "layers of Megatron itself, or those of TransformerEngine, which needs a GPU"
+        "local", "layers of Megatron (local) or of TransformerEngine, which needs a GPU"
     )
     qkv_format: Literal["thd", "bshd"] = option(
-        "thd", "rows of a micro-batch one after another without padding, or padded to the longest"
+        "thd", "rows of a micro-batch concatenated without padding (thd), or padded to the longest (bshd)"
     )
     bf16: bool = option(False, "weights and activations in bfloat16, with float32 master weights in the optimizer")
-    accumulate_allreduce_grads_in_fp32: bool = option(True, "sum gradients in float32 under --bf16")
-    use_distributed_optimizer: bool = option(True, "split the optimizer's state over data-parallel ranks")
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "with --bf16: sum gradients in float32")
+    use_distributed_optimizer: bool = option(True, "split the optimizer state over data-parallel ranks")
     overlap_grad_reduce: bool = option(
-        False, "reduce all buckets of gradients at once and asynchronously, after the last micro-batch"
+        False, "after the last micro-batch, reduce all gradient buckets together, asynchronously"
     )
     overlap_param_gather: bool = option(
         False, "gather the parameters of a distributed optimizer during the next forward pass"
     )
     recompute_granularity: Literal["full", "selective"] | None = option(
-        None, "compute activations again in the backward pass: of whole layers, or of --recompute-modules"
+        None, "recompute activations in the backward pass: of layers (full), or of --recompute-modules (selective)"
     )
     recompute_method: Literal["uniform", "block"] | None = option(
-        None, "which layers: in equal runs, or the first ones of each stage; with 'full'"
+        None, "with 'full': recompute equal runs of layers (uniform), or the first layers of each stage (block)"
     )
-    recompute_num_layers: int | None = option(None, "layers of each run, or of each stage; with 'full'", ge=1)
-    recompute_modules: list[str] = option([], "what 'selective' computes again; core_attn where absent")
+    recompute_num_layers: int | None = option(None, "with 'full': number of layers per run, or per stage", ge=1)
+    recompute_modules: list[str] = option([], "with 'selective': modules to recompute; if not set: core_attn")
     moe_aux_loss_coeff: float | None = option(
         None,
-        "weight of the auxiliary load-balancing loss of experts; that of the model's configuration where absent",
+        "weight of the experts' load-balancing loss; if not set: that of the model's configuration",
         ge=0,
     )
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = option(
-        "none", "auxiliary load-balancing loss of experts, which adds to the gradient of the objective"
+        "none", "load-balancing loss of experts, which adds to the gradient of the objective"
     )
     moe_token_dispatcher_type: Literal["alltoall"] = option(
-        "alltoall", "how tokens travel to experts; rows of any length need this one"
+        "alltoall", "transport of tokens to experts; rows of any length need this one"
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = option(
-        None, "number format in which a router scores experts; that of the weights where absent"
+        None, "number format of the router's expert scores; if not set: that of the weights"
     )
-    moe_grouped_gemm: bool = option(False, "one kernel for all experts of a rank; needs TransformerEngine's layers")
+    moe_grouped_gemm: bool = option(
+        False, "use one kernel for all experts of a rank; requires --transformer-impl transformer_engine"
+    )
     custom_megatron_init_path: str | None = option(
-        None, "MODULE:FUNCTION(args), called once a rank when the process groups are made"
+        None, "MODULE:FUNCTION(args), called once per rank after the process groups are created"
     )
     custom_megatron_before_log_prob_hook_path: str | None = option(
         None, "MODULE:FUNCTION(args, model, store_prefix), called before log-probabilities are computed"
     )
     custom_megatron_before_train_step_hook_path: str | None = option(
         None,
-        "MODULE:FUNCTION(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), called before the forward "
-        "passes of an optimizer step; the last one is None",
+        "MODULE:FUNCTION(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), called before the "
+        "forward passes of an optimizer step; the last argument is None",
     )
 
 

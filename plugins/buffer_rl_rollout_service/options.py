@@ -23,10 +23,10 @@ class ServiceOptions(Section):
     heading: ClassVar[str] = "Rollout service"
 
     rollout_service_url: str | None = option(
-        None, "address of the service that --rollout-function-path rollout_service reads", metavar="URL"
+        None, "URL of the service that --rollout-function-path rollout_service reads", metavar="URL"
     )
     rollout_service_token: str | None = option(
-        None, "token of the service; set it by the environment or the --config file", metavar="TOKEN"
+        None, "token of the service; set it in the environment or in the --config file", metavar="TOKEN"
     )
 
 

@@ -51,13 +51,11 @@ class SglangOptions(Section):
     heading: ClassVar[str] = "SGLang"
 
     sglang_python: str = option(
-        sys.executable,
-        "the Python that runs SGLang, where it is in an environment of its own",
-        metavar="FILE",
+        sys.executable, "Python interpreter that runs SGLang, if it is in a separate environment", metavar="FILE"
     )
     sglang_args: dict[str, Any] = option(
         {},
-        "arguments of the server under its own names: --sglang-mem-fraction-static 0.8, or a line "
+        "arguments of the server by their own names: --sglang-mem-fraction-static 0.8, or "
         "sglang_mem_fraction_static: 0.8 in the --config file",
         metavar="JSON",
         prefix="sglang_",

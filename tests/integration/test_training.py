@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer_rl.errors import CheckpointError, RolloutError, WorkerError
+from buffer_rl.files.retention import folder_at, held_checkpoints
 from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -77,6 +78,10 @@ class Notes:
     @hookimpl
     def buffer_rl_explain_flag(self, name, values):
         raise AssertionError("every flag is an option")
+
+    @hookimpl
+    def buffer_rl_local_paths(self, config, facts):
+        raise AssertionError("the command line asks for them")
 
     @hookimpl
     def buffer_rl_configure(self, config):
@@ -158,6 +163,24 @@ def test_a_resumed_run_ends_with_the_metrics_and_parameters_of_an_uninterrupted_
     assert metrics_of(tail.run_dir) == metrics_of(whole_run.run_dir)
     steps = [line["step"] for line in metrics_of(tail.run_dir) if line["kind"] == "train"]
     assert steps == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_of_a_run_and_the_one_that_goes_on_from_it_the_last_and_the_best_checkpoint_remain(
+    train: Run, make_options: MakeOptions, tmp_path: Path
+) -> None:
+    saves = {"save": str(tmp_path / "saves"), "save_interval": 1, "eval_interval": 1, "run_dir": str(tmp_path / "run")}
+    kept = {"keep_last": 1, "keep_best": "eval/held"}
+    train(make_options(num_rollout=2, **saves, **kept))
+    train(make_options(num_rollout=4, load=saves["save"], **{**saves, "run_dir": str(tmp_path / "other")}, **kept))
+    lines = [*metrics_of(str(tmp_path / "run")), *metrics_of(str(tmp_path / "other"))]
+    scores = {line["step"]: line["eval/held"] for line in lines if line["kind"] == "eval" and line["step"] > 0}
+    best = max(scores, key=lambda step: (scores[step], step))
+    found = held_checkpoints(folder_at(saves["save"]))
+    assert sorted(scores) == [1, 2, 3, 4]
+    assert set(found) == {best, 4}
+    assert {step: held.scores["eval/held"] for step, held in found.items()} == {step: scores[step] for step in found}
+    assert len({held.manifest.facts["lineage"] for held in found.values()}) == 1
 
 
 def test_a_missing_checkpoint_is_an_error_before_anything_starts(make_options: MakeOptions, train: Run) -> None:

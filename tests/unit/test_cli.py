@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import add_working_directory, main
+from buffer_rl.options.section import flag_of, load_section
+from buffer_rl.verbs import eval as eval_verb
+from buffer_rl.verbs import generate
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -63,8 +68,80 @@ def test_help_and_version_are_status_0(capsys: pytest.CaptureFixture[str]) -> No
     assert main([]) == 2
 
 
-def test_train_help_groups_the_options_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
+def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main([*argv]) == 0
+    return capsys.readouterr().out
+
+
+def flags_in(text: str) -> list[str]:
+    """The options that a help page explains, without the flags of the command itself."""
+    found = re.findall(r"^  (?:-.*, )?--([a-z0-9-]+)", text, flags=re.MULTILINE)
+    return [flag for flag in found if flag not in ("help", "config", "dry-run", "all", "json", "prompt")]
+
+
+def test_the_short_help_has_the_options_of_a_first_run_and_the_names_of_all_sections(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = help_of(capsys, "train", "--help")
+    assert text == help_of(capsys, "train", "-h")
+    flags = flags_in(text)
+    assert 20 <= len(flags) <= 30
+    assert {"hf-checkpoint", "prompt-data", "custom-rm-path", "lr", "num-rollout", "save", "load"} <= set(flags)
+    assert len(text.splitlines()) < 100
+    rows = re.findall(r"^  ([a-z0-9-]+) +(\d+)  ", text.partition("all options by section")[2], flags=re.MULTILINE)
+    whole = flags_in(help_of(capsys, "train", "--help", "all"))
+    core = {name for section in CORE_SECTIONS for name in load_section(section).model_fields}
+    assert {flag_of(name)[2:] for name in core} <= set(whole)
+    for slug, count in rows:
+        assert len(flags_in(help_of(capsys, "train", "--help", slug))) == int(count), slug
+    assert sum(int(count) for _, count in rows) == len(whole)
+    assert "(plugin buffer_rl_megatron)" in text
+    assert "megatron" not in "".join(flags)
+
+
+def test_a_section_or_an_option_is_shown_by_name_in_any_case_and_a_wrong_name_gets_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = help_of(capsys, "train", "--help", "OPTIMIZER")
+    assert shown.startswith("Optimizer:\n  --lr NUM")
+    assert shown == help_of(capsys, "train", "--help=optimizer")
+    assert help_of(capsys, "train", "--help", "Rollout service").startswith("Rollout service:\n")
+    assert flags_in(help_of(capsys, "train", "-h", "n_samples_per_prompt")) == ["n-samples-per-prompt"]
+    assert main(["train", "--help", "optmizer"]) == 2
+    assert "did you mean optimizer?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["eval", "generate"])
+def test_help_shows_what_acts_there_and_other_flags_change_nothing(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = help_of(capsys, verb, "--help"), help_of(capsys, verb, "--help", "all")
+    idle = {
+        "lr",
+        "num-rollout",
+        "save-interval",
+        "eps-clip",
+        "use-kl-loss",
+        "n-samples-per-prompt",
+        "num-steps-per-rollout",
+    }
+    for text in (short, whole):
+        assert {"hf-checkpoint", "load", "rollout-temperature", "engine-device"} <= set(flags_in(text))
+        assert not idle & set(flags_in(text))
+    assert len(short.splitlines()) < 80
+    main([verb, "--lr", "3"])
+    assert f"notice: --lr changes nothing for buffer-rl {verb}\n" in capsys.readouterr().err
+
+
+def test_what_help_leaves_out_is_an_option() -> None:
+    core = {name for section in CORE_SECTIONS for name in load_section(section).model_fields}
+    assert set((eval_verb._IDLE + " " + generate._ACTS).split()) <= core
+    headings = {load_section(section).heading for section in (*CORE_SECTIONS, "buffer_rl_sglang.options:SglangOptions")}
+    assert {*eval_verb._IDLE_SECTIONS, *generate._ACTING_SECTIONS} <= headings
+
+
+def test_the_whole_help_groups_the_options_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "all"]) == 0
     text = capsys.readouterr().out
     run_group, data_group = text.index("\nRun:\n"), text.index("\nData:\n")
     assert run_group < text.index("--run-dir PATH") < data_group < text.index("--prompt-data")
@@ -90,7 +167,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(tmp_path: Path) 
     assert process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.stderr.read() == ""
+    assert [line.partition(" FOLDER")[0] for line in process.stderr] == ["buffer-rl: notice: --hf-checkpoint"]
     assert process.wait(timeout=60) == 141
 
 
@@ -125,3 +202,9 @@ def test_data_show_prints_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFix
         (2, 0, "ü1", 1),
         (3, 1, "ü2", 2),
     ]
+
+
+def test_python_m_is_the_command() -> None:
+    command = [sys.executable, "-m", "buffer_rl", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("buffer-rl ")

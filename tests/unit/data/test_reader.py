@@ -195,7 +195,10 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     assert "the file has no rows" in refusal(write(tmp_path, "", " "))
     (tmp_path / "empty.jsonl").write_bytes(b"")
     assert "the file has no rows" in refusal(str(tmp_path / "empty.jsonl"))
-    assert "no such file" in refusal(str(tmp_path / "absent.jsonl"))
+    absent = refusal(str(tmp_path / "absent.jsonl"))
+    assert "no such file" in absent
+    assert "hf download" not in absent + refusal("absent")
+    assert "hf download --repo-type dataset openai/gsm8k --local-dir FOLDER" in refusal("openai/gsm8k")
     (tmp_path / "folder.parquet").mkdir()
     assert "there are no data files in the folder" in refusal(str(tmp_path / "folder.parquet"))
     assert "none of the 2 files has rows" in refusal(str(tmp_path))

@@ -62,6 +62,7 @@ def check(**changes: Any) -> None:
         {"early_stop": "eval/dev/length < 10"},
         {"early_stop": None, "eval_interval": None, "eval_prompt_data": []},
         {"save_interval": None},
+        {"keep_last": 1, "keep_best": "-eval/dev/length"},
         {"rollout_top_k": 1, "eval_top_k": -1},
         {"eps_clip": 1.0, "eps_clip_high": 4.0, "loss_type": "cispo"},  # no lower bound
         {"use_kl_loss": True, "kl_loss_coef": 0.01},
@@ -112,6 +113,9 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"eval_prompt_data": ["dev"]}, ["'dev' is no evaluation set"]),
         ({"early_stop": "eval/dev=>1"}, ["--early-stop", "'eval/dev=>1'"]),
         ({"early_stop": "eval/dve>=1"}, ["'eval/dve'", "did you mean eval/dev?"]),
+        ({"save": None, "save_interval": None, "keep_last": 1}, ["--keep-last", "--save", "add --save PATH"]),
+        ({"save": "s", "keep_best": "eval/dev"}, ["--keep-best", "add --keep-last N"]),
+        ({"save": "s", "keep_last": 1, "keep_best": "-eval/dve"}, ["--keep-best", "'eval/dve'", "eval/dev"]),
         ({"early_stop": "eval/development>=1"}, ["is of no evaluation set"]),
         ({"early_stop": "dev>=1"}, ["is of no evaluation set"]),
         ({"eval_interval": None}, ["--early-stop", "--eval-interval"]),

@@ -27,6 +27,7 @@ from buffer_rl.observe.report import (
     write_report,
 )
 from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
+from buffer_rl.observe.summary import run_files
 from buffer_rl.options.section import compose
 
 METRICS: list[dict[str, Any]] = [
@@ -201,3 +202,11 @@ def test_the_facts_are_the_options_that_were_changed(tmp_path: Path) -> None:
     assert facts.started.endswith("+00:00")
     (tmp_path / "run.json").write_text("[]")
     assert read_facts(tmp_path) == RunFacts()
+
+
+def test_the_checkpoints_are_among_the_files_of_a_run(tmp_path: Path) -> None:
+    run_dir, saves = tmp_path / "run", tmp_path / "saves"
+    write_facts(run_dir, compose(CORE_SECTIONS)(run_dir=str(run_dir), save=str(saves)))
+    assert "checkpoints" not in run_files(run_dir)
+    saves.mkdir()
+    assert run_files(run_dir)["checkpoints"] == saves

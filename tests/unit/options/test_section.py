@@ -4,15 +4,18 @@ import json
 import pickle
 import subprocess
 import sys
+from importlib import resources
 from typing import ClassVar, Literal
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.data.options import DataOptions
 from buffer_rl.errors import ConfigError
-from buffer_rl.options.section import Section, compose, did_you_mean, dump_args, load_args, option
+from buffer_rl.kinds.table import KINDS
+from buffer_rl.options.section import Section, compose, did_you_mean, dump_args, load_args, load_section, option
 from buffer_rl.rollout.options import RolloutOptions
 
 
@@ -116,3 +119,34 @@ def test_damaged_text_is_a_config_error(text: str) -> None:
 def test_the_nearest_name_is_suggested_only_if_it_is_near() -> None:
     assert did_you_mean("rolout_seed", ["rollout_seed", "seed"]) == "did you mean rollout_seed?"
     assert did_you_mean("zebra", ["rollout_seed"]) == ""
+
+
+SYNONYMS: dict[str, list[str]] = yaml.safe_load(
+    resources.files("buffer_rl.options").joinpath("synonyms.yaml").read_text("utf-8")
+)
+
+
+def test_every_synonym_leads_to_an_option_or_a_kind_that_exists_and_is_none_itself() -> None:
+    options = {name for section in CORE_SECTIONS for name in load_section(section).model_fields}
+    assert set(SYNONYMS) <= options | set(KINDS)
+    assert not {other for others in SYNONYMS.values() for other in others} & (options - {"advantage_estimator"})
+    assert all(len(others) == len(set(others)) for others in SYNONYMS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "answer"),
+    [
+        ("learning_rate", ["lr", "min_lr"], "lr"),
+        ("--learning-rate", ["--lr", "--min-lr"], "--lr"),
+        ("--Learning_Rate", ["--lr", "--min-lr"], "--lr"),
+        ("BUFFER_RL_LEARNING_RATE", ["BUFFER_RL_LR", "BUFFER_RL_MIN_LR"], "BUFFER_RL_LR"),
+        ("--temperature", ["--eval-temperature", "--rollout-temperature"], "--rollout-temperature"),
+        ("--output-dir", ["--save", "--run-dir"], "--save or --run-dir"),
+        ("estimator", ["reward", "advantage", "loss"], "advantage"),
+        ("estimator", ["advantage_estimator", "loss_type"], "advantage_estimator"),
+        ("rewrad", ["reward", "advantage"], "reward"),
+    ],
+)
+def test_names_of_other_toolkits_lead_to_the_name_here(name: str, known: list[str], answer: str) -> None:
+    assert did_you_mean(name, known) == f"did you mean {answer}?"
+    assert did_you_mean("zzz", known) == ""

@@ -76,3 +76,11 @@ def test_renamed_flags_are_read_as_the_options_that_they_are() -> None:
 def test_commands_without_options_take_no_flags_of_slime() -> None:
     assert refusal("--swiglu", options=False).startswith("unknown flag --swiglu")
     assert "unexpected argument 'x'" in refusal("x", options=False)
+
+
+def test_an_option_of_a_blocked_plugin_names_the_plugin() -> None:
+    assert "an option of the plugin sglang" in refusal("-p", "no:sglang", "--sglang-python", "x")
+    item = refusal("-p", "no:sglang", "--sglang-mem-fraction-static", "0.8")
+    assert "an option of the plugin sglang, which -p no:... blocks" in item
+    assert "blocks" not in refusal("-p", "no:sglang", "--foo", "x")
+    assert "blocks" not in refusal("-p", "no:megatron", "--foo", "x")

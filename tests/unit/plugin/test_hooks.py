@@ -18,6 +18,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.options.sources import explain
 from buffer_rl.plugin.hookspecs import Hooks, hookimpl
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.verbs.preflight import with_local_paths
 from buffer_rl.verbs.train import sections_of
 
 PLUGIN = """
@@ -43,7 +44,7 @@ def hook_names() -> list[str]:
 
 
 def test_every_hook_and_every_kind_has_a_docstring() -> None:
-    assert len(hook_names()) == 7
+    assert len(hook_names()) == 8
     for name in hook_names():
         function = getattr(Hooks, name)
         assert function.__doc__, name
@@ -170,6 +171,8 @@ def run_hook(hook: str, registry: PluginRegistry, tmp_path: Path) -> None:
         sections_of(["./wrong_plug.py:plug"])
     elif hook == "buffer_rl_explain_flag":
         explain(registry, "steps", ["3"])
+    elif hook == "buffer_rl_local_paths":
+        with_local_paths(args, registry)
     elif hook == "buffer_rl_configure":
         launch_training(args, registry)
     else:

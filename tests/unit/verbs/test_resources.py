@@ -13,7 +13,7 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose
-from buffer_rl.verbs.resources import Needs, bytes_text, check_resources, num_cores
+from buffer_rl.verbs.resources import Needs, bytes_text, check_resources, memory_of_processes, num_cores
 
 BYTES = 2 * (3 * 4 + 5)  # of the weights of two shapes in 16 bits
 
@@ -44,6 +44,34 @@ def test_parameters_and_the_bytes_of_a_run_are_those_of_the_shapes(model: Path) 
     assert needs(model, **saves)[0].disk == 17 * 4 + 4 * (17 * 12 + on_disk)  # after steps 3, 6, 9 and 10
     assert needs(model, num_rollout=0)[0].disk == 0
     assert notices == []
+
+
+CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 20}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # 17 parameters: weights, gradients and two moments of 4 bytes. A cache of 2 x 3 layers x 2 heads x 5 numbers
+        # for each of (10 + 30) tokens of 6 x 4 sequences on one engine.
+        ({}, {"trainer rank": 17 * 16, "engine": (17 + 60 * 24 * 40) * 4}),
+        ({"rollout_num_engines": 2, "engine_dtype": "bfloat16"}, {"engine": (17 + 60 * 12 * 40) * 2}),
+        ({"engine_max_running_requests": 5}, {"engine": (17 + 60 * 5 * 40) * 4}),
+        ({"use_kl_loss": True}, {"trainer rank": 17 * 20}),
+        ({"use_kl_loss": True, "num_ref_workers": 1}, {"trainer rank": 17 * 16}),
+        ({"advantage_estimator": "ppo"}, {"critic rank": 17 * 16}),
+    ],
+)
+def test_the_memory_of_a_process_is_estimated_from_the_model_and_the_lengths(
+    model: Path, changes: dict[str, Any], expected: dict[str, int]
+) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    chosen: dict[str, Any] = {"hf_checkpoint": str(model), "run_dir": str(model.parent / "run"), "num_rollout": 1}
+    chosen |= {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "rollout_max_response_len": 30, **changes}
+    args = compose(CORE_SECTIONS).model_validate(chosen)
+    found = memory_of_processes(args, check_resources(args, lambda folder: 10**12)[0], longest_prompt=10)
+    assert {name: found[name][0] for name in expected} == expected
+    assert ("critic rank" in found) == ("critic rank" in expected)
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_a_scarce_one_is_told(model: Path) -> None:

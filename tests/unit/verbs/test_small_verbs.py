@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
 from buffer_rl.errors import EngineError
+from buffer_rl.options.section import compose
 from buffer_rl.verbs.completion import completion_script
-from buffer_rl.verbs.generate import _while_engines_last
+from buffer_rl.verbs.generate import _while_engines_last, _within_context
 from buffer_rl.verbs.table import VERBS
 from harness.checkpoints import write_checkpoint
 
@@ -116,7 +118,7 @@ def test_generate_and_eval_say_what_they_lack(tmp_path: Path, capsys: pytest.Cap
     foreign = ("--router-url", "http://127.0.0.1:9", "--engine-urls", "http://127.0.0.1:8")
     said = refused(capsys, "generate", "--load", str(tmp_path), "--prompt", "x", *foreign)
     assert "not the checkpoint's" in said
-    assert "nothing to evaluate on" in refused(capsys, "eval", "--num-rollout", "3")
+    assert "nothing to evaluate on" in refused(capsys, "eval", "--seed", "3")
     assert "--evl-interval" in refused(capsys, "eval", "--evl-interval", "3")
 
 
@@ -131,7 +133,7 @@ def test_eval_is_train_for_no_step(
     (tmp_path / "dev.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     (tmp_path / "run.yaml").write_text(
         "hf_checkpoint: model\nnum_epoch: 3\neval_interval: 5\nearly_stop: eval/dev >= 0.5\nsave: s\nsave_interval: 2\n"
-        "async_save: true\ntrial: false\n"
+        "async_save: true\ntrial: false\nkeep_last: 2\nkeep_best: eval/dev\n"
         "eval_prompt_data: [dev=dev.jsonl]\nrm_type: exact_match\nrun_dir: runs/one\nlogger: []\n"
     )
     assert main(["eval", "--config", "run.yaml", "--dry-run", "--json"]) == 0
@@ -141,6 +143,9 @@ def test_eval_is_train_for_no_step(
     assert values["run_dir"] == "runs/one/eval"
     assert [values[name] for name in ("num_epoch", "early_stop", "save", "eval_interval")] == [None] * 4
     assert values["async_save"] is False
+    write_checkpoint(tmp_path / "s", 4)
+    assert main(["eval", "--config", "run.yaml", "--dry-run", "--json", "--load", "auto"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["load"]["value"] == "s"
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +191,20 @@ def test_the_script_for_zsh_has_every_verb_and_flag() -> None:
     assert all(f"_shtab_buffer_rl_{verb}_options=(" in script for verb in VERBS)
     assert '"--rollout-batch-size[' in script
     assert '"--no-rollout-shuffle[' in script
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ({}, 64),
+        ({"engine_context_length": 48}, 48),
+        ({"rollout_max_context_len": 32}, 32),
+        ({"rollout_max_response_len": 1024}, None),  # what the user asks for is refused, not cut
+    ],
+)
+def test_the_default_length_of_generate_is_cut_to_the_model_s_own(
+    tmp_path: Path, given: dict[str, int], limit: int | None
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    args = compose(CORE_SECTIONS).model_validate({"hf_checkpoint": str(tmp_path), **given})
+    assert _within_context(args).rollout_max_context_len == limit

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -115,6 +116,26 @@ def test_processes_that_follow_from_devices_are_shown_with_their_origin(
     assert shown["num_ref_workers"]["source"] == "default"
 
 
+def test_a_dry_run_shows_changed_options_and_all_of_them_on_request(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def options(*argv: str) -> tuple[list[str], str]:
+        assert train("--rm-type", "f1", "--lr", "1e-6", "--seed", "5", *argv) == 0
+        text = capsys.readouterr().out
+        return re.findall(r"^  ([a-z_0-9]+) +\S.*$", text.partition("\nPlugins")[0], flags=re.MULTILINE), text
+
+    few, text = options()
+    given = {"prompt_data", "hf_checkpoint", "num_rollout", "logger", "trial", "eval_prompt_data", "rm_type", "seed"}
+    assert set(few) == given
+    every, whole = options("--all")
+    assert len(every) > 250
+    assert given | {"lr"} <= set(every)
+    assert f"{len(every) - len(few)} other options have their defaults (--all shows them)" in text
+    assert "given with the value of the default: lr" in text
+    assert "other options" not in whole
+    assert ("  trainer " in text, "  trainer " in whole) == (False, True)  # plugins that nobody chose
+
+
 def test_a_dry_run_for_people_shows_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--custom-rm-path", "./my_reward.py:score") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -199,6 +220,7 @@ def test_rows_without_labels_that_may_have_them_in_another_field_are_a_notice(
     ("argv", "words"),
     [
         (["--hf-checkpoint", "absent"], ["--hf-checkpoint", "'absent'"]),
+        (["--hf-checkpoint", "absent", "--prompt-data", "no.jsonl"], ["'absent'", "no.jsonl", "no such file"]),
         (["--ref-load", "."], ["--ref-load", "config.json"]),
         (["--load", "absent"], ["--load absent", "no such folder"]),
         (["--load", "model"], ["--load", "no checkpoint"]),

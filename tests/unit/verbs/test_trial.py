@@ -383,6 +383,41 @@ def test_an_evaluation_tries_its_own_sets_alone(folder: Path, run_verb: Callable
     assert [row["scores"] for row in trial["rows"]] == [{"label": 1.0, "empty": 0.0, "truncated": 0.0}]
 
 
+def test_data_show_prints_the_prompt_as_a_run_encodes_it(folder: Path, run_verb: Callable[..., str]) -> None:
+    write(folder, {"q": [message("user", "ab")], "a": "word"}, {"q": "plain", "a": "word"})
+    (folder / "run.yaml").write_text("hf_checkpoint: model\ninput_key: q\nlabel_key: a\nnum_rollout: 3\n")
+    flags = ("--input-key", "q", "--label-key", "a", "--hf-checkpoint", "model")
+    first, second = map(json.loads, run_verb("data", "show", "train.jsonl", *flags).splitlines())
+    assert (first["text"], first["tokens"]) == (
+        "user:ab<eos>assistant:",
+        7 + 1 + 10,
+    )  # a token per character, <eos> one
+    assert (second["text"], second["tokens"]) == ("plain", 5)
+    assert json.loads(run_verb("data", "show", "train.jsonl", "--config", "run.yaml", "-n", "1")) == first
+    _, templated = map(
+        json.loads, run_verb("data", "show", "train.jsonl", *flags, "--apply-chat-template").splitlines()
+    )
+    assert templated["text"] == "user:plain<eos>assistant:"
+    run_verb_flags = ("--prompt-data", "train.jsonl", "--rm-type", "exact_match", "--num-rollout", "1", "--logger")
+    trial = json.loads(run_verb("train", *flags, *run_verb_flags, "--dry-run", "--json"))["trial"]
+    assert trial["prompts"][0]["text"] == first["text"]
+
+
+def test_data_show_prints_a_conversation_as_fine_tuning_reads_it(folder: Path, run_verb: Callable[..., str]) -> None:
+    write(folder, {"messages": [message("user", "ab"), message("assistant", "ba")]})
+    shown = json.loads(run_verb("data", "show", "train.jsonl", "--input-key", "messages", "--hf-checkpoint", "model"))
+    assert shown["text"] == "user:ab<eos>assistant:ba<eos>"
+    assert (shown["tokens"], shown["trained_tokens"]) == (7 + 1 + 10 + 2 + 1, 3)
+
+
+def test_data_show_without_a_model_names_the_flag(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(folder, {"prompt": "a"})
+    assert main(["data", "show", "train.jsonl"]) == 0
+    out, err = capfd.readouterr()
+    assert "text" not in json.loads(out)
+    assert "notice: --hf-checkpoint FOLDER also shows" in err
+
+
 def test_generate_names_a_prompt_that_cannot_be_encoded_before_an_engine_starts(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
