@@ -215,6 +215,11 @@ def test_every_instruction_of_the_container_file_is_known_and_what_it_copies_exi
     assert {"constraints.txt", "constraints-cuda.txt"} <= set(copied)
 
 
+def test_the_build_reads_no_weights_no_history_and_no_file_of_secrets() -> None:
+    ignored = CONTAINERFILE.with_name("Containerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {".git", "**/*.safetensors", "**/*.bin", "**/.env"} <= set(ignored)
+
+
 def test_the_container_is_not_run_as_root_and_signals_reach_the_command() -> None:
     found = instructions()
     assert [rest for word, rest in found if word == "USER"] == ["1000"]
