@@ -77,7 +77,8 @@ class ForkedProcess:
 
     Its parent is the server, which sends its id and its exit status over the connection of the request."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, args: Sequence[str]) -> None:
+        self.args = args
         self._connection = connection
         self._lock = threading.Lock()
         self._pid: int | None = None
@@ -216,7 +217,8 @@ def start_process(
         with suppress(OSError), open(os.devnull, "rb") as nothing:
             fds = [nothing.fileno(), *streams, *pass_fds]
             numbers = [*STREAMS, *pass_fds]
-            return ForkedProcess(_request(path, [*(forked or command[1:])], dict(env), fds, numbers, stage=stage))
+            arguments = [*(forked or command[1:])]
+            return ForkedProcess(_request(path, arguments, dict(env), fds, numbers, stage=stage), arguments)
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -330,9 +332,16 @@ class _Server:
             incomplete = {stage for stage, _ in missing}
             for request in [each for each in self._waiting if each.what["stage"] not in incomplete]:
                 self._waiting.remove(request)
+                ready, led = os.pipe()
                 if (pid := os.fork()) == 0:
                     self._leave(request)
+                    for fd in (ready, led):
+                        os.close(fd)
+                    _give_numbers(request.fds, request.what["numbers"])
                     return request
+                os.close(led)
+                os.read(ready, 1)  # until it has a session: its client may signal the group at once
+                os.close(ready)
                 self._watch(pid, request)
             if missing:
                 with suppress(ImportError):  # the process that needs it says so
@@ -391,7 +400,6 @@ class _Server:
             os.setpgid(0, 0)  # Ray may end a worker by its group
         else:
             os.setsid()
-        _give_numbers(request.fds, request.what["numbers"])
 
 
 def _give_numbers(fds: Sequence[int], numbers: Sequence[int]) -> None:

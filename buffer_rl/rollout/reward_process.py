@@ -187,7 +187,5 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":  # forked from a process that has imported this module
-    from buffer_rl.rollout import reward_process
-
     sys.path[:] = json.loads(sys.argv[1])
-    reward_process.main(*map(int, sys.argv[2:]))
+    main(*map(int, sys.argv[2:]))

@@ -28,6 +28,7 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "schedule_equality": ("--algorithms", "gspo", "--steps", "1"),
     "schedule_step": ("--quick",),
     "schedules": ("--quick",),
+    "start": ("--runs", "1", "--trl-python", "none"),
 }
 
 
