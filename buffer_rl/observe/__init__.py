@@ -10,7 +10,8 @@ timeline        spans of work of all roles, their clocks, and trace.json
 timeline_stats  idle shares, waits, overlap and lower bound of a step, from its spans; the spans as SVG
 curve           the learning curve, as a picture and as a line of text
 svg_chart       line charts and stacked bars as SVG
-summary           what a run learned, and where its files are
-report            the HTML report, whose page is in templates/; the report on the terminal at the end of a run
+startup         when each part of a run was ready
+summary         what a run learned, and where its files are
+report          the HTML report, whose page is in templates/; the report on the terminal at the end of a run
 options         the options of this package
 """

@@ -116,7 +116,15 @@ def test_help_shows_what_acts_there_and_other_flags_change_nothing(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short, whole = help_of(capsys, verb, "--help"), help_of(capsys, verb, "--help", "all")
-    idle = {"lr", "num-rollout", "save", "eps-clip", "use-kl-loss", "n-samples-per-prompt", "num-steps-per-rollout"}
+    idle = {
+        "lr",
+        "num-rollout",
+        "save-interval",
+        "eps-clip",
+        "use-kl-loss",
+        "n-samples-per-prompt",
+        "num-steps-per-rollout",
+    }
     for text in (short, whole):
         assert {"hf-checkpoint", "load", "rollout-temperature", "engine-device"} <= set(flags_in(text))
         assert not idle & set(flags_in(text))
