@@ -17,7 +17,7 @@ from contextlib import nullcontext
 
 from buffer_rl.cluster.environment import signals_as_exceptions
 from buffer_rl.cluster.fork_server import fork_server
-from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal
+from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal, Stopped
 from buffer_rl.observe.terminal import say
 
 RUNS = ("train", "eval")
@@ -49,7 +49,8 @@ def _main(arguments: Sequence[str], began: float) -> int:
         say(f"buffer-rl: error: {error}", file=sys.stderr)
         return 2
     except EndedBySignal as end:
-        say(f"buffer-rl: ended by {signal.Signals(end.number).name}", file=sys.stderr)
+        how = f": {end.text}" if isinstance(end, Stopped) else ""
+        say(f"buffer-rl: ended by {signal.Signals(end.number).name}{how}", file=sys.stderr)
         return 128 + end.number
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails as well
@@ -90,7 +91,7 @@ def _run(arguments: Sequence[str], began: float) -> int:
         for name in verbs:
             subparsers.add_parser(name, help=summary_of(name).replace("%", "%%"))
     namespace, extra = parser.parse_known_args(arguments)
-    namespace.began = began
+    namespace.began, namespace.arguments = began, arguments
     prog = f"buffer-rl {verb}".rstrip()
     print_notices(take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog))
     idle = [flag_of(name) for name in given_flags(namespace) if name in getattr(namespace, "idle", ())]

@@ -113,6 +113,14 @@ class EndedBySignal(SystemExit):
         self.number = number
 
 
+class Stopped(EndedBySignal):
+    """A run ended as the signal asked. text: what was done, and how to continue."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(number)
+        self.text = text
+
+
 def short_repr(value: object) -> str:
     """A value for a message: its shortened ``repr`` and its type."""
     text = repr(value)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -79,9 +80,31 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, kill and sche
 ENDING_BY_DEFAULT = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)  # of schedulers; others may handle them
 
 
+class StopRequest:
+    """A signal that asks a run to end well. The first one is noted while ``can_wait``; another one, and any while not,
+    raises EndedBySignal. number: of the signal; None before. at: when it came, by ``time.monotonic``."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.at = 0.0
+        self.can_wait = False
+
+    @property
+    def after_step(self) -> bool:
+        """Whether the step under way is to be finished first: Ctrl-C. Other signals come with a deadline."""
+        return self.number in (None, signal.SIGINT)
+
+    def take(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal."""
+        if self.number is not None or not self.can_wait:
+            raise EndedBySignal(number)
+        self.number, self.at = number, time.monotonic()
+
+
 @contextmanager
-def signals_as_exceptions() -> Iterator[None]:
-    """Raise EndedBySignal in the main thread for a signal that ends the process, for the length of the block.
+def signals_as_exceptions(handle: Callable[[int, FrameType | None], None] | None = None) -> Iterator[None]:
+    """Raise EndedBySignal in the main thread for a signal that ends the process, or call ``handle``, for the length of
+    the block.
 
     A signal that the caller ignores stays ignored, as SIGHUP under ``nohup`` and SIGINT in a script's background jobs.
     Outside the main thread, where Python allows no handlers, all signals keep their meaning.
@@ -96,7 +119,7 @@ def signals_as_exceptions() -> Iterator[None]:
         if handler is not signal.SIG_IGN and (number in ENDING or handler is signal.SIG_DFL)
     }
     for number in ours:
-        signal.signal(number, _end)
+        signal.signal(number, handle or _end)
     try:
         yield
     finally:

@@ -16,18 +16,24 @@ What is lost, and what goes on:
   are of all groups.
 - A role's process: what it had not written. The role is replaced, and gets those groups again.
 - Trainer rank: all since the newest checkpoint, from which a global restart goes on (``buffer_rl.driver.restart``).
+
+The first Ctrl-C ends the run after the step under way, and saves it. SIGTERM does not wait for a rollout or an
+evaluation: their groups are pending again, and the last step is saved, within ``save_on_exit_s`` of the signal.
 """
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.environment import StopRequest
 from buffer_rl.driver.offload import MemoryTurns
 from buffer_rl.driver.tasks import RoleCalls, Runtime, StepTimes, Task, is_worker_death, role_of
-from buffer_rl.errors import BufferRLError, DeadlineError, PayloadLostError, RolloutError
+from buffer_rl.errors import BufferRLError, DeadlineError, EndedBySignal, PayloadLostError, RolloutError
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.observe.timeline import clock_origin
 from buffer_rl.plan.roles import FIELD_OF_MODEL
@@ -39,6 +45,12 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
+
+
+class StopNow(Exception):
+    """A signal with a deadline came during a rollout or an evaluation."""
+
+
 SAVE_AFTER_ERROR_S = 30.0
 """How long a run that ends with an error waits for ranks that write a checkpoint; the rest of it needs none."""
 
@@ -52,7 +64,9 @@ class Driver:
     rollout that is closed and not trained on yet.
     """
 
-    def __init__(self, plan: RunPlan, runtime: Runtime, observer: RunObserver) -> None:
+    def __init__(self, plan: RunPlan, runtime: Runtime, observer: RunObserver, stop: StopRequest | None = None) -> None:
+        self._stop = StopRequest() if stop is None else stop
+        self._is_told = False
         self._plan = plan
         self._runtime = runtime
         self._observer = observer
@@ -62,6 +76,7 @@ class Driver:
         self._generating: dict[int, Task] = {}
         self._tickets: dict[int, Ticket] = {}  # of rollouts that may still be produced again
         self._prepares: int | None = None
+        self._evaluating: Ticket | None = None
         self._retries = 0
         self._counted: str | None = None  # the newest Buffer whose predecessor's death is among the retries
         self._compared = False
@@ -79,21 +94,61 @@ class Driver:
         evaluates = self._plan.evaluates_at(self._version)
         if self._published is None and (plan.publish_each_step or evaluates):
             self._publish()
-        if evaluates:
-            self._evaluate()
+        self._stop.can_wait = plan.num_rollouts > plan.first_rollout
         try:
-            while self._result.steps < plan.num_rollouts and not self._result.stopped_early:
+            if evaluates:
+                self._evaluate()
+            while self._result.steps < plan.num_rollouts and not self._result.stopped_early and self._goes_on():
                 self._times.begin()
                 self._admit()
                 self._step(self._result.steps)
             self._end_save()
+        except StopNow:
+            self._save_at_exit()
         except BufferRLError as error:
             if self._saving is not None and role_of(error) != "save":  # ranks write what they have of a checkpoint
                 with suppress(BufferRLError):
                     self._runtime.wait_any([self._saving], SAVE_AFTER_ERROR_S, watches=False)
             raise
+        finally:
+            self._stop.can_wait = False
         self._memory.trainer()
         return self._result
+
+    def watch_stop(self, *, in_rollout: bool) -> None:
+        """Called about once a second during a wait. Raises StopNow in one for a rollout, if the signal has a deadline,
+        and EndedBySignal after it."""
+        if (number := self._stop.number) is None:
+            return
+        if not self._is_told:
+            self._is_told = True
+            when = "after this step" if self._stop.after_step else f"within {self._plan.save_on_exit_s:g} s"
+            name = signal.Signals(number).name
+            self._observer.notice(f"{name}: the run ends {when}; another signal ends it at once")
+        if not self._stop.after_step:
+            if in_rollout:
+                raise StopNow
+            if time.monotonic() > self._stop.at + self._plan.save_on_exit_s:
+                raise EndedBySignal(number)
+
+    def _goes_on(self) -> bool:
+        """Whether no signal asks the run to end; it is saved if one does."""
+        if self._stop.number is None:
+            return True
+        self.watch_stop(in_rollout=False)
+        self._save_at_exit()
+        return False
+
+    def _save_at_exit(self) -> None:
+        """Save the last step, if it is newer than the checkpoint that the run continued from."""
+        self._result.signal = self._stop.number
+        owes = self._evaluating is not None
+        self._evaluating = None
+        self._reset_rollouts(sorted(self._tickets), again=False)
+        if self._plan.saves and self._result.steps > self._plan.first_rollout:
+            self._memory.trainer()
+            self._save(self._result.steps, owes)
+        self._end_save()
 
     def _admit(self) -> None:
         """Start every rollout that the schedule lets start. Where no weights are published for rollouts, they wait for
@@ -180,10 +235,11 @@ class Driver:
             self._observer.notice(f"{task} is produced again ({retries} of {self._plan.max_rollout_retries}): {error}")
         self._reset_rollouts(sorted(t.rollout_id for t in lost))
 
-    def _reset_rollouts(self, lost: Sequence[int]) -> None:
-        """Requeue the groups of rollouts, wait until no task works on them, and start them again."""
+    def _reset_rollouts(self, lost: Sequence[int], *, again: bool = True) -> None:
+        """Requeue the groups of rollouts, wait until no task works on them, and start them again. Not ``again``: it
+        waits for the roles alone, as the worker's process ends with the run."""
         running = [self._generating.pop(rollout_id, None) for rollout_id in lost]
-        tasks = [*(task for task in running if task is not None), *self._roles.forget(lost)]
+        tasks = [*(task for task in running if task is not None and again), *self._roles.forget(lost)]
         for rollout_id in lost:
             del self._tickets[rollout_id]
             self._buffer(BufferState.abandon, rollout_id)
@@ -192,7 +248,7 @@ class Driver:
                 self._runtime.wait_any([task], self._plan.rollout_timeout_s)
         if self._prepares in lost and self._memory.trainer_is_awake:  # else it has nothing of a step
             self._on_trained("discard")
-        for rollout_id in lost:
+        for rollout_id in lost if again else ():
             self._start_rollout(rollout_id)
 
     def _finished_rollout(self, rollout_id: int) -> dict[str, float]:
@@ -299,7 +355,7 @@ class Driver:
     def _evaluated(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         self._memory.engines(evaluation=True)
         while True:
-            ticket = self._buffer(BufferState.generate, self._version, True)
+            ticket = self._evaluating = self._buffer(BufferState.generate, self._version, True)
             try:
                 with self._times.of("evaluate", "rollout", self._version):
                     task = self._runtime.submit("rollout", "run", ticket)
@@ -310,15 +366,16 @@ class Driver:
                 self._buffer(BufferState.clear, ticket.task)
                 continue
             self._buffer(BufferState.clear, ticket.task)
+            self._evaluating = None
             return dict(metrics), samples
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, owes_evaluation: bool = False) -> None:
         if self._saved == step:
             return
         with self._times.of("save", "save", step):
             self._observer.phase("save")
             self._end_save()
-            self._saving = self._runtime.submit("save", "save", step)
+            self._saving = self._runtime.submit("save", "save", step, *[True] * owes_evaluation)
             self._end_save()
             self._saving = self._runtime.submit("save", "seal")
             if not self._plan.async_save:

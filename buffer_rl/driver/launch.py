@@ -18,7 +18,7 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.cluster.environment import direct_variables, signals_as_exceptions, variables
+from buffer_rl.cluster.environment import StopRequest, direct_variables, signals_as_exceptions, variables
 from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
@@ -91,7 +91,8 @@ def launch_training(
     run_dir = Path(args.run_dir)
     args = with_engine_key(with_steps(with_counts(args)))
     with ExitStack() as stack:
-        stack.enter_context(signals_as_exceptions())
+        stop = StopRequest()
+        stack.enter_context(signals_as_exceptions(stop.take))
         stack.enter_context(variables(direct_variables(args)))
         stack.enter_context(folder_lock(run_dir))
         stack.enter_context(save_lock(args))
@@ -103,8 +104,8 @@ def launch_training(
 
         def attempt(start: Checkpoint | None, processes: Processes) -> RunResult:
             run = _Run(args, registry, run_dir, start, session, processes)
-            result = run.driver().run()
-            if run.train is not None:
+            result = run.driver(stop).run()
+            if run.train is not None and stop.after_step:  # else the time is short
                 run.save_hf(str((run_dir / "hf").absolute()))
             return result
 
@@ -210,7 +211,7 @@ class _Run:
         backend = None if args.train_backend == "torch" else self.registry.resolve("trainer", args.train_backend)
         return role_plan(args, estimator, own, backend)
 
-    def driver(self) -> Driver:
+    def driver(self, stop: StopRequest) -> Driver:
         """The driver, with its plan, roles and watchers."""
         args = self.args
         local = self.stack.local
@@ -251,7 +252,10 @@ class _Run:
         if self.reward is not None:
             watchers.append(RewardModelWatch(self.reward.actors, args, self.observer.notice))
         self.observer.planned(plan.num_rollouts)
-        return Driver(plan, RayRuntime(targets, watchers, feeds), self.observer)
+        watchers.append(lambda: driver.watch_stop(in_rollout=False))
+        feeds.append(lambda: driver.watch_stop(in_rollout=True))
+        driver = Driver(plan, RayRuntime(targets, watchers, feeds), self.observer, stop)
+        return driver
 
     def _publisher(self) -> Publisher | RolePublisher | None:
         """The publisher to the engines and to the roles that need the actor's weights; None without any."""
@@ -340,6 +344,7 @@ class _Run:
             saves=bool(args.save) and self.train is not None,
             save_interval=args.save_interval,
             async_save=args.async_save,
+            save_on_exit_s=args.save_on_exit_s,
             records=bool(args.save_debug_rollout_data),
             early_stop=parse_early_stop(args.early_stop) if args.early_stop else None,
             rollout_timeout_s=args.rollout_timeout_s + 2 * GRACE_S,  # the worker's own deadline comes first

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from buffer_rl.engines.fleet import EngineFleet
     from buffer_rl.weights.role_weights import FolderUpdates
 
+OWES_EVALUATION = "owes_evaluation"
+"""The fact in a checkpoint that the evaluation of its step was interrupted."""
 SAVE_POLL_S = 0.5
 """How often ranks are asked whether they have written: each time is a call between their others."""
 
@@ -62,14 +64,14 @@ class RunCheckpoints:
         self._deadline = 0.0
         self._writing: Iterator[None] = iter(())
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, owes_evaluation: bool = False) -> None:
         """Begin a checkpoint after ``step`` optimizer steps. When it returns, nothing that the next step changes is
-        read any more; ``seal`` ends it.
+        read any more; ``seal`` ends it. owes_evaluation: the evaluation of the step is left to the run that resumes.
 
         Raises CheckpointError, or what a rank or the Buffer raised, with the folder that it was to write to;
         DeadlineError after ``args.save_timeout_s`` for all ranks' parts."""
         self._deadline = time.monotonic() + self._args.save_timeout_s
-        self._writing = self._written(step)
+        self._writing = self._written(step, {OWES_EVALUATION: True} if owes_evaluation else {})
         next(self._writing)
 
     def seal(self) -> None:
@@ -78,9 +80,9 @@ class RunCheckpoints:
         next(self._writing, None)
         retain(self._args)
 
-    def _written(self, step: int) -> Iterator[None]:
+    def _written(self, step: int, more: Mapping[str, Any]) -> Iterator[None]:
         options = mask_secrets(self._args.model_dump(mode="json"))
-        facts = {"buffer_rl": __version__, "options": options, **self._provenance}
+        facts = {"buffer_rl": __version__, "options": options, **self._provenance, **more}
         facts |= {"saved": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed_options(self._args)}
         root = self._args.save
         assert root is not None  # there would be no RunCheckpoints otherwise

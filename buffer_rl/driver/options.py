@@ -31,6 +31,12 @@ class RunOptions(Section):
         "keep also the checkpoint with the highest eval/NAME; for the lowest: --keep-best=-eval/NAME",
         metavar="EVAL",
     )
+    save_on_exit_s: float = option(
+        30.0,
+        "after SIGTERM, finish the training step under way and save within this many seconds; in a rollout, save at "
+        "once. Ctrl-C finishes the step first, in any time",
+        gt=0,
+    )
     async_save: bool = option(
         False, "write checkpoints in the background; one is complete before the next begins and before the run ends"
     )

@@ -20,6 +20,7 @@ from uuid import uuid4
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.folders import LINEAGE, later_checkpoint
+from buffer_rl.driver.local_roles import OWES_EVALUATION
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, resume_notices, ships_code
 from buffer_rl.driver.runtime import LocalTarget
 from buffer_rl.driver.tasks import role_of
@@ -69,7 +70,10 @@ class RunSession:
         self._is_connected = False
 
     def owes_evaluation(self, start: Checkpoint | None) -> bool:
-        """Whether a death came between the save of ``start``, which this run wrote, and the evaluation that follows."""
+        """Whether a death came between the save of ``start``, which this run wrote, and the evaluation that follows, or
+        a signal before it."""
+        if start is not None and start.facts.get(OWES_EVALUATION) and start.step > self.observer.evaluated:
+            return True
         return start is not None and start.step > max(self._first_step, self.observer.evaluated)
 
     def connect(self) -> None:

@@ -208,7 +208,8 @@ class RunPlan:
     published, and every rollout comes from the initial weights.
     owes_evaluation: whether a death came between the checkpoint that the run continues from and its evaluation.
     offload_train, offload_rollout: trained roles, or the engines, free their memory while the other side works.
-    saves: whether checkpoints are written. async_save: while the run goes on.
+    saves: whether checkpoints are written. async_save: while the run goes on. save_on_exit_s: seconds from a signal
+    with a deadline, such as SIGTERM, for the end of the step and its checkpoint.
     records: whether each rollout's rows are kept, for debugging.
     max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
     passes_on_tickets: whether a rollout worker can go on where another died; not where functions see the whole rollout,
@@ -232,6 +233,7 @@ class RunPlan:
     saves: bool = False
     save_interval: int | None = None
     async_save: bool = False
+    save_on_exit_s: float = 30.0
     records: bool = False
     early_stop: EarlyStop | None = None
     max_rollout_retries: int = 0
@@ -261,8 +263,10 @@ class RunPlan:
 
 @dataclass(slots=True, kw_only=True)
 class RunResult:
-    """How a run ended: trained steps, the newest evaluation, and whether ``--early-stop`` ended it."""
+    """How a run ended: trained steps, the newest evaluation, whether ``--early-stop`` ended it, and the number of the
+    signal that did."""
 
     steps: int
     evaluation: dict[str, float] = field(default_factory=dict)
     stopped_early: bool = False
+    signal: int | None = None

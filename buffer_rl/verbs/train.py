@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.folders import with_start
 from buffer_rl.driver.role_checks import check_roles
-from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError, all_of
+from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError, Stopped, all_of
 from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.kinds.marks import is_for_rows
@@ -143,7 +144,7 @@ def run(namespace: argparse.Namespace) -> int:
         resumed = read_manifest(args.load) if args.load is not None else None
         print_json(plan, resumed) if namespace.json else print_text(plan, resumed, every=namespace.all)
         return 0
-    return _launch(args, registry, data, begun, namespace.began)
+    return _launch(args, registry, data, begun, namespace.began, namespace.arguments)
 
 
 def _check_folders_and_data(args: Args) -> None:
@@ -317,6 +318,7 @@ def _launch(
     data: Sequence[Mapping[str, Any]],
     trial: Callable[[], Trial],
     began: float,
+    arguments: Sequence[str],
 ) -> int:
     title = f"buffer-rl · {Path(args.run_dir).name}"
     startup = StartUp(title, began, None if args.progress == "none" else sys.stdout)
@@ -337,6 +339,21 @@ def _launch(
             startup.end_line()
         print_notices(found.notices)
         make_folders(args)
-        launch_training(args, registry, data, startup)
-    run_report(args.run_dir)
-    return 0
+        result = launch_training(args, registry, data, startup)
+    if result.steps > 0:
+        run_report(args.run_dir)
+    if result.signal is None:
+        return 0
+    raise Stopped(result.signal, f"{result.steps} steps are done; {_resume_hint(args, arguments)}")
+
+
+def _resume_hint(args: Args, arguments: Sequence[str]) -> str:
+    """How to continue a run that a signal ended."""
+    if args.save is None:
+        return "nothing was saved: with --save PATH a run can be resumed"
+    kept, skips = [], False
+    for token in arguments:
+        if not skips and not token.startswith("--load="):
+            kept.append(token)
+        skips = token == "--load" and bool(kept.pop())
+    return f"to resume: {shlex.join(['buffer-rl', *kept, '--load', 'auto'])}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +16,15 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.environment import StopRequest
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.driver.driver import Driver
+from buffer_rl.driver.driver import Driver, StopNow
 from buffer_rl.driver.tasks import Task
 from buffer_rl.errors import (
     BufferRLError,
     CheckpointError,
     DeadlineError,
+    EndedBySignal,
     EngineError,
     PayloadLostError,
     RolloutError,
@@ -698,3 +702,39 @@ def test_every_phase_is_on_the_timeline(tmp_path: Path) -> None:
         ("save", "save"): (1, 17.0, 17.0),
         ("publish", "publish"): (1, 17.0, 18.0),
     }
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_with_a_deadline_ends_a_rollout_at_once_and_after_the_deadline_the_run(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    world = World(tmp_path)
+    world.driver(PLAN)
+    stop = StopRequest()
+    driver = Driver(PLAN, world.runtime, world.recorder, stop)
+    driver.watch_stop(in_rollout=True)
+    stop.number, stop.at = number, time.monotonic()
+    driver.watch_stop(in_rollout=False)
+    with pytest.raises(StopNow):
+        driver.watch_stop(in_rollout=True)
+    assert world.recorder.said == [f"{number.name}: the run ends within 30 s; another signal ends it at once"]
+    stop.at -= PLAN.save_on_exit_s + 1
+    with pytest.raises(EndedBySignal) as ended:
+        driver.watch_stop(in_rollout=False)
+    assert ended.value.code == 128 + number
+
+
+def test_ctrl_c_waits_for_the_step_however_long_and_another_signal_does_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(PLAN)
+    stop = StopRequest()
+    driver = Driver(PLAN, world.runtime, world.recorder, stop)
+    with pytest.raises(EndedBySignal):
+        stop.take(signal.SIGINT)  # nothing runs yet
+    stop.can_wait = True
+    stop.take(signal.SIGINT)
+    stop.at -= 1e6
+    driver.watch_stop(in_rollout=True)
+    driver.watch_stop(in_rollout=False)
+    with pytest.raises(EndedBySignal):
+        stop.take(signal.SIGTERM)
