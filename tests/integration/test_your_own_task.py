@@ -104,7 +104,7 @@ def test_the_page_is_short_and_the_commands_of_the_readme_are_its() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_command_of_the_page_does_what_the_page_shows(tmp_path: Path) -> None:
-    folder = tmp_path
+    folder, stopped_at = tmp_path, 0
     for typed in commands():
         if typed.command.startswith("cd "):
             folder /= typed.command[3:]
@@ -114,6 +114,9 @@ def test_every_command_of_the_page_does_what_the_page_shows(tmp_path: Path) -> N
         print(f"{time.monotonic() - began:6.1f} s  {typed.command}")
         expected = 128 + signal.SIGINT if CTRL_C in typed.shown else 0
         shown = [line for line in typed.shown if line != CTRL_C]
+        first = next((line for line in output if line.startswith("step ")), "")
+        assert not stopped_at or first.startswith(f"step {stopped_at + 1}/")
+        stopped_at = next((int(n) for line in output for n in re.findall(r"SIGINT: (\d+) steps are done", line)), 0)
         assert (status, missing(shown, output)) == (expected, None), "\n".join([f"$ {typed.command}", *output[-40:]])
     records = list(read_metrics(folder / "runs" / "my_task"))
     assert [record["step"] for record in records if record["kind"] == "train"] == list(range(260))
