@@ -12,16 +12,20 @@ This file is also the program of small processes that must start in milliseconds
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
+import selectors
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from signal import SIGKILL
-from typing import IO, Any
+from typing import Any, NamedTuple, cast
 
 SOCKET_VARIABLE = "BUFFER_RL_FORK_SERVER"
 """Names the socket of the fork server in the environment of a run's processes. Set to an empty text, no server is
@@ -37,6 +41,7 @@ MAX_SOCKET_PATH = 107  # bytes, on Linux (unix(7))
 LENGTH_BYTES = 8
 REQUEST_S = 60.0
 """Deadline of a request: the server answers once it has imported what the process needs."""
+WORKER = "worker"
 STAGES = {
     "trial": (
         "torch",
@@ -45,15 +50,15 @@ STAGES = {
         "buffer_rl.verbs.reward_trial",
     ),
     "engine": (
+        "torch._dynamo",  # of the next one a large part: between modules, requests are looked at
         "transformers.models.qwen3.modeling_qwen3",
         "buffer_rl.embedded.loader",
         "buffer_rl.embedded.routes",
         "buffer_rl.embedded.sglang_service",
         "buffer_rl.engines.http_server",
         "uvicorn.server",
-        "sglang_router.launch_router",
     ),
-    "worker": (
+    WORKER: (
         "ray._private.workers.setup_worker",  # what Ray's own start of a worker imports
         "buffer_rl.buffer.actor",
         "buffer_rl.rollout.worker",
@@ -67,35 +72,59 @@ STAGES = {
 
 
 class ForkedProcess:
-    """A process that the server forked; has what ``ChildProcess`` uses of ``subprocess.Popen``.
+    """A process that the server forks, at once or when it has imported what the process needs; has what is used of
+    ``subprocess.Popen``.
 
-    Its parent is the server, which sends the exit status over the connection of the request."""
+    Its parent is the server, which sends its id and its exit status over the connection of the request."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._lock = threading.Lock()
+        self._pid: int | None = None
         self._status: int | None = None
 
+    @property
+    def pid(self) -> int:
+        """Process id, once it is forked. Raises ProcessLookupError if the server ends before."""
+        with self._lock:
+            if not self._read_pid(REQUEST_S):
+                raise ProcessLookupError("the fork server has ended")
+            return cast("int", self._pid)
+
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """The exit status, negative for a signal; None while it runs, and before."""
         with suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
+    def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises subprocess.TimeoutExpired."""
-        if self._status is None:
-            self._connection.settimeout(timeout)
-            try:
-                answer = self._connection.recv(LENGTH_BYTES)
-            except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
-            except OSError:
-                answer = b""
-            self._connection.close()
-            # Without an answer the server is gone, and with it all that it has forked.
-            self._status = int.from_bytes(answer, "big", signed=True) if answer else -SIGKILL
-        return self._status
+        with self._lock:
+            if self._status is None:
+                # Without an answer the server is gone, and with it all that it has forked.
+                answer = self._read(timeout) if self._read_pid(timeout) else b""
+                self._connection.close()
+                self._status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
+            return self._status
+
+    def _read_pid(self, timeout: float | None) -> bool:
+        if self._pid is None and self._status is None and (answer := self._read(timeout)):
+            self._pid = int.from_bytes(answer, "big")
+        return self._pid is not None
+
+    def _read(self, timeout: float | None) -> bytes:
+        self._connection.settimeout(timeout)
+        try:
+            return self._connection.recv(LENGTH_BYTES)
+        except (TimeoutError, BlockingIOError):
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+        except OSError:
+            return b""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -107,9 +136,9 @@ def die_with_parent(parent: int | None = None) -> None:
     import ctypes
 
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent not in (None, os.getppid()):
-            os.kill(os.getpid(), SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
@@ -169,20 +198,30 @@ def _import_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_process(
-    command: Sequence[str], output: IO[bytes], env: dict[str, str], pass_fds: Sequence[int] = (), stage: str = "engine"
+    command: Sequence[str],
+    *,
+    streams: tuple[int, int],
+    env: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+    stage: str = "engine",
+    forked: Sequence[str] = (),
 ) -> subprocess.Popen[bytes] | ForkedProcess:
-    """Start ``command`` in a session of its own, without input; forked if it is a Python module and there is a fork
-    server. output: of both of its output streams. Raises OSError if it cannot be started."""
-    if (path := os.environ.get(SOCKET_VARIABLE)) and list(command[:2]) == [sys.executable, "-m"]:
+    """Start ``command`` in a session of its own, without input; forked, if there is a fork server, and if it is a
+    Python module or ``forked`` is one. A forked process also ends with this one.
+
+    streams: the file descriptors of its output and of its errors. forked: the arguments of Python in place of those of
+    ``command``. Raises OSError if it cannot be started."""
+    is_module = list(command[:2]) == [sys.executable, "-m"]
+    if (path := os.environ.get(SOCKET_VARIABLE)) and (forked or is_module):
         with suppress(OSError), open(os.devnull, "rb") as nothing:
-            fds = [nothing.fileno(), output.fileno(), output.fileno(), *pass_fds]
-            connection, pid = _request(path, command[1:], env, fds, [*STREAMS, *pass_fds], stage=stage)
-            return ForkedProcess(connection, pid)
+            fds = [nothing.fileno(), *streams, *pass_fds]
+            numbers = [*STREAMS, *pass_fds]
+            return ForkedProcess(_request(path, [*(forked or command[1:])], dict(env), fds, numbers, stage=stage))
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
+        stdout=streams[0],
+        stderr=streams[1],
         env=env,
         pass_fds=pass_fds,
         start_new_session=True,
@@ -191,23 +230,20 @@ def start_process(
 
 def _request(
     path: str, arguments: Sequence[str], environment: dict[str, str], fds: Sequence[int], numbers: Sequence[int],
-    *, stage: str, group: int | None = None,
-) -> tuple[socket.socket, int]:  # fmt: skip
-    """Have ``arguments`` run by a forked process. Returns the connection and the process id.
+    *, stage: str,
+) -> socket.socket:  # fmt: skip
+    """Have ``arguments`` run by a forked process. Returns the connection, over which its id comes.
 
-    numbers: what ``fds`` are there. group: of processes, that it joins; None: it has a session of its own.
-    Raises OSError if there is no server."""
+    numbers: what ``fds`` are there. Raises OSError if there is no server."""
     what = {"arguments": arguments, "environment": environment, "folder": os.getcwd(), "numbers": numbers}
-    message = json.dumps({**what, "stage": stage, "group": group}).encode()
+    message = json.dumps({**what, "stage": stage}).encode()
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(REQUEST_S)
         connection.connect(path)
         socket.send_fds(connection, [len(message).to_bytes(LENGTH_BYTES, "big")], fds)
         connection.sendall(message)
-        if pid := int.from_bytes(connection.recv(LENGTH_BYTES), "big"):
-            return connection, pid
-        raise ConnectionError("the fork server has ended")
+        return connection
     except BaseException:
         connection.close()
         raise
@@ -221,11 +257,9 @@ def _ask(path: str, command: list[str]) -> None:
     if is_plain and os.environ.get("RAY_JOB_ID", NO_JOB) in (NO_JOB, FIRST_JOB):
         worker = next(position for position, each in enumerate(command) if each.endswith("default_worker.py"))
         arguments = [each for each in command[worker:] if each not in environments and each != "--language=PYTHON"]
-        with suppress(OSError):
-            group = os.getpgrp()
-            connection, _ = _request(path, arguments, dict(os.environ), STREAMS, STREAMS, stage="worker", group=group)
-            connection.close()
-            return
+        with suppress(OSError), _request(path, arguments, dict(os.environ), STREAMS, STREAMS, stage=WORKER) as asked:
+            if asked.recv(LENGTH_BYTES):
+                return
     os.execv(command[0], command)
 
 
@@ -249,81 +283,115 @@ def _idle(port: int, command: list[str]) -> None:
     os.execv(command[0], command)
 
 
-def _serve(listener: socket.socket, parent: int) -> dict[str, Any]:
-    """Import, and fork for each request. Returns in each forked process, with the request; never in this one."""
-    import gc
-    import importlib
-    import selectors
-    import signal
+class _Request(NamedTuple):
+    """What a client has sent: the process that it asks for, and file descriptors for it."""
 
-    die_with_parent(parent)
-    wake, woken = socket.socketpair()
-    wake.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake.fileno())
-    gc.disable()  # with it, importing takes a fourth longer
-    missing = [(stage, module) for stage, modules in STAGES.items() for module in modules]
-    requests: list[tuple[socket.socket, dict[str, Any], list[int]]] = []
-    watched: dict[int, socket.socket] = {}  # connections by the process whose end they wait for
-    selector = selectors.DefaultSelector()
-    for readable in (listener, woken):
-        selector.register(readable, selectors.EVENT_READ)
-    while True:
-        for key, _ in selector.select(0.0 if missing or requests else None):
-            if key.fileobj is listener:
+    connection: socket.socket
+    what: dict[str, Any]
+    fds: list[int]
+
+    @classmethod
+    def receive(cls, connection: socket.socket) -> _Request:
+        """Read a request. Raises OSError and ValueError."""
+        connection.settimeout(REQUEST_S)
+        length, fds, _, _ = socket.recv_fds(connection, LENGTH_BYTES, MAX_FDS)
+        with connection.makefile("rb") as file:
+            return cls(connection, json.loads(file.read(int.from_bytes(length, "big"))), fds)
+
+    def close_fds(self) -> None:
+        """Close the descriptors, which the forked process has."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+class _Server:
+    """Imports, forks for each request, and tells how a process ended to the client that waits for it.
+
+    A client that is gone takes its processes along, but for Ray's workers, whose clients ask and end."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._wake, self._woken = socket.socketpair()
+        self._waiting: list[_Request] = []
+        self._clients: dict[int, socket.socket] = {}  # by the process whose end they wait for
+        self._selector = selectors.DefaultSelector()
+        for readable in (listener, self._woken):
+            self._selector.register(readable, selectors.EVENT_READ)
+
+    def serve(self) -> _Request:
+        """Returns in each forked process, with its request; never in this one."""
+        self._wake.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake.fileno())
+        gc.disable()  # with it, importing takes a fourth longer
+        missing = [(stage, module) for stage, modules in STAGES.items() for module in modules]
+        while True:
+            self._look(0.0 if missing or self._waiting else None)
+            incomplete = {stage for stage, _ in missing}
+            for request in [each for each in self._waiting if each.what["stage"] not in incomplete]:
+                self._waiting.remove(request)
+                if (pid := os.fork()) == 0:
+                    self._leave(request)
+                    return request
+                self._watch(pid, request)
+            if missing:
+                with suppress(ImportError):  # the process that needs it says so
+                    importlib.import_module(missing.pop(0)[1])
+
+    def _look(self, timeout: float | None) -> None:
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is self._listener:
                 with suppress(OSError, ValueError):
-                    requests.append(_receive(listener.accept()[0]))
-            else:
-                woken.recv(MAX_FDS)
-                _report_ended(watched)
-        incomplete = {stage for stage, _ in missing}
-        ready = [each for each in requests if each[1]["stage"] not in incomplete]
-        requests = [each for each in requests if each not in ready]
-        for connection, what, fds in ready:
-            if (pid := os.fork()) == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                die_with_parent(os.getppid())
-                selector.close()
-                for each in (listener, wake, woken, connection, *watched.values()):
-                    each.close()
-                gc.freeze()  # a collection would copy every page that it looks at
-                gc.enable()
-                _join_group(what["group"])
-                _give_numbers(fds, what["numbers"])
-                return what
-            with suppress(OSError):  # who has asked may be gone
-                connection.sendall(pid.to_bytes(LENGTH_BYTES, "big"))
-            watched[pid] = connection
-            for fd in fds:
-                os.close(fd)
-        if missing:
-            with suppress(ImportError):  # the process that needs it says so
-                importlib.import_module(missing.pop(0)[1])
+                    self._waiting.append(_Request.receive(self._listener.accept()[0]))
+            elif key.fileobj is self._woken:
+                self._woken.recv(MAX_FDS)
+                self._report_ended()
+            else:  # its client has closed the connection, or ended
+                self._forget(key.data)
+                with suppress(ProcessLookupError):
+                    os.killpg(key.data, signal.SIGKILL)
 
+    def _watch(self, pid: int, request: _Request) -> None:
+        request.close_fds()
+        with suppress(OSError):  # the client may be gone
+            request.connection.sendall(pid.to_bytes(LENGTH_BYTES, "big"))
+        if request.what["stage"] == WORKER:
+            request.connection.close()
+            return
+        self._clients[pid] = request.connection
+        self._selector.register(request.connection, selectors.EVENT_READ, pid)
 
-def _receive(connection: socket.socket) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    connection.settimeout(REQUEST_S)
-    length, fds, _, _ = socket.recv_fds(connection, LENGTH_BYTES, MAX_FDS)
-    with connection.makefile("rb") as file:
-        return connection, json.loads(file.read(int.from_bytes(length, "big"))), fds
+    def _report_ended(self) -> None:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] in self._clients:
+                    self._forget(ended[0], os.waitstatus_to_exitcode(ended[1]))
 
-
-def _report_ended(watched: dict[int, socket.socket]) -> None:
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            connection = watched.pop(ended[0])
-            with connection, suppress(OSError):
-                status = os.waitstatus_to_exitcode(ended[1])
+    def _forget(self, pid: int, status: int | None = None) -> None:
+        connection = self._clients.pop(pid)
+        self._selector.unregister(connection)
+        with connection, suppress(OSError):
+            if status is not None:
                 connection.sendall(status.to_bytes(LENGTH_BYTES, "big", signed=True))
 
-
-def _join_group(group: int | None) -> None:
-    if group is None:
-        os.setsid()
-        return
-    with suppress(OSError):  # Ray ends its workers by their group; one that it has ended meanwhile is found out later
-        os.setpgid(0, group)
+    def _leave(self, request: _Request) -> None:
+        """Become a process like one that was started."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent(os.getppid())
+        self._selector.close()
+        others = [each.connection for each in self._waiting]
+        for each in (self._listener, self._wake, self._woken, request.connection, *others, *self._clients.values()):
+            each.close()
+        for waiting in self._waiting:
+            waiting.close_fds()
+        gc.freeze()  # a collection would copy every page that it looks at
+        gc.enable()
+        if request.what["stage"] == WORKER:
+            os.setpgid(0, 0)  # Ray may end a worker by its group
+        else:
+            os.setsid()
+        _give_numbers(request.fds, request.what["numbers"])
 
 
 def _give_numbers(fds: Sequence[int], numbers: Sequence[int]) -> None:
@@ -341,22 +409,28 @@ def _give_numbers(fds: Sequence[int], numbers: Sequence[int]) -> None:
 def _become(what: dict[str, Any]) -> None:
     """Become the program that was asked for."""
     import runpy
+    import warnings
 
     from setproctitle import setproctitle
 
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # else all forked processes draw the same numbers
-    if what["group"] is None:  # Ray's workers name themselves, in their own way
+    if what["stage"] != WORKER:  # Ray's workers name themselves, in their own way
         setproctitle(" ".join([sys.executable, *what["arguments"]]))  # which finds its place beside the environment
     os.environ.clear()
     os.environ.update(what["environment"])
     if "ray" in sys.modules:
         sys.modules["ray._raylet"].AuthenticationTokenLoader.instance().reset_cache()  # of the cluster that asks
     os.chdir(what["folder"])
+    # Those of the server were made for the null device, in which one can seek. The buffering is as Python's own.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.argv = list(what["arguments"])
     if sys.argv[0] == "-m":
         del sys.argv[0]
         sys.path[0] = what["folder"]
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # of a module that was imported
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = os.path.dirname(sys.argv[0])
@@ -366,7 +440,8 @@ def _become(what: dict[str, Any]) -> None:
 def _main(arguments: Sequence[str]) -> None:
     action, first, *rest = arguments
     if action == "serve":
-        _become(_serve(socket.socket(fileno=int(first)), int(rest[0])))
+        die_with_parent(int(rest[0]))
+        _become(_Server(socket.socket(fileno=int(first))).serve().what)
     elif action == "ask":
         _ask(first, rest)
     else:

@@ -97,7 +97,10 @@ class ChildProcess:
             with open(log_path, "ab") as log:
                 self._log_start = log.tell()
                 command = [*command, PARENT_FD_FLAG, str(read_end)]
-                self._process = start_process(command, log, {**os.environ, **(env or {})}, [read_end, *pass_fds])
+                streams = (log.fileno(), log.fileno())
+                self._process = start_process(
+                    command, streams=streams, env={**os.environ, **(env or {})}, pass_fds=[read_end, *pass_fds]
+                )
         except OSError as error:
             os.close(self._lifeline)
             raise EngineError(f"{name} cannot be started: {error}", where=log_path) from error
@@ -147,8 +150,9 @@ class ChildProcess:
         self._signal(signal.SIGKILL)  # whatever else is in the group
         self._process.wait(timeout_s)
         deadline = time.monotonic() + timeout_s
-        while _lives_in_group(self.pid) and time.monotonic() < deadline:
-            time.sleep(POLL_INTERVAL_S)
+        with contextlib.suppress(ProcessLookupError):  # it was never there
+            while _lives_in_group(self.pid) and time.monotonic() < deadline:
+                time.sleep(POLL_INTERVAL_S)
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1

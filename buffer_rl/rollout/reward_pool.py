@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple, cast
 
+from buffer_rl.cluster.fork_server import ForkedProcess, start_process
 from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.failures import COSTLY, FailureKind
@@ -143,7 +144,9 @@ class RewardPool:
 class _Process:
     """One reward process, the socket to it and the file of its answers. seconds: of an item of the last batch."""
 
-    def __init__(self, child: subprocess.Popen[bytes], channel: socket.socket, answers: IO[bytes]) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes] | ForkedProcess, channel: socket.socket, answers: IO[bytes]
+    ) -> None:
         self._child = child
         self._channel = channel
         self._answers = answers
@@ -159,12 +162,14 @@ class _Process:
         answers = _memory_file()
         descriptors = (theirs.fileno(), answers.fileno())
         with theirs:
-            child = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors)],
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
+            arguments = [json.dumps(sys.path), *map(str, descriptors)]
+            child = start_process(  # in a session of its own, so that what the user's code started ends with it
+                [sys.executable, "-c", _BOOT, *arguments],
+                streams=(1 if stdout is None else stdout, 2),
+                env=os.environ,
                 pass_fds=descriptors,
-                start_new_session=True,  # so that what the user's code started can be killed with it
+                stage="trial",
+                forked=["-m", "buffer_rl.rollout.reward_process", *arguments],
             )
         ours.setblocking(False)
         return cls(child, ours, answers)

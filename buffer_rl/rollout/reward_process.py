@@ -184,3 +184,10 @@ def _receive_exactly(channel: socket.socket, length: int) -> bytes:
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     body = json.dumps(message).encode()
     channel.sendall(HEADER.pack(len(body)) + body)
+
+
+if __name__ == "__main__":  # forked from a process that has imported this module
+    from buffer_rl.rollout import reward_process
+
+    sys.path[:] = json.loads(sys.argv[1])
+    reward_process.main(*map(int, sys.argv[2:]))

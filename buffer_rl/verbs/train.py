@@ -133,7 +133,7 @@ def run(namespace: argparse.Namespace) -> int:
     check_row_rm_types(args, registry)
     check_roles(args, registry)
     print_notices(scarce)
-    begun = _begin_trial(args, registry, rows, engines)
+    begun = _trial_of(args, registry, rows, engines)
     if namespace.dry_run:
         trial = begun()
         print_notices(trial.notices)
@@ -269,8 +269,7 @@ class TrialProcess:
         with open(given, "wb") as file:
             pickle.dump((dump_args(args), engines, sys.path), file)
         command = [sys.executable, "-m", "buffer_rl.verbs.trial", given, self._answer]
-        with open(2, "wb", closefd=False) as output:
-            self._process = start_process(command, output, dict(os.environ), stage="trial")
+        self._process = start_process(command, streams=(2, 2), env=os.environ, stage="trial")
 
     def result(self) -> Trial:
         """Wait for what it has found. Raises as ``try_rows``, and ConfigError if the process ends without an answer or
@@ -281,7 +280,7 @@ class TrialProcess:
             except subprocess.TimeoutExpired:
                 status = f"none within {TRIAL_S:g} s"
             finally:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
             try:
                 with open(self._answer, "rb") as file:
@@ -294,10 +293,10 @@ class TrialProcess:
         return cast("Trial", found)
 
 
-def _begin_trial(
+def _trial_of(
     args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: list[ContextLimit]
 ) -> Callable[[], Trial]:
-    """Start the trial of a few rows, if this process need not do it itself. Returns what waits for its result."""
+    """What returns the result of a trial, which has begun if a process of its own can be forked for it."""
     if args.trial and os.environ.get(SOCKET_VARIABLE):
         return TrialProcess(args, engines).result
 
@@ -329,6 +328,7 @@ def _launch(
     from buffer_rl.observe.report import run_report
 
     with ExitStack() as stack:
+        stack.callback(startup.end_line)
         if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
             stack.enter_context(variables(direct_variables(args)))
             stack.enter_context(ray_session(None, object_store_bytes=round(args.object_store_gb * 1e9)))

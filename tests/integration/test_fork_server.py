@@ -49,7 +49,8 @@ def probe(folder: Path, **environment: str) -> tuple[Any, int, dict[str, Any], s
     with (folder / "output").open("w+b") as output, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         command = [sys.executable, "-m", "probe_of_forks", str(reader), "two words"]
-        process = start_process(command, output, {**os.environ, **environment}, [reader])
+        streams = (output.fileno(), output.fileno())
+        process = start_process(command, streams=streams, env={**os.environ, **environment}, pass_fds=[reader])
         status = process.wait(60)
         os.close(reader)
         os.close(writer)
@@ -85,7 +86,7 @@ def test_the_signal_that_ends_a_forked_process_is_known_and_waiting_for_one_that
 ) -> None:
     with (tmp_path / "output").open("wb") as output:
         command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
-        process = start_process(command, output, dict(os.environ))
+        process = start_process(command, streams=(output.fileno(), output.fileno()), env=os.environ)
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)

@@ -27,7 +27,12 @@ UNPICKLING = {
     for name in ("load", "loads", "Unpickler", "open")
 } | {("yaml", "load"), ("yaml", "unsafe_load"), ("pandas", "read_pickle"), ("builtins", "eval"), ("builtins", "exec")}
 # The child of the reward pool reads what its own parent wrote into a socket pair that nobody else has.
-KNOWN = {("buffer_rl/rollout/reward_process.py", "pickle.loads")}
+# A trial in a process of its own, and what started it, read each other's files in a folder of mode 0700.
+KNOWN = {
+    ("buffer_rl/rollout/reward_process.py", "pickle.loads"),
+    ("buffer_rl/verbs/train.py", "pickle.load"),
+    ("buffer_rl/verbs/trial.py", "pickle.load"),
+}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

@@ -122,3 +122,16 @@ def test_flags_without_a_value_are_switches(script: Script) -> None:
         "0.2",
         "--normalize-advantages",
     ]
+
+
+def test_what_the_page_says_to_type_for_a_measured_algorithm_is_what_was_measured(script: Script) -> None:
+    benchmark = script("algorithms")
+    text = benchmark.PAGE.read_text(encoding="utf-8").partition("## What to type\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    typed = {title: flags.split("; ")[0] for title, flags, measured, _ in rows if measured.startswith("yes")}
+    assert typed == {
+        recipe.title: f"`{' '.join(benchmark.shown_options(recipe.options))}`" if recipe.options else "none"
+        for recipe in benchmark.RECIPES.values()
+    }
+    shared = {name: value for name, value in benchmark.SHARED.items() if name != "dump_samples"}  # trains nothing
+    assert " ".join(benchmark.shown_options({"num_rollout": 60, **shared})) in text

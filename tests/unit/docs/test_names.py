@@ -24,7 +24,11 @@ PAGES = [
 ]
 WORDS = 1_500  # of the page that newcomers read
 OF_THE_READER = {"my_reward.py", "test_my_reward.py", "prepare.py", "run.yaml"}  # what "buffer-rl init" writes
-OF_OTHER_COMMANDS = {"--strict": "mypy", "--logdir": "tensorboard", "--backend-store-uri": "mlflow"}
+OF_OTHER_COMMANDS = {
+    **{"--strict": "mypy", "--logdir": "tensorboard", "--backend-store-uri": "mlflow", "--build-arg": "docker"},
+    **{"--job-name": "sbatch", "--requeue": "sbatch", "--open-mode": "sbatch"},
+    "--signal": "sbatch and scancel",
+}
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
     for folder in ("buffer_rl", "benchmarks", "examples", "plugins", "tests/golden", "tests/conformance")
