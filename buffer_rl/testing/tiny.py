@@ -50,6 +50,7 @@ def make_tiny_model(
     characters: str = DEFAULT_CHARACTERS,
     init_scale: float = 0.1,
     auto_class: str = "AutoModelForCausalLM",
+    chat_template: str | None = None,
     **overrides: Any,
 ) -> str:
     """Write a random model and its character tokenizer into the folder ``path`` and return it.
@@ -57,8 +58,8 @@ def make_tiny_model(
     architecture: a key of ``ARCHITECTURES``. vocab: number of embedding rows; the tokenizer's size where absent
     (it may be larger, never smaller). init_scale: standard deviation of every weight matrix; larger values make
     the distributions less flat. auto_class: of transformers; "AutoModelForSequenceClassification" with ``num_labels=1``
-    makes a reward model. ``overrides`` go to the configuration. Raises ValueError for an unknown
-    architecture or too small a vocabulary.
+    makes a reward model. chat_template: of the tokenizer, a Jinja text. ``overrides`` go to the configuration. Raises
+    ValueError for an unknown architecture or too small a vocabulary.
     """
     import torch
     import transformers
@@ -66,6 +67,7 @@ def make_tiny_model(
     if architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
     tokenizer = make_char_tokenizer(characters)
+    tokenizer.chat_template = chat_template
     size = len(tokenizer) if vocab is None else vocab
     if size < len(tokenizer):
         raise ValueError(f"vocab is {size}, but the tokenizer has {len(tokenizer)} tokens")

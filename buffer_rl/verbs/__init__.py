@@ -1,6 +1,7 @@
 """The command line: one file a verb, named as the verb.
 
 table                  the verbs, in the order of ``--help``
+init                   ``init``: a project to begin with, whose files are in project/
 train                  ``train``: checks, then trains
 dry_run                what ``--dry-run`` shows
 eval                   ``eval``: a model or a checkpoint

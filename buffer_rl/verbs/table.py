@@ -18,6 +18,7 @@ from buffer_rl.plugin.reference import find_module
 
 # Verb to summary. The module ``buffer_rl.verbs.VERB`` has ``add_parser(subparsers, argv)``, which sets ``run``.
 VERBS = {
+    "init": "write a project to begin with",
     "train": "train a model",
     "eval": "evaluate a model or a checkpoint",
     "generate": "print a model's responses to prompts",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -129,21 +128,6 @@ def test_the_wheel_has_the_plugins_and_what_the_report_is_made_of():
     assert {f"buffer_rl/observe/templates/report.{kind}" for kind in ("html", "css", "js")} <= shipped
     plugins = ROOT / "plugins"
     assert {str(path.relative_to(plugins)) for path in plugins.rglob("*.py")} <= shipped
-
-
-def test_the_reward_of_the_readme_can_be_copied_and_scores(tmp_path):
-    from buffer_rl.records.groups import Sample, Status
-
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL).group(1)
-    path = tmp_path / "my_reward.py"
-    path.write_text(code)
-    spec = importlib.util.spec_from_file_location("readme_reward", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert len([line for line in code.splitlines() if line]) <= 6
-    assert module.score(None, Sample(response="tac", label="tac", status=Status.COMPLETED)) == 1.0
-    assert module.score(None, Sample(response="tac", label="tac", status=Status.TRUNCATED)) == 0.0
-    assert 0.0 < module.score(None, Sample(response="tat", label="tac", status=Status.COMPLETED)) < 1.0
 
 
 def _code(text: str) -> list[str]:

@@ -23,7 +23,7 @@ PAGES = [
     *sorted(ROOT.glob("examples/*/*.md")),
 ]
 WORDS = 1_500  # of the page that newcomers read
-OF_THE_READER = {"my_reward.py"}  # a file that the page tells its reader to write
+OF_THE_READER = {"my_reward.py", "test_my_reward.py", "prepare.py", "run.yaml"}  # what "buffer-rl init" writes
 OF_OTHER_COMMANDS = {
     **{"--strict": "mypy", "--logdir": "tensorboard", "--backend-store-uri": "mlflow", "--build-arg": "docker"},
     **{"--job-name": "sbatch", "--requeue": "sbatch", "--open-mode": "sbatch"},

@@ -20,6 +20,7 @@ PAGES = [
     "docs/rollouts.md",
     "docs/runs.md",
     "docs/schedules.md",
+    "docs/your_own_task.md",
 ]
 
 
