@@ -90,7 +90,8 @@ def halves(with_slow: bool) -> tuple[Sequence[str], Sequence[str]]:
     if with_slow:
         return (*WITH_RAY, "tests/golden"), ("tests/unit",)
     beside = [
-        f"tests/unit/{name}" for name in ("engines", "embedded", "weights", "plugin", "driver", "megatron", "examples")
+        f"tests/unit/{name}"
+        for name in ("engines", "embedded", "weights", "plugin", "driver", "megatron", "examples", "verbs")
     ]
     return (*WITH_RAY, *beside), ("tests/unit", *(f"--ignore={path}" for path in beside), "tests/golden")
 
