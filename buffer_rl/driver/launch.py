@@ -19,6 +19,7 @@ from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.environment import StopRequest, direct_variables, signals_as_exceptions, variables
+from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
@@ -94,6 +95,8 @@ def launch_training(
         stop = StopRequest()
         stack.enter_context(signals_as_exceptions(stop.take))
         stack.enter_context(variables(direct_variables(args)))
+        if args.ray_address is None:
+            stack.enter_context(fork_server())  # unless the command has started one
         stack.enter_context(folder_lock(run_dir))
         stack.enter_context(save_lock(args))
         checkpoint = stack.enter_context(opened_checkpoint(args.load, run_dir)) if args.load is not None else None
