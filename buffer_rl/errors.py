@@ -114,10 +114,11 @@ class EndedBySignal(SystemExit):
 
 
 class Stopped(EndedBySignal):
-    """A run ended as the signal asked. text: what was done, and how to continue."""
+    """A run ended well because a signal asked for it. steps: those that are done. text: how to continue."""
 
-    def __init__(self, number: int, text: str) -> None:
+    def __init__(self, number: int, steps: int, text: str = "") -> None:
         super().__init__(number)
+        self.steps = steps
         self.text = text
 
 

@@ -31,6 +31,7 @@ from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
+from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.options.section import dump_args
@@ -86,7 +87,7 @@ def launch_training(
     """Run ``args`` to its end. The final weights are then in ``run_dir/hf``, if the run has a trainer.
 
     data: facts about the data sources, for the run's provenance. startup: what was ready before.
-    Raises the error of ``buffer_rl.errors`` that ended
+    Raises Stopped if a signal ended it well, and the error of ``buffer_rl.errors`` that ended
     the run, after all of its processes have stopped.
     """
     run_dir = Path(args.run_dir)
@@ -112,7 +113,10 @@ def launch_training(
                 run.save_hf(str((run_dir / "hf").absolute()))
             return result
 
-        return run_with_restarts(args, checkpoint, session.observer, attempt)
+        result = run_with_restarts(args, checkpoint, session.observer, attempt)
+    if result.signal is not None:
+        raise Stopped(result.signal, result.steps)
+    return result
 
 
 class _Run:

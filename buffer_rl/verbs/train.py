@@ -339,12 +339,15 @@ def _launch(
             startup.end_line()
         print_notices(found.notices)
         make_folders(args)
-        result = launch_training(args, registry, data, startup)
-    if result.steps > 0:
-        run_report(args.run_dir)
-    if result.signal is None:
-        return 0
-    raise Stopped(result.signal, f"{result.steps} steps are done; {_resume_hint(args, arguments)}")
+        try:
+            launch_training(args, registry, data, startup)
+        except Stopped as stopped:
+            stopped.text = f"{stopped.steps} steps are done; {_resume_hint(args, arguments)}"
+            if stopped.steps > 0:
+                run_report(args.run_dir)
+            raise
+    run_report(args.run_dir)
+    return 0
 
 
 def _resume_hint(args: Args, arguments: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
+from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
 from buffer_rl.errors import CheckpointError, DeadlineError
 from buffer_rl.options.section import compose, dump_args
 from buffer_rl.testing.tiny import make_tiny_model
@@ -79,7 +80,8 @@ class LiveRun:
         options.write_text(dump_args(args))
         with (self.folder / "driver.log").open("ab") as log:
             command = [sys.executable, "-c", _LAUNCH, str(options)]
-            self.driver = subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log)
+            own = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}
+            self.driver = subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log, env=own)
 
     def wait(self, timeout_s: float) -> int:
         """The driver's exit status, once it has ended."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
 from harness.processes import Process, descendants
 
 
@@ -27,6 +28,7 @@ class Nodes:
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        own.pop(SOCKET_VARIABLE, None)  # other machines have none
         tests = Path(__file__).parents[1]
         path = os.pathsep.join([str(tests.parent), str(tests)])
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
 from buffer_rl.errors import BufferRLError, ConfigError, WorkerError
 from harness.checkpoints import write_checkpoint
 from harness.processes import Process, descendants, holds_within
@@ -39,7 +40,8 @@ def start(args: Any, folder: Path) -> subprocess.Popen[bytes]:
 
     options = folder / f"{Path(args.run_dir).name}.json"
     options.write_text(dump_args(args))
-    return subprocess.Popen([sys.executable, "-c", LAUNCH, str(options)], start_new_session=True)
+    own = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}
+    return subprocess.Popen([sys.executable, "-c", LAUNCH, str(options)], start_new_session=True, env=own)
 
 
 def trained(args: Any) -> bool:

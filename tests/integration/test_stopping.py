@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import read_manifest
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -120,8 +121,9 @@ def test_a_run_that_a_signal_ends_is_saved_and_resumed_ends_as_one_that_nothing_
         **changes,
     }
     handler = signal.getsignal(number)
-    result = train(make_options(**options))
-    assert (result.signal, result.steps) == (number, steps)
+    with pytest.raises(Stopped) as stopped:
+        train(make_options(**options))
+    assert (stopped.value.number, stopped.value.code, stopped.value.steps) == (number, 128 + number, steps)
     assert signal.getsignal(number) == handler
     assert [path.name for path in saved.glob("step_*")] == [f"step_{steps:06d}"]
     assert read_manifest(str(saved)).step == steps
