@@ -25,7 +25,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
 from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.driver.checks import check_options, notices
-from buffer_rl.driver.folders import with_start
+from buffer_rl.driver.folders import LOCK_NAME, folder_lock, with_start
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError, Stopped, all_of
 from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
@@ -327,6 +327,9 @@ def _launch(
     from buffer_rl.driver.launch import launch_training
     from buffer_rl.observe.report import run_report
 
+    if Path(args.run_dir, LOCK_NAME).exists():  # that of another run is found in seconds, before Ray is started
+        with folder_lock(Path(args.run_dir)):
+            pass
     with ExitStack() as stack:
         stack.callback(startup.end_line)
         if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
