@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 SOCKET_VARIABLE = "BUFFER_RL_FORK_SERVER"
@@ -37,7 +37,6 @@ PROGRAM = (sys.executable, "-I", "-S", __file__)
 STREAMS = (0, 1, 2)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MAX_FDS = 16
-MAX_SOCKET_PATH = 107  # bytes, on Linux (unix(7))
 LENGTH_BYTES = 8
 REQUEST_S = 60.0
 """Deadline of a request: the server answers once it has imported what the process needs."""
@@ -147,19 +146,14 @@ def fork_server(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Start a fork server for the length of the block, unless this system cannot have one, or has one already.
 
     Everything that it has forked ends with it, and it ends with this process."""
-    from tempfile import TemporaryDirectory
-
-    if sys.platform != "linux" or SOCKET_VARIABLE in environ or has_cuda():
-        yield
-        return
-    with TemporaryDirectory(prefix="buffer_rl_") as folder:  # mode 0700
-        path = os.path.join(folder, "fork")
-        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+    can = sys.platform == "linux" and SOCKET_VARIABLE not in environ and not has_cuda()
+    with ExitStack() as stack:
+        listener = _listener(stack) if can else None
+        if listener is None:
             yield
             return
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen(64)  # from here on requests wait for an answer
+        path = listener.getsockname()
+        with listener:
             numbers = (str(listener.fileno()), str(os.getpid()))
             server = subprocess.Popen(
                 [sys.executable, "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
@@ -177,6 +171,21 @@ def fork_server(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
             os.environ.pop(SOCKET_VARIABLE, None)
             server.kill()
             server.wait()
+
+
+def _listener(stack: ExitStack) -> socket.socket | None:
+    """A socket in a folder of mode 0700, where requests wait for an answer from now on. None if there can be none: the
+    path is too long, or the file system has no sockets or no room."""
+    from tempfile import TemporaryDirectory
+
+    try:
+        folder = stack.enter_context(TemporaryDirectory(prefix="buffer_rl_"))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(os.path.join(folder, "fork"))
+        listener.listen(64)
+    except OSError:
+        return None
+    return listener
 
 
 def has_cuda() -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray
 
-from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE
+from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE, fork_server
 from buffer_rl.cluster.session import (
     CODE_FOLDER,
     JOB_CONFIG,
@@ -195,3 +195,16 @@ def test_a_local_raylet_starts_the_agent_of_runtime_environments_on_demand_and_w
 
 def test_the_variable_of_the_fork_server_is_no_option() -> None:
     assert SOCKET_VARIABLE in RESERVED_VARIABLES
+
+
+@pytest.mark.parametrize("name", ["t" * 120, "absent"])
+def test_without_a_place_for_its_socket_there_is_no_fork_server_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    if name != "absent":
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    with fork_server():
+        assert SOCKET_VARIABLE not in os.environ
+    assert list(tmp_path.glob("*/*")) == []
