@@ -172,8 +172,13 @@ def _kill_driver(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 def _kill_buffer(process: subprocess.Popen[bytes], run_dir: Path) -> None:
     """``kill -9`` of the Buffer's process once the first step is done: the second rollout is lost with it."""
     metrics = run_dir / "metrics.jsonl"
-    _wait(process, lambda: metrics.exists() and bool(metrics.read_text()))
-    os.kill(next(pid for pid, command in _descendants(process.pid) if command.startswith("ray::BufferActor")), 9)
+    _wait(process, lambda: metrics.exists() and bool(metrics.read_text()) and bool(_buffers(process.pid)))
+    for pid in _buffers(process.pid):  # none: it changes its title with each call, or the run is over
+        os.kill(pid, 9)
+
+
+def _buffers(driver: int) -> list[int]:
+    return [pid for pid, command in _descendants(driver) if command.startswith("ray::BufferActor")]
 
 
 def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
