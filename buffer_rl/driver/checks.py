@@ -103,7 +103,7 @@ def _check_partial_rollout(args: Args) -> None:
             where="--mask-offpolicy-in-partial-rollout",
             hint="add --partial-rollout",
         )
-    if args.partial_rollout and not masks and Schedule.named(args.schedule).max_staleness == 0:
+    if args.partial_rollout and not masks and Schedule.of(args).max_staleness == 0:
         raise ConfigError(
             f"a continued response has tokens of older weights, and --schedule {args.schedule} trains on tokens of "
             "exactly the weights that it updates",
@@ -303,7 +303,7 @@ def check_role_options(args: Args) -> None:
                 where=f"{STREAM} and {flag_of(option)}",
                 hint=f"add --num-{model}-workers 1",
             )
-    if not Schedule.named(args.schedule).streams:
+    if not Schedule.of(args).streams:
         raise ConfigError(
             f"--schedule {args.schedule} starts training after the last group",
             where=STREAM,
@@ -364,7 +364,7 @@ def notices(args: Args) -> list[str]:
             "text alone to the engine, so the model does not see these fields; rewards and filters do (a function of "
             "--custom-generate-function-path can send them)"
         )
-    if Schedule.named(args.schedule).streams and not rollout_only(args):
+    if Schedule.of(args).streams and not rollout_only(args):
         for what, flag, reference in whole_rollout_functions(args):
             if reference is not None:
                 found.append(

@@ -298,7 +298,7 @@ class _Run:
     def _trainer_is_busy(self) -> bool:
         """Whether the trainer works on groups of rollouts that run."""
         works = self.args.stream_gradients or self.role_plan.models_of(ACTOR)
-        return Schedule.named(self.args.schedule).streams and bool(works)
+        return Schedule.of(self.args).streams and bool(works)
 
     @property
     def _publish_timeout_s(self) -> float:
@@ -335,7 +335,7 @@ class _Run:
         asks_engine = self.rollouts_use_engine and not train_only(args)
         return RunPlan(
             num_rollouts=self.num_rollouts,
-            schedule=Schedule.named(args.schedule),
+            schedule=Schedule.of(args),
             first_rollout=self.checkpoint.step if self.checkpoint else 0,
             publish_at_start=self.checkpoint is not None or engines_may_differ(args) or args.offload_rollout,
             compare_log_probs=asks_engine and not is_supervised(args) and args.max_logprob_diff is not None,

@@ -28,9 +28,10 @@ def check_offload(args: Args) -> None:
     """Raises ConfigError where trainer and engines need their memory at the same time, or the run has no say in that of
     the engines."""
     given = [flag_of(name) for name in ("offload_train", "offload_rollout") if getattr(args, name)]
-    if given and Schedule.named(args.schedule).streams:
+    schedule = Schedule.of(args)
+    if given and (schedule.streams or schedule.max_staleness):
         raise ConfigError(
-            "roles work while engines generate, so that both need their memory at the same time",
+            "engines generate while the trainer or roles work, so that both need their memory at the same time",
             where=f"{given[0]} and --schedule {args.schedule}",
             hint=f"--schedule lockstep, or take {given[0]} out",
         )

@@ -15,10 +15,28 @@ class RunOptions(Section):
     run_dir: str = option(
         "runs/default", "local folder for metrics, samples, weights, logs", metavar="PATH", common=True
     )
-    schedule: Literal["lockstep", "pipelined"] = option(
+    schedule: Literal["lockstep", "pipelined", "one-step-off", "async"] = option(
         "lockstep",
         "lockstep: train after the last group of a rollout; pipelined: work on each group as soon as it is finished. "
-        "Both train on exactly the current weights",
+        "Both train on exactly the current weights. one-step-off: generate the next rollout during a step; async: "
+        "generate all the time, within --max-staleness",
+        common=True,
+    )
+    max_staleness: int | None = option(
+        None,
+        "M of --schedule async: step v trains on tokens of weight version v - M or later; 0 is lockstep; default 2",
+        ge=0,
+    )
+    target_staleness: int | None = option(
+        None,
+        "S of --schedule async: typical staleness, which sets how many groups are in production; default M / 2, "
+        "rounded up",
+        ge=0,
+    )
+    publication: Literal["retract", "drain"] | None = option(
+        None,
+        "what new weights do to running requests; retract: they continue with the new weights (default of async); "
+        "drain: they end first (default of one-step-off)",
     )
     seed: int = option(1234, "seed of the initialisation and of the trainer")
     deterministic: bool = option(False, "equal seeds give equal metrics and parameters, at some cost in speed")

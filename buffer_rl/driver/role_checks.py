@@ -74,7 +74,7 @@ def _check_own_roles(args: Args, registry: PluginRegistry) -> None:
         estimator = registry.resolve("advantage", estimator_of(args)[1])
         waiting["advantages"] = {field for _, row in own.values() for field in row.fields} & needs_of(estimator)
         added -= ADVANTAGE_FIELDS
-    if Schedule.named(args.schedule).streams and not args.stream_gradients:  # the trainer works beside the roles
+    if Schedule.of(args).streams and not args.stream_gradients:  # the trainer works beside the roles
         added |= {FIELD_OF_MODEL[model] for model in frozen_models_of_trainer(args)}
     fields = {name: row.fields for name, (_, row) in own.items()} | {"advantages": tuple(ADVANTAGE_FIELDS)}
     while ready := [name for name, needs in waiting.items() if needs <= added]:
@@ -199,7 +199,7 @@ def _check_need(args: Args, registry: PluginRegistry, name: str, flag: str, who:
             where=f"--num-advantage-workers and {flag}",
             hint=f"add {flag_of(f'num_{role}_workers')} 1, or take --num-advantage-workers out",
         )
-    if not Schedule.named(args.schedule).streams:
+    if not Schedule.of(args).streams:
         raise ConfigError(
             f"{what}, which the trainer computes after the advantages under --schedule {args.schedule}",
             where=f"--num-advantage-workers and {flag}",

@@ -38,37 +38,78 @@ class Mode(StrEnum):
 
     LOCKSTEP = "lockstep"
     PIPELINED = "pipelined"
+    ONE_STEP_OFF = "one-step-off"
+    ASYNC = "async"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """max_staleness (S): rollout r may start once the weights of version ``r - S`` are published, so at most
-    S + 1 rollouts hold slots at a time. With S = 0 every sample is of exactly the version that trains on it.
+    """How far generation runs ahead of training, and what overlaps with it.
+
+    target (S): ticket r opens once the weights of version ``r - S`` are published. max_staleness (M): step v trains on
+    tokens of version ``v - M`` or later. Both are 0, or neither. streams: roles work on finished groups while others
+    are still generated; else they start after the last group. drains: running requests end before a publication, which
+    otherwise retracts them; they go on with the new weights.
+
+    Example:
+        schedule = Schedule(mode=Mode.ASYNC, target=1, max_staleness=2)
+        assert schedule.window(groups_per_step=8) == 9  # 8 younger groups may be trained on before an older one
     """
 
     mode: Mode
+    target: int = 0
     max_staleness: int = 0
+    streams: bool = False
+    drains: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness must not be negative, it is {self.max_staleness}")
-        if self.max_staleness != 0:
+        if not 0 <= self.target <= self.max_staleness or (self.target == 0) != (self.max_staleness == 0):
+            raise ValueError(f"a target staleness of {self.target} does not go with a bound of {self.max_staleness}")
+        if self.max_staleness and self.mode in (Mode.LOCKSTEP, Mode.PIPELINED):
             raise ValueError(f"{self.mode} trains on samples of exactly the current version: max_staleness is 0")
 
     @classmethod
-    def named(cls, name: str) -> Schedule:
-        """The schedule that ``--schedule name`` means. Raises ``ValueError`` for an unknown name."""
-        return cls(mode=Mode(name))
+    def of(cls, args: Args) -> Schedule:
+        """The schedule that ``--schedule``, ``--max-staleness``, ``--target-staleness`` and ``--publication`` mean.
+        Raises ConfigError if they do not fit together."""
+        mode = Mode(args.schedule)
+        default = {Mode.ONE_STEP_OFF: 1, Mode.ASYNC: 2}.get(mode, 0)
+        bound = default if args.max_staleness is None else args.max_staleness
+        if mode is not Mode.ASYNC and bound != default:
+            raise ConfigError(
+                f"--schedule {mode} has a staleness of exactly {default}",
+                where="--max-staleness",
+                hint="--schedule async, or take it out",
+            )
+        target = (bound + 1) // 2 if args.target_staleness is None else args.target_staleness
+        if not 0 <= target <= bound or (target == 0) != (bound == 0) or (mode is not Mode.ASYNC and target != bound):
+            raise ConfigError(
+                f"a target staleness of {target} does not go with --schedule {mode} and a bound of {bound}",
+                where="--target-staleness",
+                expected="from 1 to --max-staleness with --schedule async" if bound else "0",
+            )
+        drains = mode is Mode.ONE_STEP_OFF or args.publication == "drain"
+        if mode is Mode.ONE_STEP_OFF and args.publication == "retract":
+            raise ConfigError(
+                "--schedule one-step-off publishes when no request runs: each sample is of one version",
+                where="--publication",
+                expected="drain",
+            )
+        streams = mode is Mode.PIPELINED or (mode is Mode.ASYNC and args.stream_gradients)
+        return cls(mode=mode, target=target, max_staleness=bound, streams=streams, drains=drains)
 
     @property
-    def streams(self) -> bool:
-        """Whether roles work on a rollout's finished groups while the rest of it is still generated; else they start
-        after its last group."""
-        return self.mode is not Mode.LOCKSTEP
+    def by_window(self) -> bool:
+        """Whether a step takes the oldest finished groups within the window; else those of its own ticket."""
+        return self.mode is Mode.ASYNC
+
+    def window(self, groups_per_step: int) -> int:
+        """W: a group is trained on before W - 1 younger ones have passed it."""
+        return 1 + (self.max_staleness - self.target) * groups_per_step
 
     def may_start(self, rollout_id: int, published_version: int) -> bool:
-        """Whether rollout ``rollout_id`` may start while ``published_version`` is the newest published one."""
-        return rollout_id <= published_version + self.max_staleness
+        """Whether ticket ``rollout_id`` may open while ``published_version`` is the newest published one."""
+        return rollout_id <= published_version + self.target
 
 
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}

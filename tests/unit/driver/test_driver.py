@@ -200,7 +200,7 @@ def test_the_reference_is_updated_after_the_step_and_before_the_checkpoint_and_t
     world = World(tmp_path)
     world.roles["reference"] = reference = FakeReference(world.saves)
     plan = replace(PLAN, num_rollouts=4, evaluate=False, save_interval=1, ref_update_interval=2)
-    world.driver(replace(plan, schedule=Schedule(mode=mode))).run()
+    world.driver(replace(plan, schedule=Schedule(mode=mode, streams=mode is Mode.PIPELINED))).run()
     assert reference.updates == [(2, [1]), (4, [1, 2, 3])]
     step, last = (
         ["run", "train", "commit", "publish", "release"],
@@ -370,7 +370,9 @@ def test_a_rollout_without_groups_is_an_error_that_shows_the_drops(tmp_path: Pat
 
 def test_lockstep_with_staleness_is_a_contradiction() -> None:
     with pytest.raises(ValueError, match="max_staleness is 0"):
-        Schedule(mode=Mode.LOCKSTEP, max_staleness=1)
+        Schedule(mode=Mode.LOCKSTEP, target=1, max_staleness=1)
+    with pytest.raises(ValueError, match="does not go with a bound of 1"):
+        Schedule(mode=Mode.ASYNC, target=2, max_staleness=1)
 
 
 @pytest.mark.parametrize("num_rollouts", [3, 4])
@@ -391,7 +393,7 @@ def test_a_run_that_is_resumed_at_its_end_trains_no_more_and_evaluates_what_it_l
 
 
 ONE_ROLE = RolePlan(dedicated_roles=("ref",), max_restarts=2)
-PIPELINED = replace(PLAN, schedule=Schedule(mode=Mode.PIPELINED), evaluate=False)
+PIPELINED = replace(PLAN, schedule=Schedule(mode=Mode.PIPELINED, streams=True), evaluate=False)
 
 
 def submitted(world: World, *methods: str) -> list[tuple[str, str]]:
@@ -402,7 +404,13 @@ def test_in_a_pipelined_run_roles_start_with_the_rollout_and_in_lockstep_after_i
     for mode, order in ((Mode.PIPELINED, ["run", "stream"]), (Mode.LOCKSTEP, ["run", "stream"])):
         world = World(tmp_path)
         world.roles["ref"] = FakeRole()
-        world.driver(replace(PIPELINED, schedule=Schedule(mode=mode), roles=RolePlan(dedicated_roles=("ref",)))).run()
+        world.driver(
+            replace(
+                PIPELINED,
+                schedule=Schedule(mode=mode, streams=mode is Mode.PIPELINED),
+                roles=RolePlan(dedicated_roles=("ref",)),
+            )
+        ).run()
         assert submitted(world, "run", "stream") == [("rollout", order[0]), ("ref", order[1])] * 3
         runs = [span for span in world.runtime.spans if span.method == "run"]
         streams = [span for span in world.runtime.spans if span.method == "stream"]
@@ -579,7 +587,7 @@ def test_the_deaths_of_each_role_are_counted_by_themselves(tmp_path: Path) -> No
 def test_a_role_that_died_between_two_rollouts_is_replaced_by_the_next_call(tmp_path: Path, mode: Mode) -> None:
     world = World(tmp_path)
     role = world.roles["ref"] = FakeRole(fails=1, fails_from=1)
-    plan = replace(PIPELINED, schedule=Schedule(mode=mode), roles=ONE_ROLE)
+    plan = replace(PIPELINED, schedule=Schedule(mode=mode, streams=mode is Mode.PIPELINED), roles=ONE_ROLE)
     assert world.driver(plan).run().steps == 3
     assert (role.restarts, role.streamed) == (1, [0, 1, 1, 2])
 
@@ -611,7 +619,7 @@ def test_what_a_role_raises_is_no_death_and_ends_the_run(tmp_path: Path) -> None
 def test_a_role_that_hangs_is_named_when_its_deadline_passes(tmp_path: Path, mode: Mode) -> None:
     world = World(tmp_path)
     world.roles["ref"] = FakeRole()
-    plan = replace(PIPELINED, schedule=Schedule(mode=mode), roles=ONE_ROLE)
+    plan = replace(PIPELINED, schedule=Schedule(mode=mode, streams=mode is Mode.PIPELINED), roles=ONE_ROLE)
     world.runtime = VirtualRuntime(world.roles, lambda role, method, args: 1e9 if role == "ref" else 1.0)
     with pytest.raises(DeadlineError) as caught:
         Driver(plan, world.runtime, world.recorder).run()

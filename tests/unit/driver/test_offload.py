@@ -17,13 +17,13 @@ from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.errors import PayloadLostError, TrainError, WorkerDiedError
 from buffer_rl.options.section import compose
-from buffer_rl.plan.schedule import RolePlan, RunPlan, RunResult, Schedule, parse_early_stop
+from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, RunResult, Schedule, parse_early_stop
 from buffer_rl.records.groups import Ticket
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain, VirtualRuntime
 
 PLAN = RunPlan(
     num_rollouts=3,
-    schedule=Schedule.named("lockstep"),
+    schedule=Schedule(mode=Mode.LOCKSTEP),
     roles=RolePlan(max_restarts=3),
     publish_at_start=True,
     compare_log_probs=True,

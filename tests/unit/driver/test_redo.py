@@ -26,7 +26,7 @@ from harness.ledger_contents import count_states
 
 PLAN = RunPlan(
     num_rollouts=3,
-    schedule=Schedule.named("lockstep"),
+    schedule=Schedule(mode=Mode.LOCKSTEP),
     max_rollout_retries=2,
     rollout_timeout_s=100,
     train_timeout_s=100,
@@ -233,7 +233,7 @@ def test_where_the_whole_rollout_is_needed_a_worker_that_died_has_it_made_again(
 @pytest.mark.parametrize("schedule", ["lockstep", "pipelined"])
 def test_a_rollout_whose_payloads_are_lost_is_produced_again_and_trained_once(tmp_path: Path, schedule: str) -> None:
     buffer = MortalBuffer(tmp_path)
-    plan = replace(PLAN, schedule=Schedule.named(schedule))
+    plan = replace(PLAN, schedule=Schedule(mode=Mode(schedule), streams=schedule == "pipelined"))
     lost = Train("fetch", [PayloadLostError("gone", where="storage-0"), PayloadLostError("gone", where="storage-0")])
     driver, train, recorder = make_driver(buffer, train=lost, plan=plan)
     assert driver.run().steps == 3
@@ -295,7 +295,7 @@ class Ahead(Schedule):
 
 
 ONE_AHEAD = replace(
-    PLAN, schedule=Ahead(mode=Mode.LOCKSTEP, max_staleness=1), roles=RolePlan(passes=(("train", "actor"),))
+    PLAN, schedule=Ahead(mode=Mode.LOCKSTEP, target=1, max_staleness=1), roles=RolePlan(passes=(("train", "actor"),))
 )
 # Rollouts run one after another: the first from 0 to 10, the second to 20.
 SECONDS = {"run": 10.0, "publish": 1.0}
