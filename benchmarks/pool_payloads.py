@@ -172,7 +172,8 @@ class Bench:
         put = timed([worker.put.remote(ticket) for worker in self.workers[:producers]])
         readers = self.workers[1 : producers + 1]
         got = timed([reader.get.remote(ticket.task, count, i, producers) for i, reader in enumerate(readers)])
-        self.client.close_rollout(ticket)
+        self.client.end_ticket(ticket)
+        self.client.close_selection(ticket.rollout_id)
         self._rollouts += 1
         self.client.commit(ticket.rollout_id, self._rollouts)
         self.client.release(self._rollouts)
@@ -186,7 +187,8 @@ class Bench:
         readers = self.workers[1 : producers + 1]
         got = timed([reader.get_plain.remote(part) for reader, part in zip(readers, keys, strict=True)])
         ray.get(self.holder.clear.remote(), timeout=TIMEOUT_S)
-        self.client.close_rollout(ticket)  # it kept nothing, and leaves no pool
+        self.client.end_ticket(ticket)  # it kept nothing, and leaves no pool
+        self.client.close_selection(ticket.rollout_id)
         self._rollouts += 1
         return put, got
 
@@ -198,7 +200,8 @@ class Bench:
         refs = ray.get([worker.owned.remote() for worker in self.workers[:producers]], timeout=TIMEOUT_S)
         readers = self.workers[1 : producers + 1]
         got = timed([reader.get_owned.remote(part) for reader, part in zip(readers, refs, strict=True)])
-        self.client.close_rollout(ticket)
+        self.client.end_ticket(ticket)
+        self.client.close_selection(ticket.rollout_id)
         self._rollouts += 1
         return put, got
 

@@ -145,7 +145,8 @@ def run_rollout(buffer: BufferState, ticket: Ticket, converter: GroupConverter, 
                 missing -= 1
             else:
                 buffer.reject(ticket, group.uid, group.attempt, "equal rewards")
-    buffer.close_rollout(ticket)
+    buffer.end_ticket(ticket)
+    buffer.close_selection(ticket.rollout_id)
     return statistics.fmean(rewards)
 
 

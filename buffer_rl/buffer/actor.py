@@ -34,6 +34,7 @@ from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError
 from buffer_rl.options.section import load_args
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Column
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class BufferActor:
             groups_per_step=args.rollout_batch_size,
             eval_groups=EvalSource(args).all_groups,
             rule=RequeueRule.from_args(args),
-            max_staleness=None if args.debug_rollout_only else 0,  # that mode publishes no weights
+            schedule=None if args.debug_rollout_only else Schedule.of(args),  # that mode publishes no weights
             restarted=restarted,
         )
         for dataset in source.datasets if isinstance(source, PromptDataSource) else ():

@@ -27,7 +27,7 @@ from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
 from buffer_rl.errors import DeadlineError, PayloadLostError
-from buffer_rl.records.groups import Column, RowId, Ticket, TrainBatch
+from buffer_rl.records.groups import Column, RolloutReport, RowId, Ticket, TrainBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -147,7 +147,8 @@ class BufferClient:
 
     generate = _facade(BufferState.generate)
     pass_on = _facade(BufferState.pass_on)
-    close_rollout = _facade(BufferState.close_rollout)
+    end_ticket = _facade(BufferState.end_ticket)
+    open_selection = _facade(BufferState.open_selection)
     requeue_for_readers = _facade(BufferState.requeue_for_readers)
     abandon = _facade(BufferState.abandon)
     clear = _facade(BufferState.clear)
@@ -201,15 +202,35 @@ class BufferClient:
             meta, plan = self.call(BufferState.take, task, request, names)
             if meta.dealt or meta.ended:
                 return self._taken((meta, plan))
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 raise DeadlineError(
                     f"no rows of {task} were ready for {request.reader!r} within {timeout_s:g} s",
                     where="buffer",
                     expected=f"finished groups with the fields {', '.join(sorted(request.fields))}",
                 )
-            slice_s = min(left, WAIT_SLICE_S, self._answers.timeout_s / 2)
-            self._answers.wait("wait_change", partial(self.actor.wait_change.remote, meta.revision, slice_s))
+            self._wait_change(meta.revision, left)
+
+    def close_selection(
+        self, rollout_id: int, last_ticket: int | None = None, timeout_s: float = 60.0
+    ) -> RolloutReport:
+        """Close the selection of a step once its groups are finished; see ``BufferState.close_selection``.
+
+        Raises DeadlineError if that takes longer than ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            report, revision = self.call(BufferState.close_selection, rollout_id, last_ticket)
+            if report is not None:
+                return report
+            if (left := deadline - time.monotonic()) <= 0:
+                raise DeadlineError(
+                    f"the groups of step {rollout_id} were not finished within {timeout_s:g} s", where="buffer"
+                )
+            self._wait_change(revision, left)
+
+    def _wait_change(self, revision: int, timeout_s: float) -> None:
+        """Wait until the Buffer has changed since ``revision``, or less long."""
+        slice_s = min(timeout_s, WAIT_SLICE_S, self._answers.timeout_s / 2)
+        self._answers.wait("wait_change", partial(self.actor.wait_change.remote, revision, slice_s))
 
     def start_take(self, task: str, request: ReadRequest) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
         """``take`` without waiting for the answer, nor for rows: the batch is None where the deal is not made yet."""

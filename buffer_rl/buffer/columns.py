@@ -276,6 +276,12 @@ class ColumnStore:
         """The fields that the group came with, from its producer."""
         return self._group(uid).given
 
+    def oldest_version(self, uid: GroupUid) -> int | None:
+        """The oldest weights that a token of the group was sampled from; None if its rows do not tell."""
+        cell = self._group(uid).cells.get("weight_version")
+        versions = [] if cell is None or cell.inline is None else [int(v) for v in cell.inline if v >= 0]
+        return min(versions, default=None)
+
     def drop(self, uid: GroupUid) -> None:
         """Forget a group; unknown uids are ignored."""
         self._groups.pop(uid, None)

@@ -68,17 +68,8 @@ class DataPool:
 
     # -- filling -------------------------------------------------------------------------------------
 
-    def add(
-        self,
-        uid: GroupUid,
-        row_ids: Sequence[RowId],
-        columns: Mapping[str, Column | Cell],
-        sizes: RowSizes | None = None,
-        order: int = 0,
-    ) -> None:
-        """A finished group with its columns, which ``check_group`` found in order. order: of its lease (see
-        ``Selection.join``). Raises BufferStateError if the group is stored already."""
-        self._store.put(uid, row_ids, columns, sizes)
+    def join(self, uid: GroupUid, order: int = 0) -> None:
+        """A finished group, which is stored. order: of its lease (see ``Selection.join``)."""
         self.selection.join(uid, order)
         if self._readers:
             self._mark_ready(uid)

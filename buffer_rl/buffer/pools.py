@@ -1,4 +1,4 @@
-"""The pools of all rollouts: opened with them, filled while they run, closed with the groups of the step."""
+"""The pools of all steps and evaluations: filled while they are open, closed with the groups of the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from buffer_rl.buffer.columns import ColumnStore
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.errors import BufferRestartedError, BufferStateError
-from buffer_rl.records.groups import GroupUid, Ticket
+from buffer_rl.records.groups import GroupUid
 
 REMEMBERED = 64
 """Cleared pools that are named to late readers; a reader is never later than that."""
@@ -38,14 +38,19 @@ class Pools:
     def __bool__(self) -> bool:
         return bool(self._pools)
 
-    def open(self, ticket: Ticket) -> None:
-        """A rollout started."""
-        store, wanted = self._stores[ticket.evaluation], None if ticket.evaluation else ticket.num_groups
-        first_generation = ticket.worker * GENERATIONS
-        self._pools[ticket.task] = DataPool(ticket.rollout_id, ticket.task, store, wanted, first_generation)
+    def open(self, task: str, rollout_id: int, num_groups: int | None, opening: int) -> DataPool:
+        """Open the pool of a selection, or of an evaluation. num_groups: how many it takes, None for all. opening:
+        grows with each opening of the task."""
+        store = self.store(evaluation=task.startswith("eval_"))
+        self._pools[task] = DataPool(rollout_id, task, store, num_groups, opening * GENERATIONS)
         for gone in (self._cleared, self._empty):
-            if ticket.task in gone:
-                gone.remove(ticket.task)
+            if task in gone:
+                gone.remove(task)
+        return self._pools[task]
+
+    def store(self, *, evaluation: bool) -> ColumnStore:
+        """The payloads of all evaluations, or of training groups."""
+        return self._stores[evaluation]
 
     def clear(self, task: str) -> list[GroupUid]:
         """Forget a pool and its payloads. Returns its groups."""
@@ -56,28 +61,18 @@ class Pools:
         self.revision += 1
         return pool.drop_payloads()
 
-    def require_slots(self, ticket: Ticket, groups_per_step: int) -> None:
-        """Raises BufferStateError where the training tasks hold so many of the (S + 1) * P slots that less than P are
-        left. A task holds slots until it is cleared, when the weights that it was trained into are published.
-
-        The ticket is the budget: ``get_samples`` never waits for a slot, and over-sampling may lease more than P."""
-        held = {task: pool.selection.num_slots for task, pool in self._pools.items() if task.startswith("train_")}
-        if ticket.max_staleness is None or sum(held.values()) <= ticket.max_staleness * groups_per_step:
-            return
-        raise BufferStateError(
-            f"{ticket.task} has no slots: {', '.join(held)} hold all of them",
-            where="generate",
-            expected=f"at most {ticket.max_staleness + 1} rollouts of {groups_per_step} groups at a time",
-            hint="train on the oldest one, commit and release it",
-        )
-
     def is_empty(self, task: str) -> bool:
         """Whether the task was closed without a group."""
         return task in self._empty
 
-    def before(self, version: int) -> list[DataPool]:
-        """The training pools of rollouts before ``version``."""
-        return [p for task, p in self._pools.items() if task.startswith("train_") and p.rollout_id < version]
+    def of_steps(self, first: int, end: int | None = None) -> list[DataPool]:
+        """The pools of steps from ``first`` on, before ``end``."""
+        pools = [pool for task, pool in self._pools.items() if task.startswith("train_")]
+        return [pool for pool in pools if first <= pool.rollout_id and (end is None or pool.rollout_id < end)]
+
+    def find(self, task: str) -> DataPool | None:
+        """The pool, if it is open or closed and not cleared."""
+        return self._pools.get(task)
 
     def of(self, task: str) -> DataPool:
         """Raises BufferStateError if there is no such pool, or no longer; BufferRestartedError if an earlier Buffer may

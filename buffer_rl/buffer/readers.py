@@ -1,10 +1,10 @@
 """Which finished groups one step trains on, which of them a reading task gets next, and how rows are split over
 data-parallel ranks.
 
-A ticket is a batch of admissions: what a rollout function may lease. A ``Selection`` is what a step trains on. In
-lockstep and pipelined runs both open with ``generate`` and end with ``close_rollout``: the groups that finish under the
-ticket join its selection. A final reader may take the first P of them, and what it took is pinned: its effect cannot be
-undone. When the selection closes, the pinned groups and then those leased first are chosen, whatever finished first.
+A ticket is a batch of admissions: what a rollout function may lease. A ``Selection`` is what a step trains on. Unless a
+run is asynchronous, its groups are those that finish under the ticket of the same number. A final reader may take the
+first P of them, and what it took is pinned: its effect cannot be undone. When the selection closes, the pinned groups
+and then those leased first are chosen, whatever finished first. An asynchronous run chooses by ``window``.
 
 A ``Reader`` makes numbered deals of whole prompt groups for each of its replicas and keeps them: all ranks of a replica
 get the same rows. A deal is taken from the front of the queue of ready groups, so that it costs as much as it returns,
@@ -59,11 +59,6 @@ class Selection:
     def uids(self) -> list[GroupUid]:
         """Its groups, sorted."""
         return self._uids if self.closed else sorted(self._joined)
-
-    @property
-    def num_slots(self) -> int:
-        """How many groups of the budget it holds: P while it is open, whatever is leased for it; then its groups."""
-        return len(self) if self.closed or self.num_groups is None else self.num_groups
 
     def join(self, uid: GroupUid, order: int) -> None:
         """A finished group. order: the place of its lease among all leases."""

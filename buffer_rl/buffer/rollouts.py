@@ -87,11 +87,13 @@ WORKERS = 1 << 20
 @dataclass(slots=True, kw_only=True)
 class Lease:
     """A leased or finished group. ``group`` holds the prompts alone; ``number`` is that of its admission, negative
-    where the group is foreign: it has neither prompts nor a place in the queue. ``order`` counts leases."""
+    where the group is foreign: it has neither prompts nor a place in the queue. ``order`` counts leases; ``ticket`` is
+    the number of the ticket that leased it."""
 
     group: SampleGroup
     number: int
     order: int = 0
+    ticket: int = -1
 
     @property
     def foreign(self) -> bool:
@@ -100,13 +102,21 @@ class Lease:
 
 @dataclass(slots=True, kw_only=True)
 class OpenRollout:
-    """A ticket between ``generate`` and ``close_rollout``. leases: groups that are leased and not finished. waiting:
-    the prompts of an evaluation that were not leased yet."""
+    """A ticket between ``generate`` and ``end_ticket``. wanted: how many groups it was opened with; ``ticket`` has those
+    that are still missing. leases: groups that are leased and not finished. finished: in the order of their reports.
+    waiting: the prompts of an evaluation that were not leased yet."""
 
     ticket: Ticket
+    wanted: int
     leases: dict[GroupUid, Lease] = field(default_factory=dict)
+    finished: dict[GroupUid, None] = field(default_factory=dict)
     waiting: GroupQueue = field(default_factory=GroupQueue)
     drops: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_missing(self) -> int:
+        """How many groups it may still lease, to finish as many as are wanted."""
+        return max(0, self.wanted - len(self.finished) - len(self.leases))
 
     def live(self, uid: GroupUid, attempt: int) -> Lease:
         """The lease that a report belongs to. Raises BufferStateError if it is over, or another one."""
@@ -122,13 +132,15 @@ class OpenRollout:
 class Rollouts:
     """Owner of the queue, the tickets, and the leases; writes every change to the ledger.
 
-    finished: the training groups that are finished, and not released yet.
+    finished: the training groups that are finished, and not released yet. newest_ticket: number of the training ticket
+    that was opened last.
     """
 
     def __init__(self, feed: Feed, *, ledger: Ledger, rule: RequeueRule | None = None) -> None:
         self.queue = GroupQueue()
         self.open: dict[str, OpenRollout] = {}
         self.finished: dict[GroupUid, Lease] = {}
+        self.newest_ticket = -1
         self._feed = feed
         self._ledger = ledger
         self._rule = rule or RequeueRule()
@@ -150,7 +162,10 @@ class Rollouts:
 
     def start(self, ticket: Ticket, waiting: GroupQueue) -> Ticket:
         """Open a ticket. Returns it for a worker of its own: those of an earlier ticket of the task are refused."""
-        self.open[ticket.task] = OpenRollout(ticket=self._for_next_worker(ticket), waiting=waiting)
+        ticket = self._for_next_worker(ticket)
+        if not ticket.evaluation:
+            self.newest_ticket = ticket.rollout_id
+        self.open[ticket.task] = OpenRollout(ticket=ticket, wanted=ticket.num_groups, waiting=waiting)
         return self.open[ticket.task].ticket
 
     def headers(self) -> list[QueueHeader]:
@@ -196,16 +211,17 @@ class Rollouts:
             del rollout.leases[entry.group.uid]
             (rollout.waiting if ticket.evaluation else self.queue).put(entry)
 
-    def pass_on(self, ticket: Ticket, finished: Sequence[GroupUid], num_groups: int) -> Ticket:
-        """Requeue all leases of a ticket as prompts. Returns it for another worker, which produces what is missing of
-        ``num_groups`` beside the ``finished`` ones. Raises PayloadLostError if groups are missing and foreign ones are
+    def pass_on(self, ticket: Ticket) -> Ticket:
+        """Requeue all leases of a ticket as prompts. Returns it for another worker, which produces what is missing
+        beside the groups that are finished. Raises PayloadLostError if groups are missing and foreign ones are
         finished: the rollout function begins again with its first uid, and a uid is taken once."""
-        rollout, num_missing = self.of(ticket), max(0, num_groups - len(finished))
-        if num_missing and any(self.finished[uid].foreign for uid in finished):
+        rollout = self.of(ticket)
+        missing = max(0, rollout.wanted - len(rollout.finished))
+        if missing and any(self.finished[uid].foreign for uid in rollout.finished):
             what = "the worker died, and the rollout function does not know which groups of its own are finished"
             raise PayloadLostError(what, where=ticket.task)
         self.requeue(ticket, [(uid, lease.group.attempt) for uid, lease in rollout.leases.items()])
-        rollout.ticket = self._for_next_worker(replace(ticket, num_groups=num_missing))
+        rollout.ticket = self._for_next_worker(replace(ticket, num_groups=missing))
         return rollout.ticket
 
     def finish(self, rollout: OpenRollout, lease: Lease) -> None:
@@ -214,6 +230,7 @@ class Rollouts:
         if not rollout.ticket.evaluation:
             self._ledger.finish(uid, lease.group.attempt)
             self.finished[uid] = lease
+        rollout.finished[uid] = None
         del rollout.leases[uid]
 
     def drop(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, *, for_good: bool = False) -> None:
@@ -254,37 +271,55 @@ class Rollouts:
             group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.fencing_token)
             number = -1 if foreign else self._admitted
             self._admitted += not foreign
-            self.finished[uid] = Lease(group=group, number=number, order=self._count_lease())
+            rollout.finished[uid] = None
+            ticket = rollout.ticket.rollout_id
+            self.finished[uid] = Lease(group=group, number=number, order=self._count_lease(), ticket=ticket)
         return [self.finished[uid] for uid in uids]
 
-    def end(self, rollout: OpenRollout, chosen: Sequence[GroupUid], surplus: Sequence[GroupUid]) -> int:
-        """End a ticket, whose finished groups are ``chosen`` for the step, or ``surplus``, which is queued again as
-        prompts; foreign ones are not queued, and counted as ``surplus``. What was leased and never mentioned again is
-        rejected as ``unreported``. Returns how many were queued."""
-        leases, ticket = rollout.leases, rollout.ticket
-        returned = [] if ticket.evaluation else [self.finished[uid] for uid in surplus]
-        if not ticket.evaluation:
+    def end(self, rollout: OpenRollout) -> list[GroupUid]:
+        """End a ticket: what was leased and never mentioned again is rejected as ``unreported``. Returns these."""
+        unreported = list(rollout.leases)
+        if not rollout.ticket.evaluation:
             with self._ledger.transaction():
-                for uid, lease in leases.items():
+                for uid, lease in rollout.leases.items():
                     self._ledger.reject(uid, lease.group.attempt, UNREPORTED)
-                self._write_returns({lease.group.uid: lease.group.attempt for lease in returned})
-                self._ledger.select(chosen, ticket.rollout_id)
-        counts = {UNREPORTED: len(leases), SURPLUS: sum(lease.foreign for lease in returned)}
-        rollout.drops.update({reason: count for reason, count in counts.items() if count})
-        self._put_back(returned)
-        del self.open[ticket.task]
-        return len(returned) - counts[SURPLUS]
+        if unreported:
+            rollout.drops[UNREPORTED] += len(unreported)
+        del self.open[rollout.ticket.task]
+        return unreported
 
-    def give_up(self, rollout: OpenRollout | None, finished: Iterable[GroupUid]) -> None:
-        """Queue leased and ``finished`` training groups again, as prompts, and forget the ticket. Foreign ones are
-        lost: pending, not queued."""
+    def select(self, rollout_id: int, chosen: Sequence[GroupUid], surplus: Sequence[GroupUid]) -> int:
+        """Finished groups are ``chosen`` for a step, or ``surplus``, which is queued again as prompts; foreign ones are
+        lost. Returns how many were queued."""
+        returned = [self.finished[uid] for uid in surplus]
+        with self._ledger.transaction():
+            self._write_returns({lease.group.uid: lease.group.attempt for lease in returned})
+            self._ledger.select(chosen, rollout_id)
+        self._put_back(returned)
+        return sum(not lease.foreign for lease in returned)
+
+    def give_up(self, finished: Iterable[GroupUid], *, tickets: bool = True) -> None:
+        """Queue ``finished`` training groups again, as prompts; with ``tickets``, leased ones too, and forget all
+        training tickets. Foreign groups are lost: pending, not queued."""
         leases = [self.finished.get(uid) or self.lease_of(uid) for uid in finished]
-        if rollout is not None:
+        ended = [rollout for rollout in self.open.values() if tickets and not rollout.ticket.evaluation]
+        for rollout in ended:
             leases += rollout.leases.values()
         self._write_returns({lease.group.uid: lease.group.attempt for lease in leases})
         self._put_back(leases)
-        if rollout is not None:
+        for rollout in ended:
             del self.open[rollout.ticket.task]
+
+    def has_opened(self, last_ticket: int | None, newest: int) -> bool:
+        """Whether no ticket up to ``newest`` is left to open, in a run whose last one is ``last_ticket``."""
+        return self.newest_ticket >= (newest if last_ticket is None else min(newest, last_ticket))
+
+    @property
+    def num_unreleased(self) -> int:
+        """Groups of the budget of (S + 1) P: finished ones that are not released, leased ones, and those that open
+        tickets may still lease."""
+        running = [rollout for rollout in self.open.values() if not rollout.ticket.evaluation]
+        return len(self.finished) + sum(len(rollout.leases) + rollout.num_missing for rollout in running)
 
     def lease_of(self, uid: GroupUid) -> Lease:
         """What an earlier Buffer leased, made again from the data source; of a foreign group nothing can be."""
@@ -337,9 +372,13 @@ class Rollouts:
             if not lease.foreign:
                 self.queue.put(Admitted(group=lease.group, number=lease.number))
 
-    def _for_next_worker(self, ticket: Ticket) -> Ticket:
+    def next_number(self) -> int:
+        """A number that grows with each ticket, worker and selection, also over the Buffers of a run."""
         self._num_workers += 1
-        return replace(ticket, worker=self._num_workers)
+        return self._num_workers
+
+    def _for_next_worker(self, ticket: Ticket) -> Ticket:
+        return replace(ticket, worker=self.next_number())
 
     def _count_lease(self) -> int:
         self._num_leases += 1
@@ -353,7 +392,9 @@ class Rollouts:
     def _lease(self, rollout: OpenRollout, entry: Admitted, attempt: int) -> SampleGroup:
         ticket, uid = rollout.ticket, entry.group.uid
         prompts = entry.group.as_prompts(attempt=attempt, incarnation=self._ledger.fencing_token)
-        rollout.leases[uid] = Lease(group=prompts, number=entry.number, order=self._count_lease())
+        rollout.leases[uid] = Lease(
+            group=prompts, number=entry.number, order=self._count_lease(), ticket=ticket.rollout_id
+        )
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
         return self._rule.on_lease(

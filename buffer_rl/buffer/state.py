@@ -6,7 +6,8 @@ that a refused request changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from buffer_rl.buffer.calls import mutates, reads
@@ -16,13 +17,15 @@ from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
 from buffer_rl.buffer.ledger import Ledger, RunRecord
 from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
-from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
+from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer, check_group, split_groups
 from buffer_rl.buffer.pools import Pools
 from buffer_rl.buffer.readers import Splitting
-from buffer_rl.buffer.rollouts import POSITION, GroupQueue, Rollouts
+from buffer_rl.buffer.rollouts import POSITION, SURPLUS, GroupQueue, Lease, Rollouts
+from buffer_rl.buffer.window import Window
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.plan.schedule import LOCKSTEP, Schedule
 from buffer_rl.records.groups import (
     Column,
     GroupUid,
@@ -44,7 +47,7 @@ class BufferState:
     eval_groups: makes the groups of all evaluation sets, again for each evaluation.
     groups_per_step: P, the prompt groups that one step trains on.
     rule: what groups that go back to the queue keep; where absent, their prompts alone.
-    max_staleness: S of the schedule, which every ticket carries; None where nothing is published.
+    schedule: how far production runs ahead, and which groups a step takes; None if no weights are published.
     restarted: another Buffer worked with this ledger and died. Its groups wait in the queue; its pools are lost.
 
     Raises an error of ``buffer_rl.errors`` if the ledger's groups cannot be made again from the data source.
@@ -58,7 +61,7 @@ class BufferState:
         groups_per_step: int,
         eval_groups: Callable[[], Sequence[SampleGroup]] = tuple,
         rule: RequeueRule | None = None,
-        max_staleness: int | None = 0,
+        schedule: Schedule | None = LOCKSTEP,
         restarted: bool = False,
     ) -> None:
         self._feed = source if isinstance(source, DeliveredFeed) else LocalFeed(source)
@@ -66,7 +69,10 @@ class BufferState:
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
         self._rule = rule or RequeueRule()
-        self._max_staleness = max_staleness
+        self._schedule = schedule
+        self._window: Window | None = None
+        if schedule is not None and schedule.by_window:
+            self._window = Window(groups_per_step, schedule.window(groups_per_step))
         self._record = RunRecord(ledger)
         self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule)
         self._pools = Pools(restarted)
@@ -79,30 +85,52 @@ class BufferState:
 
     @mutates
     def generate(self, rollout_id: int, evaluation: bool = False) -> Ticket:
-        """Open a ticket, and the selection that its groups join. Raises BufferStateError if it is open, or was trained
-        on already, or if the budget of (S + 1) * P groups has less than P left: those of every selection count until
-        ``release``."""
+        """Open a ticket. One of training has as many groups as bring those that are not released to
+        ``(rollout_id + 1 - v) P``, where v is the published version: P as a rule, fewer after a short step.
+
+        Raises BufferStateError if it is open or was trained on already, if version ``rollout_id - S`` is not published,
+        or if nothing is left of the budget of (S + 1) P groups."""
         groups = GroupQueue(group.as_prompts() for group in self._eval_groups()) if evaluation else GroupQueue()
+        schedule = self._schedule
         ticket = Ticket(
             rollout_id=rollout_id,
             evaluation=evaluation,
             num_groups=len(groups) if evaluation else self._groups_per_step,
             version=self._record.version,
             incarnation=self.ledger.fencing_token,
-            max_staleness=self._max_staleness,
+            max_staleness=None if schedule is None else schedule.max_staleness,
             keeps_tokens=self._rule.keep_tokens,
         )
-        if ticket.task in self._rollouts.open or ticket.task in self._pools:
+        if ticket.task in self._rollouts.open or (self._window is None and ticket.task in self._pools):
             raise BufferStateError(f"{ticket.task} was opened before")
         if not evaluation:
             self._require_untrained(rollout_id)
-            self._pools.require_slots(ticket, self._groups_per_step)
-            self.abandon(rollout_id)  # what a Buffer that died had selected for it
+            self._give_up_inherited([rollout_id])
+            ticket = replace(ticket, num_groups=self._num_admitted(ticket))
         elif not groups:
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
         ticket = self._rollouts.start(ticket, groups)
-        self._pools.open(ticket)
+        if evaluation:
+            self._pools.open(ticket.task, rollout_id, None, ticket.worker)
         return ticket
+
+    def _num_admitted(self, ticket: Ticket) -> int:
+        """How many groups a training ticket is opened with."""
+        per_step, schedule = self._groups_per_step, self._schedule
+        if schedule is None:
+            return per_step
+        held = self._rollouts.num_unreleased
+        room = (ticket.rollout_id + 1 - self._record.version) * per_step - held
+        if not schedule.may_start(ticket.rollout_id, self._record.version) or room <= 0:
+            raise BufferStateError(
+                f"{ticket.task} has no slots: {held} groups are not released, and version {self._record.version} is "
+                "published",
+                where="generate",
+                expected=f"version {ticket.rollout_id - schedule.target} or later, and at most "
+                f"{(schedule.target + 1) * per_step} groups at a time",
+                hint="train on the oldest step, commit and release it",
+            )
+        return room if self._window is not None else per_step
 
     @reads
     def get_headers(self) -> list[QueueHeader]:
@@ -116,10 +144,24 @@ class BufferState:
         """Lease up to ``num_samples`` groups: from the queue first, then from the data source.
 
         chosen: which queued groups to take, in this order, in place of the first ones; those that are no longer
-        queued are passed over. Raises DeliveryNeeded, with nothing leased, where a data source of the user's own must
+        queued are passed over. In an asynchronous run a ticket leases no more groups than it was opened with, but for
+        those that replace rejected ones; BufferStateError says so. Raises DeliveryNeeded, with nothing leased, where a data source of the user's own must
         ``deliver`` first.
         """
-        return self._rollouts.lease(ticket, num_samples, chosen)
+        if self._window is not None and not ticket.evaluation and num_samples > 0:
+            num_missing = self._rollouts.of(ticket).num_missing
+            if num_missing == 0:
+                raise BufferStateError(
+                    f"{ticket.task} has {ticket.num_groups} groups, and all of them are leased or finished",
+                    where="get_samples",
+                    expected="at most that many, and one more for each that is rejected or given back",
+                    hint="return, or report a group first; --target-staleness sets how many tickets run at a time",
+                )
+            num_samples = min(num_samples, num_missing)
+        groups = self._rollouts.lease(ticket, num_samples, chosen)
+        if not ticket.evaluation:
+            self._leased(group.uid for group in groups)
+        return groups
 
     @mutates
     def deliver(self, delivery: Delivery) -> None:
@@ -148,6 +190,7 @@ class BufferState:
         ``ticket.keeps_tokens`` says so (see ``RequeueRule.on_requeue``). Without it, a group is queued as prompts.
         """
         self._rollouts.requeue(ticket, leases, groups)
+        self._left(uid for uid, _ in leases)
 
     @mutates
     def finish(
@@ -164,7 +207,6 @@ class BufferState:
         A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
         sizes: needed where tokens or loss masks are in the object store."""
         rollout = self._rollouts.of(ticket)
-        pool = self._pools.of(ticket.task)
         foreign = self._rollouts.is_foreign(rollout, uid)
         lease = None if foreign else rollout.live(uid, attempt)
         sizes = check_group(uid, row_ids, columns, sizes)
@@ -173,18 +215,55 @@ class BufferState:
         else:
             self._rollouts.require_pending(ticket, [uid])
             (lease,) = self._rollouts.import_groups(rollout, [uid], foreign=True)
-        pool.add(uid, row_ids, columns, sizes, lease.order)
+            self._leased([uid])
+        self._pools.store(evaluation=ticket.evaluation).put(uid, row_ids, columns, sizes)
+        self._finished(ticket, lease)
+
+    def _finished(self, ticket: Ticket, lease: Lease) -> None:
+        """A finished group, whose columns are stored, joins what it is certain to be part of."""
+        self._pools.revision += 1
+        if self._window is not None and not ticket.evaluation:
+            self._window.finish(lease.group.uid)
+            self._join_certain()
+        elif (pool := self._pools.find(ticket.task)) is not None:
+            pool.join(lease.group.uid, lease.order)
+
+    def _join_certain(self) -> None:
+        """In an asynchronous run: groups that the open selection is certain to be closed with join it."""
+        if self._window is None or (pool := self._open_selection()) is None:
+            return
+        for uid in self._window.certain():
+            if uid not in pool.selection:
+                pool.join(uid, self._rollouts.finished[uid].order)
+
+    def _open_selection(self) -> DataPool | None:
+        return next((pool for pool in self._pools.of_steps(0) if not pool.selection.closed), None)
+
+    def _leased(self, uids: Iterable[GroupUid]) -> None:
+        if self._window is not None:
+            for uid in uids:
+                self._window.lease(uid)
+
+    def _left(self, uids: Iterable[GroupUid]) -> None:
+        """Groups that are live no longer, so that those behind them come forward."""
+        if self._window is None:
+            return
+        for uid in uids:
+            self._window.leave(uid)
+        self._join_certain()
         self._pools.revision += 1
 
     @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group; the reason is counted."""
         self._rollouts.drop(ticket, uid, attempt, reason)
+        self._left([uid])
 
     @mutates
     def quarantine(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
         """Drop a leased group that failed by itself, so that it is never tried again; counted as ``quarantined``."""
         self._rollouts.drop(ticket, uid, attempt, reason, for_good=True)
+        self._left([uid])
 
     @mutates
     def count_failure(self, ticket: Ticket, uid: GroupUid, kind: str) -> tuple[int, int]:
@@ -201,7 +280,6 @@ class BufferState:
         Raises BufferStateError, with nothing changed, for an evaluation, for more groups than the step trains on, or
         if one of them is not pending."""
         rollout = self._rollouts.of(ticket)
-        pool = self._pools.of(ticket.task)
         uids = list(dict.fromkeys(row.uid for row in row_ids))
         if ticket.evaluation or len(uids) > ticket.num_groups:
             raise BufferStateError(
@@ -212,33 +290,30 @@ class BufferState:
             )
         self._rollouts.require_pending(ticket, uids)
         parts = split_groups(row_ids, columns)
-        for part, lease in zip(parts, self._rollouts.import_groups(rollout, uids), strict=True):
-            pool.add(*part, lease.order)
-        self._pools.revision += 1
+        leases = self._rollouts.import_groups(rollout, uids)
+        self._leased(uids)
+        for part, lease in zip(parts, leases, strict=True):
+            self._pools.store(evaluation=False).put(*part)
+            self._finished(ticket, lease)
 
     @mutates
-    def close_rollout(self, ticket: Ticket) -> RolloutReport:
-        """End the ticket, and close its selection with the groups of ``Selection.choose``. Surplus goes back to the
-        queue as prompts, or is dropped where it is foreign, and counted as ``surplus``; what was leased and never
-        mentioned again is rejected as ``unreported``."""
+    def end_ticket(self, ticket: Ticket) -> RolloutReport:
+        """End a ticket: what was leased and never mentioned again is rejected as ``unreported``. An evaluation is then
+        complete. The report counts its finished groups."""
         rollout = self._rollouts.of(ticket)
-        pool = self._pools.of(ticket.task)
-        chosen, surplus = pool.selection.choose(pool.pinned())
-        finished = self._rollouts.finished
-        pool.require_equal_fields(chosen, [uid for uid in chosen if not ticket.evaluation and finished[uid].foreign])
-        num_queued = self._rollouts.end(rollout, chosen, surplus)
-        pool.select(chosen)
+        if ticket.evaluation:
+            pool = self._pools.of(ticket.task)
+            pool.require_equal_fields(pool.selection.uids)
+        self._left(self._rollouts.end(rollout))
+        num_rows = 0
+        if ticket.evaluation:
+            pool.select(pool.selection.uids)
+            num_rows = pool.num_rows
+            if not rollout.finished:
+                self._pools.clear(ticket.task)
         self._pools.revision += 1
-        num_rows = pool.num_rows
-        if not chosen:
-            self._pools.clear(ticket.task)
-        return RolloutReport(
-            ticket=ticket,
-            num_groups=len(chosen),
-            num_rows=num_rows,
-            drops=dict(sorted(rollout.drops.items())),
-            surplus=num_queued,
-        )
+        drops = dict(sorted(rollout.drops.items()))
+        return RolloutReport(num_groups=len(rollout.finished), num_rows=num_rows, drops=drops)
 
     @mutates
     def pass_on(self, ticket: Ticket) -> Ticket:
@@ -247,26 +322,119 @@ class BufferState:
         died are refused from here on. Raises PayloadLostError if it can only be made again (``Rollouts.pass_on``)."""
         if ticket.evaluation:
             raise BufferStateError(f"{ticket.task} cannot go on", hint="its metrics are of all groups: make it again")
-        self._rollouts.of(ticket)
-        return self._rollouts.pass_on(ticket, self._pools.of(ticket.task).selection.uids, self._groups_per_step)
+        leased = list(self._rollouts.of(ticket).leases)
+        passed = self._rollouts.pass_on(ticket)
+        self._left(leased)
+        return passed
 
     @mutates
-    def abandon(self, rollout_id: int) -> None:
-        """Give up a selection that is not trained on, open with its ticket or closed: its payloads are lost. Its leased
-        and finished groups are pending again, as prompts, in their places in the queue; foreign ones are lost, and may
-        be reported again. Without such a selection nothing is changed.
+    def abandon(self, step: int) -> None:
+        """Start production again, before ``step`` is trained on: all tickets and all selections that are not committed
+        are given up, since their payloads are lost. Their leased and finished groups are pending again, as prompts, in
+        their places in the queue; foreign ones are lost, and may be reported again. Evaluations go on.
 
-        Raises BufferStateError for one that was committed."""
-        self._require_untrained(rollout_id)
+        Raises BufferStateError if the step was committed."""
+        self._require_untrained(step)
+        committed = {uid for pool in self._pools.of_steps(0, step) for uid in pool.selection.uids}
+        lost = [uid for uid in self._rollouts.finished if uid not in committed]
+        for pool in self._pools.of_steps(step):
+            self._pools.clear(pool.task)
+        for uid in lost:
+            self._pools.store(evaluation=False).drop(uid)
+        self._give_up_inherited([rollout_id for rollout_id in self._inherited if rollout_id >= step])
+        self._rollouts.give_up(lost)
+        if self._window is not None:
+            self._window = self._window.empty()
+        self._pools.revision += 1
+
+    def _give_up_inherited(self, rollout_ids: Iterable[int]) -> None:
+        """What a Buffer that died had selected for these steps, and that was not trained on."""
+        for rollout_id in rollout_ids:
+            if rollout_id in self._inherited:
+                self._rollouts.give_up(self.ledger.selected(rollout_id), tickets=False)
+                self._inherited.discard(rollout_id)
+
+    # -- selections ----------------------------------------------------------------------------------
+
+    @mutates
+    def open_selection(self, rollout_id: int) -> None:
+        """Open the selection of a step, so that readers get groups that it is certain to be closed with: those of the
+        ticket of this number, or in an asynchronous run of the window. One that is open stays as it is."""
         task = f"train_{rollout_id}"
-        rollout = self._rollouts.open.get(task)
-        finished = self.ledger.selected(rollout_id) if rollout_id in self._inherited else []
         if task in self._pools:
-            finished = self._pools.of(task).selection.uids
-        self._rollouts.give_up(rollout, finished)
-        self._inherited.discard(rollout_id)
-        if task in self._pools:
+            return
+        self._require_untrained(rollout_id)
+        pool = self._pools.open(task, rollout_id, self._groups_per_step, self._rollouts.next_number())
+        self._join_certain()
+        for lease in self._rollouts.finished.values() if self._window is None else ():
+            if lease.ticket == rollout_id:
+                pool.join(lease.group.uid, lease.order)
+        self._pools.revision += 1
+
+    @mutates
+    def close_selection(self, rollout_id: int, last_ticket: int | None = None) -> tuple[RolloutReport | None, int]:
+        """Close the selection of a step: with the groups of ``Selection.choose``, once its ticket has ended, or in an
+        asynchronous run with those of ``Window.choose``. Surplus goes back to the queue as prompts, or is dropped if it
+        is foreign, and counted as ``surplus``.
+
+        last_ticket: the last one that the run opens; once it has ended, a step may be short. Returns the report, or
+        None if the selection must wait, and the revision of the Buffer then."""
+        self.open_selection(rollout_id)
+        task = f"train_{rollout_id}"
+        pool = self._pools.of(task)
+        if self._window is None:
+            if task in self._rollouts.open:
+                return None, self.revision
+            chosen, surplus = pool.selection.choose(pool.pinned())
+        else:
+            surplus = []
+            if (chosen_or_none := self._chosen(rollout_id, last_ticket)) is None:
+                return None, self.revision
+            chosen = chosen_or_none
+            for uid in chosen:
+                if uid not in pool.selection:
+                    pool.join(uid, self._rollouts.finished[uid].order)
+        finished = self._rollouts.finished
+        pool.require_equal_fields(chosen, [uid for uid in chosen if finished[uid].foreign])
+        staleness = self._staleness(rollout_id, chosen)
+        num_foreign = sum(finished[uid].foreign for uid in surplus)
+        num_queued = self._rollouts.select(rollout_id, chosen, surplus)
+        if self._window is not None:
+            self._window.take(chosen)
+        pool.select(chosen)
+        self._pools.revision += 1
+        report = RolloutReport(
+            num_groups=len(chosen),
+            num_rows=pool.num_rows,
+            drops={SURPLUS: num_foreign} if num_foreign else {},
+            surplus=num_queued,
+            staleness=staleness,
+        )
+        if not chosen:
             self._pools.clear(task)
+        return report, self.revision
+
+    def _chosen(self, step: int, last_ticket: int | None) -> list[GroupUid] | None:
+        """The groups that the window gives a step. It is short only if nothing is in production, none may open and no
+        publication is pending."""
+        assert self._window is not None
+        if (chosen := self._window.choose()) is not None:
+            return chosen
+        if self._record.version != step or any(not r.ticket.evaluation for r in self._rollouts.open.values()):
+            return None
+        if not self._rollouts.has_opened(last_ticket, step + (self._schedule.target if self._schedule else 0)):
+            return None
+        return self._window.choose(len(self._window))
+
+    def _staleness(self, step: int, chosen: Iterable[GroupUid]) -> list[int]:
+        """Of each group: the step minus the oldest version of its tokens. Asserts the bound."""
+        store = self._pools.store(evaluation=False)
+        oldest = [store.oldest_version(uid) for uid in chosen]
+        staleness = [step - version for version in oldest if version is not None]
+        if self._schedule is not None and not self._rule.keep_tokens:
+            worst, bound = max(staleness, default=0), self._schedule.max_staleness
+            assert worst <= bound, f"step {step} would train on tokens that are {worst} versions old, above {bound}"
+        return staleness
 
     # -- pools ---------------------------------------------------------------------------------------
 
@@ -333,9 +501,11 @@ class BufferState:
             return
         if task.startswith("train_") and self._pools.of(task).rollout_id not in self._record.committed:
             raise BufferStateError(f"{task} cannot be cleared: it is not committed", hint="commit it first")
-        self._rollouts.open.pop(task, None)
-        for uid in self._pools.clear(task):
-            if task.startswith("train_"):
+        is_step = task.startswith("train_")
+        if not is_step:
+            self._rollouts.open.pop(task, None)
+        for uid in self._pools.clear(task) if task in self._pools else ():
+            if is_step:
                 self._rollouts.finished.pop(uid, None)
 
     @mutates
@@ -366,13 +536,14 @@ class BufferState:
         """
         if version < self._record.version:
             raise BufferStateError(f"version {version} is older than the published version {self._record.version}")
-        done = self._pools.before(version)
+        done = self._pools.of_steps(0, version)
         for pool in done:
             if pool.rollout_id not in self._record.committed:
                 raise BufferStateError(f"version {version} cannot be released: {pool.task} is not committed")
         self._record.set_version(version)
         for pool in done:
             self.clear(pool.task)
+        self._pools.revision += 1
         return self.get_progress()
 
     # -- the rest ------------------------------------------------------------------------------------
@@ -401,12 +572,11 @@ class BufferState:
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""
         shown = next(reversed(self._rollouts.open.values()), None)
-        selection = self._pools.of(shown.ticket.task).selection if shown else None
         return {
             "task": shown.ticket.task if shown else "",
-            "wanted": (selection and selection.num_groups) or (shown.ticket.num_groups if shown else 0),
+            "wanted": shown.wanted if shown else 0,
             "leased": len(shown.leases) if shown else 0,
-            "finished": 0 if selection is None else len(selection),
+            "finished": len(shown.finished) if shown else 0,
             "dropped": dict(shown.drops) if shown else {},
             "queued": len(self._rollouts.queue),
             "version": self._record.version,

@@ -112,6 +112,8 @@ class Schedule:
         return rollout_id <= published_version + self.target
 
 
+LOCKSTEP = Schedule(mode=Mode.LOCKSTEP)
+
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _EXPRESSION = re.compile(r"\s*([\w./-]+)\s*(>=|<=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*")
 

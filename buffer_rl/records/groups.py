@@ -146,19 +146,22 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutReport:
-    """How a rollout ended, counted by the Buffer when it was closed.
+    """How a ticket ended, or what a selection was closed with, counted by the Buffer.
 
-    num_groups, num_rows: what the step trains on (or what was evaluated).
+    num_groups, num_rows: that were finished under the ticket, or that the step trains on.
     drops: rejected groups by reason; ``unreported`` counts leased groups that were never mentioned again.
     surplus: finished groups that the step does not need; they went back to the queue as prompts. Foreign ones, which
     have no place there, are among the drops.
+    staleness: of each group of a selection: the step minus the oldest version of its trained tokens. num_mixed: how
+    many of its groups have tokens of several versions.
     """
 
-    ticket: Ticket
     num_groups: int
     num_rows: int
-    drops: dict[str, int]
-    surplus: int
+    drops: dict[str, int] = field(default_factory=dict)
+    surplus: int = 0
+    staleness: list[int] = field(default_factory=list)
+    num_mixed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

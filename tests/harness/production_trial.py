@@ -43,6 +43,7 @@ from harness.production_model import (
     request,
     rows_of,
 )
+from harness.tickets import close_rollout, schedule_of
 
 
 class Trial:
@@ -70,7 +71,7 @@ class Trial:
             groups_per_step=self.model.per_step,
             eval_groups=lambda: self.eval_groups,
             rule=RequeueRule(keep_tokens=self.keeps),
-            max_staleness=self.model.staleness,
+            schedule=schedule_of(self.model.staleness),
             restarted=restarted,
         )
 
@@ -179,7 +180,7 @@ class Trial:
             assert [(group.uid, group.attempt) for group in groups] == [(uid, 1) for uid in run.waiting[:count]]
             run.leased, run.waiting = run.leased + run.waiting[:count], run.waiting[count:]
         elif fate == "close":
-            report = self.state.close_rollout(run.ticket)
+            report = close_rollout(self.state, run.ticket)
             drops = run.drops + Counter(unreported=len(run.leased))
             assert (report.num_groups, report.drops, report.surplus) == (run.num_finished, drops, 0)
             self.state.clear(run.ticket.task)
@@ -265,7 +266,7 @@ class Trial:
         chosen, surplus = model.selection(rollout)
         unreported = model.of(LEASED, rollout=rollout)
         foreign = [uid for uid in surplus if model.groups[uid].place < 0]
-        report = self.state.close_rollout(step.ticket)
+        report = close_rollout(self.state, step.ticket)
         assert (report.num_groups, report.num_rows) == (len(chosen), SAMPLES * len(chosen))
         assert report.drops == step.drops + Counter(unreported=len(unreported)) + Counter(surplus=len(foreign))
         assert report.surplus == len(surplus) - len(foreign)
@@ -363,7 +364,7 @@ class Trial:
         refused = partial(self.refused, restarted=ticket.incarnation != self.state.ledger.fencing_token)
         refused(self.state.get_samples, ticket, 1)
         refused(self.state.add_samples, ticket, [])
-        refused(self.state.close_rollout, ticket)
+        refused(self.state.end_ticket, ticket)
         for uid in self.model.of(LEASED):
             attempt = self.model.groups[uid].attempt
             refused(self.state.finish, ticket, uid, attempt, rows_of(uid), columns())

@@ -30,6 +30,7 @@ from buffer_rl.buffer.storage import StorageUnit, split_payloads, start_storage
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.options.section import dump_args
 from buffer_rl.records.groups import SampleGroup, Ticket
+from harness.tickets import close_rollout
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
@@ -126,7 +127,7 @@ def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
     ticket = client.generate(rollout_id)
     for group in client.call(BufferState.get_samples, ticket, ticket.num_groups):
         ray.get(producer.finish.remote(ticket, group), timeout=60)
-    client.close_rollout(ticket)
+    close_rollout(client, ticket)
     return ticket
 
 
@@ -145,7 +146,7 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
             ray.get(answers, timeout=60)
             os.kill(pid, signal.SIGKILL)  # right after its last report was answered
             wait_until(partial(is_lost, lost), "Ray notices the death")
-            client.close_rollout(ticket)
+            close_rollout(client, ticket)
             batch = client.get_data(rollout_id)
             assert len(batch) == 3 * 4
             for row_id, tokens in zip(batch.row_ids, batch.columns["tokens"], strict=True):
@@ -207,7 +208,7 @@ def test_a_blocking_report_from_the_event_loop_goes_to_the_store_too(
             ray.get(producer.finish_on_the_loop.remote(ticket, group), timeout=60)
             wait_until_stored(4 * number, "the group's 4 rows of 1 MB")
             ray.kill(producer)
-        client.close_rollout(ticket)
+        close_rollout(client, ticket)
         batch = client.get_data(0)
         assert [int(row[-1]) for row in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
 
@@ -309,7 +310,7 @@ def test_a_replica_whose_part_of_a_deal_is_empty_gets_a_batch_without_rows_and_l
         client.call(BufferState.finish, ticket, group.uid, group.attempt, rows, columns)
         early = client.start_take(ticket.task, request).result()
         assert (early[0].dealt, early[0].ended, early[1]) == (False, False, None)
-        client.close_rollout(ticket)
+        close_rollout(client, ticket)
         seen = []
         for replica in (0, 1):
             batches = [

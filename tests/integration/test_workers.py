@@ -23,6 +23,7 @@ from buffer_rl.cluster.dispatch import To, all_answers, dispatch
 from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerDiedError, WorkerError
 from buffer_rl.options.section import dump_args
 from harness.processes import descendants, holds_within
+from harness.tickets import close_rollout
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
@@ -188,7 +189,7 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
         client.call(BufferState.finish, ticket, leased.uid, leased.attempt, [leased[0].row_id], columns)
     with pytest.raises(BufferStateError, match="not leased"):
         client.call(BufferState.finish, ticket, groups[0].uid, groups[0].attempt, [groups[0][0].row_id], columns)
-    client.close_rollout(ticket)
+    close_rollout(client, ticket)
     assert client.get_data(0).row_ids == client.get_data(0).row_ids
     ray.kill(actor)
     assert holds_within(30, lambda: pid not in {process.pid for process in descendants(os.getpid())})

@@ -69,7 +69,8 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
         columns = {"tokens": tokens, "loss_mask": [np.ones(2, dtype=np.float32) for _ in group]}
         caller.change("finish", ticket, group.uid, group.attempt, [sample.row_id for sample in group], columns)
         del tokens, columns
-    caller.change("close_rollout", ticket)
+    caller.change("end_ticket", ticket)
+    caller.change("close_selection", 0)
     for rank in range(2):
         assert len(assemble(actor.read("plan_data", (0, rank, 2)))) == 2
     assert all(payload() is not None for payload in payloads)
@@ -189,7 +190,8 @@ def test_readers_that_wait_are_woken_by_a_finished_group_and_by_a_cleared_pool_a
     columns = {"tokens": [np.zeros(5, dtype=np.int32) for _ in rows]}
     for method, arguments in (
         ("finish", (ticket, group.uid, group.attempt, rows, columns)),
-        ("close_rollout", (ticket,)),
+        ("end_ticket", (ticket,)),
+        ("close_selection", (0,)),
         ("clear", (ticket.task,)),
     ):
         if method == "clear":
@@ -242,7 +244,7 @@ def test_a_buffer_that_begins_with_the_ledger_of_another_one_says_what_was_lost(
     second = BufferActor(dump_args(args), place)
     assert second.get_progress()["queued"] == 2
     with pytest.raises(BufferRestartedError):
-        Caller(second).change("close_rollout", ticket)
+        Caller(second).change("end_ticket", ticket)
     with pytest.raises(BufferStateError, match="another Buffer has opened the ledger"):  # the first one wakes up
         first.change("get_samples", ticket, 1)
 
@@ -290,7 +292,7 @@ def test_threads_that_change_and_read_at_one_time_do_it_one_after_another(tmp_pa
     finally:
         sys.setswitchinterval(interval)
     assert not failures
-    report = Caller(actor, "driver").change("close_rollout", ticket)
+    report = Caller(actor, "driver").change("end_ticket", ticket)
     assert (report.num_groups, report.drops) == (64, {})
     batch = assemble(actor.read("plan_data", (0,)))
     assert [int(tokens[0]) for tokens in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]

@@ -16,6 +16,7 @@ from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid, RowId
+from harness.tickets import close_rollout
 
 KINDS = pytest.mark.parametrize("together", [False, True])
 
@@ -248,7 +249,7 @@ def test_a_deal_without_rows_is_an_empty_batch_and_an_end_or_a_wait_is_none() ->
     ticket = state.generate(0)
     assert state.take(ticket.task, request(together=True))[1] is None
     state.import_groups(ticket, [RowId(uid_of(0), 0)], {"tokens": [np.zeros(5, dtype=np.int32)]})
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     sizes = []
     for replica in (0, 1):
         for names in (None, ["tokens"]):

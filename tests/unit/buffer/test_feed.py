@@ -25,6 +25,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
 from harness.saved_state import load_saved, saved_state
+from harness.tickets import close_rollout
 
 REFERENCE = "mine:Source"
 
@@ -281,7 +282,7 @@ def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once
                 ticket = state.generate(step)
         for group in leased:
             finish(state, ticket, group)
-        state.close_rollout(ticket)
+        close_rollout(state, ticket)
         trained += rows(leased[: ticket.num_groups])
         state.commit(step, step + 1)
         state.release(step + 1)

@@ -23,6 +23,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, Ticket
 from harness.ledger_contents import entries
 from harness.saved_state import load_saved, saved_state
+from harness.tickets import close_rollout
 
 ROWS, PER_STEP = 6, 3
 THEIRS = [GroupUid("my-env", row, 0) for row in range(9)]
@@ -60,7 +61,7 @@ class Run:
 
     def end_step(self, ticket: Ticket) -> list[GroupUid]:
         """Close, train, commit and release; what was trained."""
-        self.state.close_rollout(ticket)
+        close_rollout(self.state, ticket)
         trained = sorted({row.uid for row in self.state.get_data(ticket.rollout_id).row_ids})
         self.state.commit(ticket.rollout_id, ticket.rollout_id + 1)
         self.state.release(ticket.rollout_id + 1)
@@ -103,7 +104,7 @@ def test_foreign_groups_count_toward_the_step_and_not_in_the_epoch(run: Run) -> 
     ticket = run.state.generate(0)
     report(run.state, ticket, THEIRS[0])
     assert run.lease(ticket, 2) == [0, 1]
-    closed = run.state.close_rollout(ticket)
+    closed = close_rollout(run.state, ticket)
     assert (closed.num_groups, closed.num_rows, closed.drops, closed.surplus) == (3, 6, {}, 0)
     assert run.foreign_counts() == {"finished": 1}
     run.state.commit(0, 1)
@@ -121,7 +122,7 @@ def test_what_was_trained_or_is_held_is_refused_and_what_was_dropped_is_not(run:
         report(run.state, ticket, uid)
     with pytest.raises(BufferStateError, match="my-env:0:0 cannot be taken over: it is finished"):
         report(run.state, ticket, THEIRS[0])
-    run.state.close_rollout(ticket)
+    close_rollout(run.state, ticket)
     run.state.commit(0, 1)
     run.state.release(1)
     ticket = run.state.generate(1)
@@ -130,7 +131,7 @@ def test_what_was_trained_or_is_held_is_refused_and_what_was_dropped_is_not(run:
     assert "trained on once" in caught.value.hint
     assert run.foreign_counts() == {"trained": 3, "pending": 1}
     report(run.state, ticket, THEIRS[3])
-    assert run.state.close_rollout(ticket).num_groups == 1  # what was refused changed nothing
+    assert close_rollout(run.state, ticket).num_groups == 1  # what was refused changed nothing
 
 
 def test_a_group_of_the_data_source_must_be_leased_and_an_evaluation_takes_no_others(run: Run) -> None:
@@ -156,7 +157,7 @@ def test_surplus_of_a_step_is_dropped_where_it_is_foreign_and_queued_where_it_is
     for uid in THEIRS[:3]:
         report(run.state, ticket, uid)
     assert run.lease(ticket, 1) == [1]
-    closed = run.state.close_rollout(ticket)
+    closed = close_rollout(run.state, ticket)
     assert (closed.num_groups, closed.drops, closed.surplus) == (3, {"surplus": 1}, 1)
     assert {row.uid for row in run.state.get_data(0).row_ids} == {GroupUid(run.source, 0, 0), *THEIRS[:2]}
     assert [header.uid.row for header in run.state.get_headers()] == [1]
@@ -169,7 +170,7 @@ def test_a_rollout_that_is_given_up_loses_its_foreign_groups_and_may_get_them_ag
     run.lease(ticket, 1)
     report(run.state, ticket, THEIRS[0])
     if closed:
-        run.state.close_rollout(ticket)
+        close_rollout(run.state, ticket)
     run.state.abandon(0)
     assert run.foreign_counts() == {"pending": 1}
     assert run.state.get_buffer_length() == 1
@@ -183,7 +184,7 @@ def test_with_the_buffer_die_the_foreign_groups_that_no_step_has(run: Run) -> No
     first = run.state.generate(0)
     run.lease(first, 2)
     report(run.state, first, THEIRS[0])
-    run.state.close_rollout(first)
+    close_rollout(run.state, first)
     run.restart()
     run.state.commit(0, 1)  # the trainer had the step
     assert run.foreign_counts() == {"trained": 1}
@@ -199,7 +200,7 @@ def test_with_the_buffer_die_the_foreign_groups_that_no_step_has(run: Run) -> No
     assert [header.uid.row for header in run.state.get_headers()] == [2]
     for uid in THEIRS[1:3]:
         report(run.state, ticket, uid)
-    run.state.close_rollout(ticket)
+    close_rollout(run.state, ticket)
     run.restart()
     run.state.abandon(1)  # the trainer had not taken it
     assert run.foreign_counts() == {"trained": 1, "pending": 2}
@@ -213,7 +214,7 @@ def test_a_resumed_run_knows_what_was_trained_and_has_lost_what_was_not(run: Run
     ticket = run.state.generate(1)
     report(run.state, ticket, THEIRS[1])
     run.lease(ticket, 1)
-    run.state.close_rollout(ticket)
+    close_rollout(run.state, ticket)
     saved = saved_state(run.state)
     (tmp_path / "again").mkdir()
     again = Run(tmp_path / "again")
@@ -234,14 +235,14 @@ def test_foreign_groups_may_have_the_engines_log_probabilities_by_themselves(run
     ticket = run.state.generate(0)
     run.lease(ticket, 1)
     report(run.state, ticket, THEIRS[0], **unknown)
-    run.state.close_rollout(ticket)
+    close_rollout(run.state, ticket)
     assert "rollout_log_probs" not in run.state.get_data(0).columns
     run.state.abandon(0)
     ticket = run.state.generate(0)
     report(run.state, ticket, THEIRS[0], reward=np.ones(2, np.float32))
     run.lease(ticket, 1)
     with pytest.raises(BufferStateError, match=r"my-env:0:0 has the fields .*reward"):
-        run.state.close_rollout(ticket)
+        close_rollout(run.state, ticket)
 
 
 EVENTS = st.lists(
@@ -283,7 +284,7 @@ def test_whatever_happens_nothing_is_trained_twice_and_the_data_keep_their_order
             step += 1
         else:
             if end == "restart closed":
-                run.state.close_rollout(ticket)
+                close_rollout(run.state, ticket)
             if end.startswith("restart"):
                 run.restart()
             run.state.abandon(step)

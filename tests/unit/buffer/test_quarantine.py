@@ -12,6 +12,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
 from harness.ledger_contents import count_states
+from harness.tickets import close_rollout
 
 
 class Rows:
@@ -51,7 +52,7 @@ def test_a_group_in_quarantine_keeps_its_reason_and_is_never_leased_again() -> N
         state.quarantine(ticket, first.uid, first.attempt, "again")
     state.add_samples(ticket, [(second.uid, second.attempt)])
     assert [group.uid.row for group in state.get_samples(ticket, 2)] == [1, 2]
-    assert state.close_rollout(ticket).drops == {"quarantined": 1, "unreported": 2}
+    assert close_rollout(state, ticket).drops == {"quarantined": 1, "unreported": 2}
     counts = count_states(state.ledger, "rows", 0, 10)
     assert sum(counts.values()) == 10
     assert counts[GroupState.QUARANTINED] == 1
@@ -66,7 +67,7 @@ def test_failures_are_counted_by_kind_and_group_over_rollouts_and_late_ones_are_
     assert state.count_failure(ticket, right, "data") == (2, 1)
     assert state.count_failure(ticket, left, "infra") == (1, 1)
     assert state.count_failure(ticket, left, "data") == (3, 2)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     with pytest.raises(BufferStateError, match="it came too late"):
         state.count_failure(ticket, left, "data")
     evaluations: Any = [SampleGroup(uid=left, samples=groups[0].samples)]

@@ -21,6 +21,7 @@ from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointE
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, SampleGroup, Ticket
 from harness.ledger_contents import copied, go_back
+from harness.tickets import close_rollout
 
 ROWS, PER_STEP = 5, 2
 
@@ -87,7 +88,7 @@ def closed(state: BufferState, rollout_id: int) -> list[SampleGroup]:
     groups = state.get_samples(ticket, PER_STEP)
     for group in groups:
         finish(state, ticket, group)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     return groups
 
 
@@ -117,7 +118,7 @@ def test_reports_readers_and_commits_of_a_rollout_that_was_lost_are_told_so(run:
         lambda: finish(state, ticket, group),
         lambda: state.get_samples(ticket, 1),
         lambda: state.add_samples(ticket, [(group.uid, group.attempt)]),
-        lambda: state.close_rollout(ticket),
+        lambda: close_rollout(state, ticket),
         lambda: state.get_data(0),
         lambda: state.commit(0, 1),
     ]
@@ -230,5 +231,5 @@ def test_what_was_read_of_a_buffer_that_died_is_not_written_into_the_same_groups
     for writer, value in ((late, 1.0), (live, 2.0)):
         columns = {"ref_log_probs": [np.full(1, value, np.float32) for _ in rows[1]]}
         state.put_fields("train_0", rows[1], columns, writer)
-    state.close_rollout(state._rollouts.open["train_0"].ticket)
+    close_rollout(state, state._rollouts.open["train_0"].ticket)
     assert [float(row[0]) for row in state.get_data(0).columns["ref_log_probs"]] == [2.0, 2.0]

@@ -19,6 +19,7 @@ from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup, Status, Ticket, VersionSpan
+from harness.tickets import close_rollout
 
 
 class FullDisk(sqlite3.Connection):
@@ -76,7 +77,7 @@ def half_way(options: Any, folder: Path) -> BufferState:
 def closed(options: Any, folder: Path) -> BufferState:
     state = half_way(options, folder)
     finish(state, leases(state)[0][0])
-    state.close_rollout(ticket(state))
+    close_rollout(state, ticket(state))
     return state
 
 
@@ -116,7 +117,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Path], BufferState], Callable[[BufferSta
     "finish a foreign group": (half_way, lambda state: finish(state, GroupUid("others", 1, 0))),
     "reject": (half_way, lambda state: state.reject(ticket(state), *leases(state)[0], "dull")),
     "take over": (half_way, lambda state: state.import_groups(ticket(state), IMPORTED, columns())),
-    "close": (half_way, lambda state: state.close_rollout(ticket(state))),
+    "close": (half_way, lambda state: close_rollout(state, ticket(state))),
     "pass on": (half_way, lambda state: state.pass_on(ticket(state))),
     "give up an open selection": (half_way, lambda state: state.abandon(0)),
     "give up a closed selection": (closed, lambda state: state.abandon(0)),
@@ -191,4 +192,4 @@ def test_a_change_whose_arguments_are_wrong_changes_nothing_and_the_step_goes_on
         WRONG[change](state)
     assert contents(state) == before
     finish(state, leases(state)[0][0])
-    assert state.close_rollout(ticket(state)).num_groups == 2
+    assert close_rollout(state, ticket(state)).num_groups == 2

@@ -24,6 +24,7 @@ from buffer_rl.records.groups import GroupUid, SampleGroup, Status, Ticket, Vers
 from filter_hub import buffer_order
 from harness.ledger_contents import count_states
 from harness.saved_state import load_saved, saved_state
+from harness.tickets import close_rollout
 
 KEEP = RequeueRule(keep_tokens=True)
 MASK = RequeueRule(keep_tokens=True, mask_older=True)
@@ -86,7 +87,7 @@ def give_back(state: BufferState, ticket: Ticket, groups: list[SampleGroup]) -> 
 
 def end_step(state: BufferState, ticket: Ticket) -> list[GroupUid]:
     """Close, commit and release; what was trained."""
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     trained = sorted({row.uid for row in state.get_data(ticket.rollout_id).row_ids})
     state.commit(ticket.rollout_id, ticket.rollout_id + 1)
     state.release(ticket.rollout_id + 1)
@@ -282,7 +283,7 @@ class Model:
                 self.where[group.uid] = GroupState.PENDING
 
     def close(self, ticket: Ticket) -> None:
-        report = self.state.close_rollout(ticket)
+        report = close_rollout(self.state, ticket)
         assert report.num_groups == min(self.per_step, len(self.finished))
         assert report.num_groups + report.surplus == len(self.finished)
         assert report.drops.get("unreported", 0) == len(self.leased)

@@ -25,6 +25,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup, Ticket
 from harness.ledger_contents import count_states
 from harness.saved_state import load_saved, saved_state
+from harness.tickets import close_rollout, schedule_of
 
 
 def write_rows(folder: Path, count: int) -> str:
@@ -48,7 +49,7 @@ def make_state(
         ledger=Ledger.in_memory(),
         groups_per_step=groups_per_step,
         eval_groups=lambda: [group for name in evals.datasets for group in evals.groups(name)],
-        max_staleness=max_staleness,
+        schedule=schedule_of(max_staleness),
     )
 
 
@@ -72,7 +73,7 @@ def run_step(state: BufferState, rollout_id: int) -> list[str]:
     groups = state.get_samples(ticket, ticket.num_groups)
     for group in groups:
         finish(state, ticket, group)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     state.commit(rollout_id, rollout_id + 1)
     state.release(rollout_id + 1)
     return [str(group.uid) for group in groups]
@@ -93,7 +94,7 @@ def test_a_step_moves_its_groups_through_all_states(tmp_path: Path) -> None:
     for group in groups:
         finish(state, ticket, group)
     assert counts() == {"pending": 2, "finished": 3}
-    report = state.close_rollout(ticket)
+    report = close_rollout(state, ticket)
     assert (report.num_groups, report.num_rows, report.drops, report.surplus) == (3, 6, {}, 0)
     batch = state.get_data(0)
     assert [str(row.uid) for row in batch.row_ids[::2]] == sorted(str(group.uid) for group in groups)
@@ -113,7 +114,7 @@ def test_surplus_goes_back_as_prompts_in_the_order_of_admission_and_is_leased_fi
         for sample in group:
             sample.response, sample.response_length = "written", 2
         finish(state, ticket, group)
-    report = state.close_rollout(ticket)
+    report = close_rollout(state, ticket)
     assert (report.num_groups, report.surplus) == (2, 3)
     assert {row.uid for row in state.get_data(0).row_ids} == {groups[0].uid, groups[1].uid}
     assert state.get_buffer_length() == 3
@@ -137,7 +138,7 @@ def test_reports_without_a_live_lease_are_refused_and_change_nothing(tmp_path: P
     with pytest.raises(BufferStateError, match="not leased"):
         state.reject(ticket, other.uid, other.attempt + 1, "of another attempt")
     finish(state, ticket, other)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     with pytest.raises(BufferStateError, match="not open"):
         state.get_samples(ticket, 1)
     assert count_states(state.ledger, group.uid.source, 0, 6)[GroupState.FINISHED] == 2
@@ -148,7 +149,7 @@ def test_ranks_get_each_row_once_and_the_same_rows_again(tmp_path: Path) -> None
     ticket = state.generate(0)
     for group in state.get_samples(ticket, 5):
         finish(state, ticket, group)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     shares = [state.get_data(0, rank, 2) for rank in range(2)]
     rows = [row for share in shares for row in share.row_ids]
     assert sorted(rows) == sorted(state.get_data(0).row_ids)
@@ -165,7 +166,7 @@ def test_mini_batches_are_whole_groups_in_uid_order(tmp_path: Path) -> None:
     ticket = state.generate(0)
     for group in state.get_samples(ticket, 5):
         finish(state, ticket, group)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     parts = [state.get_data(0, 0, 1, 2, step) for step in range(2)]
     assert [row for part in parts for row in part.row_ids] == state.get_data(0).row_ids
     assert [len(part) for part in parts] == [6, 4]
@@ -183,7 +184,7 @@ def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp
     ticket = first.generate(0)
     for group in first.get_samples(ticket, 2):
         finish(first, ticket, group)
-    first.close_rollout(ticket)
+    close_rollout(first, ticket)
     batch = first.get_data(0)
 
     second = make_state(path, groups_per_step=2)
@@ -191,7 +192,7 @@ def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp
     second.import_groups(ticket, batch.row_ids, batch.columns)
     with pytest.raises(BufferStateError, match="finished"):
         second.import_groups(ticket, batch.row_ids, batch.columns)
-    report = second.close_rollout(ticket)
+    report = close_rollout(second, ticket)
     assert (report.num_groups, report.num_rows, report.surplus) == (2, 4, 0)
     again = second.get_data(0)
     assert again.row_ids == batch.row_ids
@@ -209,7 +210,7 @@ def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) ->
     ticket = first.generate(0)
     for group in first.get_samples(ticket, 3):
         finish(first, ticket, group)
-    first.close_rollout(ticket)
+    close_rollout(first, ticket)
     batch = first.get_data(0)
     second = make_state(path, groups_per_step=2)
     with pytest.raises(BufferStateError, match="--rollout-batch-size 3"):
@@ -223,7 +224,7 @@ def test_commit_and_release_are_two_things(tmp_path: Path) -> None:
         state.commit(0, 1)
     for group in state.get_samples(ticket, 2):
         finish(state, ticket, group)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     with pytest.raises(BufferStateError, match="not committed"):
         state.release(1)
     state.commit(0, 1)
@@ -251,7 +252,7 @@ def test_an_evaluation_hands_out_each_prompt_once_and_leaves_the_ledger_alone(tm
     assert {group.data_set for group in groups} == {"held"}
     for group in groups:
         finish(state, ticket, group)
-    assert state.close_rollout(ticket).num_groups == 4
+    assert close_rollout(state, ticket).num_groups == 4
     plan = state.take(ticket.task, ReadRequest(reader="metrics", fields=frozenset({"tokens"}), num_rows=4))[1]
     assert plan is not None
     rows = [sample.row_id for group in groups for sample in group]
@@ -272,7 +273,7 @@ def test_put_fields_fill_a_field_row_by_row_and_refuse_other_content(tmp_path: P
     ticket = state.generate(0)
     for group in state.get_samples(ticket, 2):
         finish(state, ticket, group)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     shares = [state.get_data(0, rank, 2) for rank in range(2)]
     for number, share in enumerate(shares):
         values = [np.full(len(mask), row.sample_index + 0.5) for row, mask in _masks(share)]
@@ -317,7 +318,7 @@ def test_after_a_restore_the_next_groups_are_those_of_an_uninterrupted_run(
             groups = state.get_samples(ticket, per_step + extra[rollout_id])
             for group in groups:
                 finish(state, ticket, group)
-            state.close_rollout(ticket)
+            close_rollout(state, ticket)
             state.commit(rollout_id, rollout_id + 1)
             state.release(rollout_id + 1)
             taken.append([str(group.uid) for group in groups])
@@ -387,7 +388,7 @@ def test_a_step_that_was_not_committed_cannot_be_cleared(tmp_path: Path) -> None
     groups = state.get_samples(ticket, 2)
     for group in groups:
         finish(state, ticket, group)
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
     with pytest.raises(BufferStateError, match="not committed"):
         state.clear("train_0")
     saved = state.state_dict()
@@ -477,7 +478,7 @@ def test_no_more_rollouts_are_open_than_the_schedule_has_slots_for_and_release_f
         ticket = state.generate(rollout_id)
         for group in state.get_samples(ticket, 2):
             finish(state, ticket, group)
-        state.close_rollout(ticket)
+        close_rollout(state, ticket)
     late = staleness + 1
     with pytest.raises(
         BufferStateError, match=rf"train_{late} has no slots: train_0.*\n.*at most {late} rollouts of 2"
@@ -500,7 +501,7 @@ def test_a_reader_of_a_cleared_pool_is_told_so_and_of_one_that_kept_nothing_has_
     state = make_state(write_rows(tmp_path, 4), groups_per_step=2)
     run_step(state, 0)
     state.release(1)
-    state.close_rollout(state.generate(1))
+    close_rollout(state, state.generate(1))
     request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=2)
     with pytest.raises(BufferStateError, match="no pool train_0 any more: it was cleared"):
         state.take("train_0", request)
@@ -547,11 +548,11 @@ def test_nothing_is_kept_of_steps_that_are_released_however_many_groups_came_bac
         groups = state.get_samples(ticket, 4, [group.uid for group in groups])  # as a buffer filter has it
         for group in groups[:3]:
             finish(state, ticket, group)
-        state.close_rollout(ticket)
+        close_rollout(state, ticket)
         evaluation = state.generate(rollout_id, evaluation=True)
         for group in state.get_samples(evaluation, 9):
             finish(state, evaluation, group)
-        state.close_rollout(evaluation)
+        close_rollout(state, evaluation)
         state.clear(evaluation.task)
         state.commit(rollout_id, rollout_id + 1)
         state.release(rollout_id + 1)

@@ -23,6 +23,7 @@ from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
 from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain, Span, VirtualRuntime
 from harness.ledger_contents import count_states
+from harness.tickets import schedule_of
 
 PLAN = RunPlan(
     num_rollouts=3,
@@ -59,7 +60,7 @@ class MortalBuffer:
             ledger=Ledger(self._ledger_path, run="run", keep_selected=True),
             groups_per_step=2,
             eval_groups=EvalSource(self._args).all_groups,
-            max_staleness=self._max_staleness,
+            schedule=schedule_of(self._max_staleness),
             restarted=restarted,
         )
 

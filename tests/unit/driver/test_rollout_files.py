@@ -17,6 +17,7 @@ from buffer_rl.files.row_file import read_rollout, write_rollout
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.testing.fake_buffer import local_state
+from harness.tickets import close_rollout
 
 
 def make_batch() -> TrainBatch:
@@ -69,7 +70,7 @@ def test_a_recorded_sample_counts_once_whatever_its_parts(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="recorded without it, and have no kept tokens"):
         RecordedRollouts(template, buffer, replays=True).run(ticket)
     metrics, _ = RecordedRollouts(template, buffer).run(ticket)
-    assert (state.close_rollout(ticket).num_rows, metrics) == (3, {"rollout/raw_reward": 0.5})
+    assert (close_rollout(state, ticket).num_rows, metrics) == (3, {"rollout/raw_reward": 0.5})
 
 
 def test_a_missing_damaged_or_strange_file_is_named(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
 from harness.ledger_contents import count_states
+from harness.tickets import close_rollout
 
 ROWS, STEPS, GROUPS = 9, 3, 2
 
@@ -92,7 +93,7 @@ class Run:
         finally:
             await client.aclose()
         self.metrics.update(output.metrics)
-        assert self.state.close_rollout(ticket).num_groups == GROUPS
+        assert close_rollout(self.state, ticket).num_groups == GROUPS
         batch = self.state.get_data(rollout_id)
         assert {version for rows in batch.columns["weight_version"] for version in [int(rows)]} == {rollout_id}
         tokens = zip(batch.row_ids, batch.columns["tokens"], strict=True)

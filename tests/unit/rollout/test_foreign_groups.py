@@ -18,6 +18,7 @@ from buffer_rl.records.groups import GroupUid, RolloutOutput, RowId, Sample, Sam
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import local_client, local_state
+from harness.tickets import close_rollout
 
 MINE = GroupUid("my-env", 7, 0)
 MINE_THAT_NEEDS = """
@@ -83,7 +84,7 @@ async def test_half_leased_and_half_foreign_groups_are_one_step(kit: Any, tmp_pa
     bench = Bench(kit, tmp_path)
     output = await bench.roll(half_and_half)
     assert [group.foreign for group in output.groups] == [True, True, False, False]
-    report = bench.state.close_rollout(bench.ticket)
+    report = close_rollout(bench.state, bench.ticket)
     assert (report.num_groups, report.num_rows, report.drops) == (4, 8, {})
     batch = bench.state.get_data(0)
     without = {row for row, values in zip(batch.row_ids, batch.columns["rollout_log_probs"], strict=True)
@@ -147,5 +148,5 @@ async def test_supervised_groups_from_elsewhere_have_no_log_probabilities_as_the
 ) -> None:
     bench = Bench(kit, tmp_path, loss_type="sft_loss", disable_rewards_normalization=True)
     await bench.roll(lambda *_, **__: [samples()])
-    bench.state.close_rollout(bench.ticket)
+    close_rollout(bench.state, bench.ticket)
     assert "rollout_log_probs" not in bench.state.get_data(0).columns

@@ -25,6 +25,7 @@ from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope
 from buffer_rl.testing.fake_buffer import FakeBuffer, local_client, local_state
 from buffer_rl.testing.fake_engine import FakeEngine
 from harness.ledger_contents import count_states
+from harness.tickets import close_rollout, schedule_of
 
 PROMPT = 2  # tokens of "p0", "p1", …
 END = 10  # position at which every response ends
@@ -56,7 +57,7 @@ class Bench:
         self.options = {**defaults, "prompt_data": str(path), "custom_rm_path": kit.user("slow_async"), **options}
         self.kit, self.args = kit, kit.make_args(**self.options)
         self.state = local_state(
-            self.args, Ledger.in_memory(), rule=RequeueRule.from_args(self.args), max_staleness=max_staleness
+            self.args, Ledger.in_memory(), rule=RequeueRule.from_args(self.args), schedule=schedule_of(max_staleness)
         )
         self.finished: dict[int, Any] = {}
         self.output: Any = None
@@ -73,7 +74,7 @@ class Bench:
             if client is not None:
                 await client.aclose()
         self.finished = {uid.row: group for uid, group in buffer.finished.items()}
-        report = self.state.close_rollout(ticket)
+        report = close_rollout(self.state, ticket)
         assert (report.drops, report.surplus) == ({}, 0)
         return sorted({row.uid.row for row in self.state.get_data(rollout_id).row_ids})
 

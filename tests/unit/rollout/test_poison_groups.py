@@ -23,6 +23,7 @@ from buffer_rl.rollout.failure_policy import QUARANTINE_FILE, Canary, FailurePol
 from buffer_rl.rollout.failures import STALE_WEIGHTS, AttemptFailure, Domain, FailureKind, failure_of, kind_of
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.testing.fake_buffer import FakeBuffer, local_client, local_state
+from harness.tickets import close_rollout
 
 POISON = str(Path(__file__).with_name("poison.py"))
 ROWS, BAD = 12, 1
@@ -45,7 +46,7 @@ class Run:
         self.kit, self.folder, self.args = kit, folder, kit.make_args(**self.options)
         self.source = PromptDataSource(self.args).get_samples(1)[0].uid.source
         self.ledger = Ledger.in_memory()
-        self.state = local_state(self.args, self.ledger, max_staleness=None)
+        self.state = local_state(self.args, self.ledger, schedule=None)
         self.ticket = self.state.generate(0)
         self.buffer = local_client(self.state, self.ticket, GroupConverter.from_args(self.args, PluginRegistry()))
 
@@ -57,7 +58,7 @@ class Run:
         return metrics
 
     def trained_rows(self) -> list[int]:
-        self.state.close_rollout(self.ticket)
+        close_rollout(self.state, self.ticket)
         return sorted({row.uid.row for row in self.state.get_data(0).row_ids})
 
     @property

@@ -25,6 +25,7 @@ from buffer_rl.rollout.failure_policy import QUARANTINE_FILE
 from buffer_rl.testing.fake_buffer import local_client, local_state
 from buffer_rl.testing.tiny import make_char_tokenizer
 from harness.ledger_contents import count_states
+from harness.tickets import close_rollout
 
 BEHAVIOURS = ["raise", "nan", "inf", "none", "short_list", "string", "hang", "http_500"]
 PLACES = ["single", "group", "remote"]
@@ -88,7 +89,7 @@ class Run:
         self.args = kit.make_args(**self.options)
         self.source = PromptDataSource(self.args).get_samples(1)[0].uid.source
         self.ledger = Ledger(folder / "ledger.sqlite", run="test")
-        self.state = local_state(self.args, self.ledger, max_staleness=None)
+        self.state = local_state(self.args, self.ledger, schedule=None)
         self.ticket = self.state.generate(0)
 
     async def roll(self, *reward_model: Any) -> dict[str, float]:
@@ -130,7 +131,7 @@ async def test_a_prompt_without_a_reward_is_tried_twice_and_is_no_label(
     async with reward_server() as (url, _):
         run = Run(kit, tmp_path, **options_of(place, behaviour, url))
         metrics = await run.roll()
-    report = run.state.close_rollout(run.ticket)
+    report = close_rollout(run.state, run.ticket)
     assert (report.num_groups, report.drops) == (2, {"quarantined": 1})
     assert (metrics["drop_quarantined"], metrics["data_failures"]) == (1.0, 2.0)
     entry = run.ledger.entry(GroupUid(run.source, BAD, 0))
@@ -191,7 +192,7 @@ async def test_a_prompt_whose_score_by_the_reward_model_is_not_finite_is_tried_t
     entry = run.ledger.entry(GroupUid(run.source, BAD, 0))
     assert (entry.state, entry.attempt, entry.reason) == (GroupState.QUARANTINED, 2, "reward_failed:invalid")
     assert "nan (float), not finite" in run.reports[0]["error"]
-    run.state.close_rollout(run.ticket)
+    close_rollout(run.state, run.ticket)
     assert {row.uid.row for row in run.state.get_data(0).row_ids} == {0, 2}
 
 

@@ -26,6 +26,7 @@ from buffer_rl_rollout_service.rollout import ServiceRollout, kept_from
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
 from harness.asgi import serving_app
+from harness.tickets import close_rollout, schedule_of
 
 TOKEN = "a-token-of-32-characters-or-more"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -48,7 +49,7 @@ class Bench:
             **options,
         )
         self.store = store
-        self.state = local_state(self.args, Ledger.in_memory(), max_staleness=0)
+        self.state = local_state(self.args, Ledger.in_memory(), schedule=schedule_of(0))
 
     def write(self, problem: str, *rewards: float, **changes: Any) -> None:
         for number, reward in enumerate(rewards):
@@ -88,7 +89,7 @@ async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> N
         run.write("q", 2.0, 4.0, **tokens, rollout_log_probs=[-0.5, -1.0, -1.5])
         ticket = run.state.generate(0)
         metrics = await run.roll(ticket)
-        report = run.state.close_rollout(ticket)
+        report = close_rollout(run.state, ticket)
         batch = run.state.get_data(0)
         assert (report.num_groups, report.num_rows, report.drops) == (2, 4, {})
         assert [row.uid.row for row in batch.row_ids] == [1, 1, 2, 2]
@@ -115,7 +116,7 @@ async def test_arguments_of_tool_calls_of_openais_form_are_written_once(
             run.write(problem, 1.0, 0.0, messages=turns)
         ticket = run.state.generate(0)
         await run.roll(ticket)
-        run.state.close_rollout(ticket)
+        close_rollout(run.state, ticket)
         tokens = run.state.get_data(0).columns["tokens"][0]
     assert list(tokens) == make_char_tokenizer().encode(f"q{text}", add_special_tokens=False)
 
@@ -128,7 +129,7 @@ async def test_a_rollout_that_is_made_again_has_the_same_groups_and_none_is_trai
         for attempt in range(2):  # the rows of the first are lost with the rollout worker
             ticket = run.state.generate(0)
             await run.roll(ticket)
-            run.state.close_rollout(ticket)
+            close_rollout(run.state, ticket)
             rows.append([row.uid.row for row in run.state.get_data(0).row_ids])
             if not attempt:
                 run.state.abandon(0)
@@ -137,7 +138,7 @@ async def test_a_rollout_that_is_made_again_has_the_same_groups_and_none_is_trai
         run.state.release(1)
         ticket = run.state.generate(1)
         await run.roll(ticket)
-        run.state.close_rollout(ticket)
+        close_rollout(run.state, ticket)
         assert [row.uid.row for row in run.state.get_data(1).row_ids] == [3, 3, 4, 4]
         assert run.counts() == {"written": 12, "ready": 4, "delivered": 8}
 
@@ -153,7 +154,7 @@ async def test_what_cannot_be_trained_on_or_is_filtered_is_dropped_with_its_reas
         run.write("q", 1.0, 0.0)
         ticket = run.state.generate(0)
         metrics = await run.roll(ticket)
-        assert run.state.close_rollout(ticket).num_groups == 2
+        assert close_rollout(run.state, ticket).num_groups == 2
         assert metrics["service_drop_unusable"] == 1
         dropped = run.store.statistics()["dropped"]
         assert dropped.pop("unusable") == 2
@@ -168,7 +169,7 @@ async def test_a_partial_group_is_trained_on_and_counted(tmp_path: Path) -> None
         ticket = run.state.generate(0)
         metrics = await run.roll(ticket)
         assert metrics["service_partial"] == 1
-        assert run.state.close_rollout(ticket).num_rows == 3
+        assert close_rollout(run.state, ticket).num_rows == 3
 
 
 async def test_when_nothing_can_be_trained_on_the_run_ends_and_the_rest_stays(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from buffer_rl.cli import main
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, Ticket
+from harness.tickets import close_rollout
 
 UIDS = [GroupUid("data", row, 0) for row in range(5)]
 
@@ -145,7 +146,7 @@ def test_a_rollout_whose_worker_was_replaced_adds_up(tmp_path: Path, capsys: pyt
     for group in again[:2]:
         finish(state, ticket, group.uid, group.attempt)
     finish(state, ticket, GroupUid("my-env", 0, 0), 1)
-    assert state.close_rollout(ticket).drops == {"surplus": 1, "unreported": 1, "zero_std": 1}
+    assert close_rollout(state, ticket).drops == {"surplus": 1, "unreported": 1, "zero_std": 1}
     state.commit(0, 1)
     state.release(1)
     ticket = state.generate(1)
@@ -154,7 +155,7 @@ def test_a_rollout_whose_worker_was_replaced_adds_up(tmp_path: Path, capsys: pyt
     for group in (groups[0], groups[2]):
         finish(state, ticket, group.uid, group.attempt)
     state.quarantine(ticket, groups[1].uid, 1, "poison")
-    state.close_rollout(ticket)
+    close_rollout(state, ticket)
 
     assert main(["ledger", str(tmp_path), "--verify"]) == 0
     out = capsys.readouterr().out
