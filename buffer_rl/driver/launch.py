@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +24,7 @@ from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, check_lineage, folder_lock, save_lock
-from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
+from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints, Selections
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
@@ -230,18 +229,16 @@ class _Run:
             targets["rollout"] = local("rollout", RecordedRollouts(template, self.buffer, replays=replays))
         targets.update(self.trained)
         targets.update(self.roles)
-        feeds: list[Callable[[], None]] = []
         publisher = self._publisher()
         if publisher is not None:
             targets["publish"] = publishing = local("publish", publisher, end_s=lambda: PUBLISH_END_S)
             self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
-            if self.fleet is not None:
-                start, limit = partial(publishing.start, "publish"), self._publish_timeout_s
-                busy = self._trainer_is_busy or args.offload_train
-                feeds.append(EngineFeed(self.fleet, start, limit, self.observer.notice, trainer_is_busy=busy))
         if self.reference is not None:
             targets["reference"] = local("reference", self.reference)
         plan = self._plan()
+        if plan.schedule.by_window:
+            waiting = BufferClient(self.buffer.actor, timeout_s=args.buffer_timeout_s, caller="selection")
+            targets["selection"] = local("selection", Selections(waiting))
         if plan.saves:
             facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
             facts[LINEAGE] = self.session.lineage
@@ -259,10 +256,8 @@ class _Run:
         if self.reward is not None:
             watchers.append(RewardModelWatch(self.reward.actors, args, self.observer.notice))
         self.observer.planned(plan.num_rollouts)
-        watchers.append(lambda: driver.watch_stop(in_rollout=False))
-        feeds.append(lambda: driver.watch_stop(in_rollout=True))
-        driver = Driver(plan, RayRuntime(targets, watchers, feeds), self.observer, stop)
-        return driver
+        starved = self.fleet.starved_version if self.fleet is not None and publisher is not None else lambda: None
+        return Driver(plan, RayRuntime(targets, watchers), self.observer, stop, starved)
 
     def _publisher(self) -> Publisher | RolePublisher | None:
         """The publisher to the engines and to the roles that need the actor's weights; None without any."""
