@@ -181,5 +181,5 @@ class Selections:
         self._buffer = buffer
 
     def close(self, rollout_id: int, last_ticket: int, timeout_s: float) -> RolloutReport:
-        """See ``BufferClient.close_selection``."""
-        return self._buffer.close_selection(rollout_id, last_ticket, timeout_s)
+        """See ``BufferClient.await_selection``."""
+        return self._buffer.await_selection(rollout_id, last_ticket, timeout_s)
