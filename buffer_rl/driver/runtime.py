@@ -76,10 +76,11 @@ def _work(calls: SimpleQueue[_Work | None]) -> None:
 class RayRuntime:
     """Implements ``buffer_rl.driver.tasks.Runtime``; its tasks are ``Call``s.
 
-    watchers: called about once a second while the coroutine of ``run`` is at work; what one raises is passed on.
+    watchers: called every ``poll_s`` seconds while the coroutine of ``run`` is at work; what one raises is passed on.
     """
 
     def __init__(self, targets: Mapping[str, Target], watchers: Sequence[Callable[[], None]] = ()) -> None:
+        self.poll_s = POLL_S
         self._targets = dict(targets)
         self._watchers = list(watchers)
 
@@ -117,7 +118,9 @@ class RayRuntime:
             async with asyncio.timeout(timeout_s):
                 await ended
         except TimeoutError:
-            raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{call.role}.{call.method}") from None
+            where = f"{call.role}.{call.method}"
+            del call, task  # an answer that comes later is not kept by the error's traceback
+            raise DeadlineError(f"no answer within {timeout_s:g} s", where=where) from None
         return call.result()
 
     def restart(self, role: str) -> Call:
@@ -133,7 +136,7 @@ class RayRuntime:
     def _watch(
         self, loop: asyncio.AbstractEventLoop, look: Callable[[BaseException | None], None], over: threading.Event
     ) -> None:
-        while not over.wait(POLL_S):
+        while not over.wait(self.poll_s):
             error: BaseException | None = None
             try:
                 for watcher in self._watchers:

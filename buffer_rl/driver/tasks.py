@@ -7,19 +7,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.errors import BufferRLError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.plan.schedule import RolePlan
+from buffer_rl.plan.schedule import RolePlan, RunPlan
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
 
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class Task(Protocol):
@@ -100,6 +101,51 @@ async def unbroken(work: Coroutine[Any, Any, R]) -> R:
             inner.exception()  # asked for, or asyncio would report it as one that nothing waited for
         raise cancelled
     return inner.result()
+
+
+class Calls:
+    """Calls on roles by the coroutines of one run, and the conditions that they wait for."""
+
+    def __init__(self, plan: RunPlan, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.changed = asyncio.Event()
+        self._plan = plan
+        self._group: asyncio.TaskGroup | None = None
+
+    def begin(self, group: asyncio.TaskGroup) -> None:
+        """The coroutines of the run are those of ``group``, which ends with the first one that fails."""
+        self._group = group
+
+    def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """A coroutine beside the caller. Whatever waits for a condition looks again when it has ended."""
+        assert self._group is not None, "the run has begun"
+        task = self._group.create_task(work)
+        task.add_done_callback(lambda _: self.tell())
+        return task
+
+    def tell(self) -> None:
+        """Something changed that a coroutine may wait for."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds."""
+        while not condition():
+            await self.changed.wait()
+
+    async def call(self, role: str, method: str, *args: Any, timeout_s: float) -> Any:
+        """The answer of a role. Raises what ``Runtime.answer`` raises."""
+        return await self.runtime.answer(self.runtime.submit(role, method, *args), timeout_s)
+
+    async def buffer(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
+        """The answer of an operation of the Buffer, which comes soon."""
+        return cast(R, await self.call("buffer", operation.__name__, *args, timeout_s=self._plan.buffer_timeout_s))
+
+    async def on_trained(self, method: str, *args: Any, roles: Sequence[str] | None = None) -> list[Any]:
+        """The answers of trained roles, of all where none are named, which work at the same time."""
+        chosen = self._plan.roles.trained if roles is None else roles
+        calls = [self.runtime.submit(role, method, *args) for role in chosen]
+        return await asyncio.gather(*(self.runtime.answer(call, self._plan.train_timeout_s) for call in calls))
 
 
 class StepTimes:

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import inspect
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -87,7 +87,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 def _waits(task: asyncio.Task[Any]) -> str:
     """The coroutines that a task is in, the outermost first, each with its line."""
-    frames, coroutine = [], task.get_coro()
+    frames: list[str] = []
+    coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         frames.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
         coroutine = getattr(coroutine, "cr_await", None)
@@ -134,27 +135,24 @@ class VirtualRuntime:
         self._look = look
         return run_to_end(self.loop, main)
 
-    def fail(self, error: BaseException) -> None:
-        """What is watched beside calls fails."""
+    def look(self, error: BaseException | None = None) -> None:
+        """What is watched beside calls is looked at now; with an error, it has failed."""
         self._look(error)
 
     def submit(self, role: str, method: str, *args: Any) -> VirtualTask:
         start = max(self.now(), self._free_at.get(role, 0.0))
         end = start + self._cost(role, method, args)
         self.spans.append(Span(role=role, method=method, args=args, start=start, end=end))
+        error: Exception | None = None
+        answer: Any = None
         try:
             answer = getattr(self._roles[role], method)(*args)
-        except Exception as error:  # the boundary to the role: its error belongs to the task
-            answer = _raising(error)
+        except Exception as caught:  # the boundary to the role: its error belongs to the task
+            error = caught
+        if not inspect.isawaitable(answer):
             self._free_at[role] = end
-            work = self._answer_at(end, answer)
-        else:
-            if inspect.isawaitable(answer):
-                work = self._answer_at(start, answer)
-            else:
-                self._free_at[role] = end
-                work = self._answer_at(end, _returning(answer))
-        return VirtualTask(role=role, method=method, work=self.loop.create_task(work))
+        work = self.loop.create_task(self._answer_at(end, answer, error))
+        return VirtualTask(role=role, method=method, work=work)
 
     async def answer(self, task: Task, timeout_s: float) -> Any:
         mine = cast(VirtualTask, task)
@@ -174,14 +172,10 @@ class VirtualRuntime:
     async def _restart(self, role: str) -> None:
         self._roles[role].restart()
 
-    async def _answer_at(self, when: float, answer: Awaitable[Any]) -> Any:
+    async def _answer_at(self, when: float, answer: Any, error: Exception | None) -> Any:
+        if inspect.isawaitable(answer):
+            return await answer
         await self.loop.sleep_until(when)
-        return await answer
-
-
-async def _returning(value: Any) -> Any:
-    return value
-
-
-async def _raising(error: Exception) -> Any:
-    raise error
+        if error is not None:
+            raise error
+        return answer

@@ -683,7 +683,7 @@ def test_a_checkpoint_is_waited_for_although_what_is_watched_stays_broken(tmp_pa
 
         def seal(self) -> None:
             super().seal()
-            runtime.fail(EngineError("no engine is left"))
+            runtime.look(EngineError("no engine is left"))
 
     world = World(tmp_path)
     world.roles["save"] = Breaking(world.state)
@@ -786,3 +786,40 @@ def test_ctrl_c_waits_for_the_step_however_long_and_another_signal_does_not(tmp_
     with pytest.raises(EndedBySignal) as ended:
         driver.run()
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_engines_that_all_lack_weights_during_a_rollout_get_the_newest_ones_again(
+    tmp_path: Path, streams: bool
+) -> None:
+    class Starving(FakeRollouts):
+        """In rollout 1 every engine is a replacement, until its version is published again."""
+
+        starved: int | None = None
+
+        async def run(self, ticket: Ticket) -> Any:
+            if ticket.rollout_id == 1:
+                self.starved = 1
+                world.runtime.look()
+                while self.starved is not None:
+                    await world.runtime.loop.sleep_until(world.runtime.now() + 1.0)
+            return super().run(ticket)
+
+    class Feeding(FakePublisher):
+        def publish(self, version: int) -> dict[str, float]:
+            rollouts.starved = None
+            return super().publish(version)
+
+    world = World(tmp_path)
+    rollouts = world.roles["rollout"] = Starving(world.state)
+    publisher = world.roles["publish"] = Feeding()
+    world.driver(PLAN)
+    plan = replace(PIPELINED if streams else PLAN, evaluate=False)
+    driver = Driver(plan, world.runtime, world.recorder, starved=lambda: rollouts.starved)
+    if streams:  # the trainer works on the rollout
+        with pytest.raises(WorkerDiedError, match="no engine has the weights of version 1"):
+            driver.run()
+        return
+    assert driver.run().steps == 3
+    assert publisher.versions == [1, 1, 2, 3]
+    assert world.recorder.said == ["version 1 is published again, as every engine that had 1 is gone"]
