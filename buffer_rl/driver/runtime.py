@@ -119,7 +119,7 @@ class RayRuntime:
                 await ended
         except TimeoutError:
             where = f"{call.role}.{call.method}"
-            del call, task  # an answer that comes later is not kept by the error's traceback
+            del call, task, future  # an answer that comes later is not kept by the traceback of the error
             raise DeadlineError(f"no answer within {timeout_s:g} s", where=where) from None
         return call.result()
 
