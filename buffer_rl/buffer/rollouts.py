@@ -217,7 +217,8 @@ class Rollouts:
         finished: the rollout function begins again with its first uid, and a uid is taken once."""
         rollout = self.of(ticket)
         missing = max(0, rollout.wanted - len(rollout.finished))
-        if missing and any(self.finished[uid].foreign for uid in rollout.finished):
+        unreleased = (self.finished.get(uid) for uid in rollout.finished)
+        if missing and any(lease is not None and lease.foreign for lease in unreleased):
             what = "the worker died, and the rollout function does not know which groups of its own are finished"
             raise PayloadLostError(what, where=ticket.task)
         self.requeue(ticket, [(uid, lease.group.attempt) for uid, lease in rollout.leases.items()])

@@ -24,7 +24,7 @@ from buffer_rl.buffer.rollouts import POSITION, SURPLUS, GroupQueue, Lease, Roll
 from buffer_rl.buffer.window import Window
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError
 from buffer_rl.plan.schedule import LOCKSTEP, Schedule
 from buffer_rl.records.groups import (
     Column,
@@ -80,6 +80,8 @@ class BufferState:
             self._feed.seek(position)
         self._rollouts.recover()
         self._inherited = ledger.selections()  # of a Buffer that died, for which the driver's answer is open
+        self._lost = restarted  # the groups of open tickets and selections, until production starts again
+        self._opened: set[int] = set()  # tickets
 
     # -- rollouts ------------------------------------------------------------------------------------
 
@@ -110,6 +112,8 @@ class BufferState:
         elif not groups:
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
         ticket = self._rollouts.start(ticket, groups)
+        if not evaluation:
+            self._opened.add(rollout_id)
         if evaluation:
             self._pools.open(ticket.task, rollout_id, None, ticket.worker)
         return ticket
@@ -119,7 +123,9 @@ class BufferState:
         per_step, schedule = self._groups_per_step, self._schedule
         if schedule is None:
             return per_step
-        held = self._rollouts.num_unreleased
+        kept = {pool.rollout_id for pool in self._pools.of_steps(0)}
+        committed = self.ledger.num_committed(self._record.version)  # by a Buffer that died, and not released
+        held = self._rollouts.num_unreleased + sum(n for step, n in committed.items() if step not in kept)
         room = (ticket.rollout_id + 1 - self._record.version) * per_step - held
         if not schedule.may_start(ticket.rollout_id, self._record.version) or room <= 0:
             raise BufferStateError(
@@ -343,6 +349,8 @@ class BufferState:
             self._pools.store(evaluation=False).drop(uid)
         self._give_up_inherited([rollout_id for rollout_id in self._inherited if rollout_id >= step])
         self._rollouts.give_up(lost)
+        self._rollouts.newest_ticket = step - 1
+        self._lost = False
         if self._window is not None:
             self._window = self._window.empty()
         self._pools.revision += 1
@@ -379,9 +387,13 @@ class BufferState:
 
         last_ticket: the last one that the run opens; once it has ended, a step may be short. Returns the report, or
         None if the selection must wait, and the revision of the Buffer then."""
-        self.open_selection(rollout_id)
         task = f"train_{rollout_id}"
+        if self._lost and (self._window is not None or rollout_id not in self._opened):
+            raise BufferRestartedError(f"{task} was lost with an earlier Buffer", hint="it is produced again")
+        self.open_selection(rollout_id)
         pool = self._pools.of(task)
+        if pool.report is not None:  # a repeat, of a caller that did not get the answer
+            return pool.report, self.revision
         if self._window is None:
             if task in self._rollouts.open:
                 return None, self.revision
@@ -410,6 +422,7 @@ class BufferState:
             surplus=num_queued,
             staleness=staleness,
         )
+        pool.report = report
         if not chosen:
             self._pools.clear(task)
         return report, self.revision

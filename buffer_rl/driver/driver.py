@@ -192,6 +192,10 @@ class Driver:
                         await self._compare_log_probs(rollout_id)
             except BufferRLError as error:
                 await self._production.start_again(rollout_id, error)
+                if self._production.released != rollout_id:  # its publication was passed over; tickets need it now
+                    await self._evaluated()
+                    await unbroken(self._publish_and_release(rollout_id))
+                    self._production.released = rollout_id
                 continue
             return metrics
 

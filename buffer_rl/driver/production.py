@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.offload import MemoryTurns
 from buffer_rl.driver.tasks import Calls, Restarts, StepTimes, Task, is_worker_death
-from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError
+from buffer_rl.errors import BufferRestartedError, BufferRLError, PayloadLostError, RolloutError
 from buffer_rl.observe.metrics import DROP_PREFIX, drop_metrics
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plan.schedule import RunPlan
@@ -236,7 +236,7 @@ class Production:
 
     async def _lose(self, error: BufferRLError) -> None:
         """Note that production must start again. Raises ``error`` if nothing was lost that can be produced again."""
-        lost = isinstance(error, PayloadLostError) or is_worker_death("rollout", error)
+        lost = isinstance(error, PayloadLostError | BufferRestartedError) or is_worker_death("rollout", error)
         if not lost and await self._buffer_of_now() == self._incarnation:
             raise error
         self.lost = self.lost or error
@@ -250,7 +250,8 @@ class Production:
         """Count that ``what``, of the Buffer ``incarnation``, is produced again; a dead rollout worker is replaced.
         Raises ``error`` if nothing was lost, or too much was."""
         now = await self._buffer_of_now()
-        replaced, died = now != incarnation, is_worker_death("rollout", error)
+        replaced = now != incarnation or isinstance(error, BufferRestartedError)
+        died = is_worker_death("rollout", error)
         if not (replaced or died or isinstance(error, PayloadLostError)):
             raise error
         retries = self._retries + (now != self._counted if replaced else 1)

@@ -125,10 +125,11 @@ class VirtualRuntime:
 
     def __init__(self, roles: Mapping[str, Any], cost: Cost = lambda role, method, args: 0.0) -> None:
         self.loop = VirtualLoop()
-        self._roles = dict(roles)
+        self.roles = dict(roles)
         self._cost = cost
         self._free_at: dict[str, float] = {}
         self._look: Callable[[BaseException | None], None] = lambda error: None
+        self._changed = asyncio.Event()
         self.spans: list[Span] = []
 
     def run(self, main: Callable[[], Coroutine[Any, Any, R]], look: Callable[[BaseException | None], None]) -> R:
@@ -146,13 +147,23 @@ class VirtualRuntime:
         error: Exception | None = None
         answer: Any = None
         try:
-            answer = getattr(self._roles[role], method)(*args)
+            answer = getattr(self.roles[role], method)(*args)
         except Exception as caught:  # the boundary to the role: its error belongs to the task
             error = caught
         if not inspect.isawaitable(answer):
             self._free_at[role] = end
+        self.tell()
         work = self.loop.create_task(self._answer_at(end, answer, error))
         return VirtualTask(role=role, method=method, work=work)
+
+    def tell(self) -> None:
+        """Something changed that ``until_changed`` waits for."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until_changed(self) -> None:
+        """Wait for the next call, or for what ``tell`` says."""
+        await self._changed.wait()
 
     async def answer(self, task: Task, timeout_s: float) -> Any:
         mine = cast(VirtualTask, task)
@@ -170,7 +181,7 @@ class VirtualRuntime:
         return self.loop.time()
 
     async def _restart(self, role: str) -> None:
-        self._roles[role].restart()
+        self.roles[role].restart()
 
     async def _answer_at(self, when: float, answer: Any, error: Exception | None) -> Any:
         if inspect.isawaitable(answer):
