@@ -46,6 +46,8 @@ class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.kinds.rollout.RolloutBuffer``).
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself.
+    finished: the groups that were reported. versions: by uid, the version at the newest lease; rollout functions may
+    report groups that they built themselves.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RolloutClient:
         self._choose = None if ticket.evaluation else choose
         self._source = source
         self.finished: dict[GroupUid, SampleGroup] = {}
+        self.versions: dict[GroupUid, int | None] = {}
 
     @property
     def ticket(self) -> Ticket:
@@ -75,7 +78,9 @@ class RolloutClient:
             chosen = await asyncio.to_thread(self._choose, headers, num_samples)
         while True:  # each round delivers a batch, which is not empty, or has the source restored
             try:
-                return await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
+                groups = await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
+                self.versions.update((group.uid, group.version) for group in groups)
+                return groups
             except DeliveryNeeded as needed:
                 if self._source is None:
                     raise
@@ -91,7 +96,7 @@ class RolloutClient:
 
     def encode(self, group: SampleGroup) -> EncodedGroup:
         """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
-        check_versions(self._ticket, group)
+        check_versions(self._ticket, group, self.versions.get(group.uid))
         row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
         return EncodedGroup(row_ids=RowIds(row_ids), columns=Columns(columns), sizes=RowSizes.of(columns, len(row_ids)))
 

@@ -214,7 +214,7 @@ class _Run:
             return ""
         try:
             for each in (group, *greedy):
-                check_versions(self.buffer.ticket, each)
+                check_versions(self.buffer.ticket, each, group.version)
         except RolloutError as error:  # an engine that missed an update: its tokens may not be trained on
             return AttemptFailure(domain=Domain.INFRA, reason=STALE_WEIGHTS, error=error)
         slot.phase = _Phase.SCORING
