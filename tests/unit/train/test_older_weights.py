@@ -1,5 +1,5 @@
-"""Which log-probabilities stand for which policy if tokens are of older weights than those that are trained;
-hand-derived numbers."""
+"""Which log-probabilities stand for which policy if tokens are of older weights than those that are trained, and that
+engine and trainer are compared on tokens of equal weights alone; hand-derived numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.algo.returns import distil, token_rewards
+from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import estimator_needs, old_log_probs_pass, policy_field, trains_on_older
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import TrainBatch
@@ -89,3 +90,45 @@ def test_an_estimator_with_a_kl_penalty_then_needs_the_engines_log_probs_and_no_
     assert old_log_probs_pass(args, objective._estimator) == ""
     lockstep: Any = loss_args(advantage_estimator="gae", kl_coef=0.1)
     assert "old_log_probs" in estimator_needs(lockstep, objective._estimator)
+
+
+GAP = "train_rollout_logprob_abs_diff"
+
+
+def rows_at(versions: list[int] | None, step: int = 5) -> TrainBatch:
+    """Three samples of two tokens, the last one masked, in step ``step``; the engine is 0.1, 0.2 and 0.4 away."""
+    batch = rows_of(
+        loss_mask=[[1, 0]] * 3, advantages=[[1, 1]] * 3, rollout_log_probs=[[-1.1, 9.0], [-1.2, 9.0], [-1.4, 9.0]]
+    )
+    batch.rollout_id = step
+    if versions is not None:
+        batch.columns["weight_version"] = np.asarray(versions, dtype=np.int32)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [([5, 5, 5], 0.7 / 3), ([5, 4, 5], 0.25), ([3, 4, 5], 0.4), ([3, 4, 4], None), ([-1, -1, -1], None), (None, None)],
+)
+def test_the_gap_between_engine_and_trainer_is_of_rows_of_the_trained_version(
+    versions: list[int] | None, expected: float | None
+) -> None:
+    found = outcome(objective_of(loss_type="decoupled_ppo", **ASYNC), rows_at(versions), [[-1.0, -1.0]] * 3)
+    assert found.means.get(GAP) == (None if expected is None else pytest.approx(expected, rel=1e-5))
+    whole = outcome(objective_of(loss_type="decoupled_ppo", **ASYNC), rows_at([5, 5, 5]), [[-1.0, -1.0]] * 3)
+    assert found.means["loss"] == whole.means["loss"]
+
+
+@pytest.mark.parametrize("versions", [[3, 4, 5], [-1, -1, -1], None])
+def test_without_staleness_all_tokens_that_are_trained_on_are_of_the_trained_version(
+    versions: list[int] | None,
+) -> None:
+    found = outcome(objective_of(), rows_at(versions), [[-1.0, -1.0]] * 3)  # older tokens are masked
+    assert found.means[GAP] == pytest.approx(0.7 / 3, rel=1e-5)
+
+
+def test_micro_batches_without_rows_of_the_trained_version_leave_the_gap_of_the_others() -> None:
+    objective, whole = objective_of(use_tis=True, **ASYNC), rows_at([4, 5, 5])
+    parts = [outcome(objective, whole.select(rows), [[-1.0, -1.0]] * len(rows)).sums for rows in ([0], [1, 2])]
+    assert Sums.of(parts).means()[GAP] == pytest.approx(0.3, rel=1e-5)
+    assert outcome(objective, whole, [[-1.0, -1.0]] * 3).means[GAP] == pytest.approx(0.3, rel=1e-5)
