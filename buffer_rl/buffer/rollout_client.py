@@ -47,7 +47,7 @@ class RolloutClient:
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself.
     finished: the groups that were reported. versions: by uid, the version at the newest lease; rollout functions may
-    report groups that they built themselves.
+    report groups that they built themselves. progressed_at: see ``RolloutBuffer``.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class RolloutClient:
         self._source = source
         self.finished: dict[GroupUid, SampleGroup] = {}
         self.versions: dict[GroupUid, int | None] = {}
+        self.progressed_at = 0.0
 
     @property
     def ticket(self) -> Ticket:
@@ -80,6 +81,7 @@ class RolloutClient:
             try:
                 groups = await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
                 self.versions.update((group.uid, group.version) for group in groups)
+                self._progressed()
                 return groups
             except DeliveryNeeded as needed:
                 if self._source is None:
@@ -107,18 +109,24 @@ class RolloutClient:
             BufferState.finish, self._ticket, group.uid, group.attempt, rows.row_ids, rows.columns, rows.sizes
         )
         self.finished[group.uid] = group
+        self._progressed()
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group."""
         await self._client.acall(BufferState.reject, self._ticket, group.uid, group.attempt, reason)
+        self._progressed()
 
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group for good."""
         await self._client.acall(BufferState.quarantine, self._ticket, group.uid, group.attempt, reason)
+        self._progressed()
 
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
         return await self._client.acall(BufferState.count_failure, self._ticket, group.uid, kind)
+
+    def _progressed(self) -> None:
+        self.progressed_at = asyncio.get_running_loop().time()
 
     get_samples = blocking(aget_samples)
     add_samples = blocking(aadd_samples)

@@ -71,15 +71,15 @@ class DefaultRollout:
     ) -> RolloutOutput:
         """Report every group through ``buffer``; the output holds metrics only.
 
-        Raises RolloutError if too many groups are dropped, DeadlineError at ``--rollout-timeout-s``, what
-        ``FailurePolicy.handle`` raises, and the first error that is not the fault of a group, such as a filter's.
+        Raises RolloutError if too many groups are dropped, DeadlineError at its deadline (``ticket_deadline``),
+        what ``FailurePolicy.handle`` raises, and the first error that is not the fault of a group, such as a filter's.
         No task is left running then.
         """
         context = current_context()
         if evaluation:
             return await evaluate(context, buffer)
         run = _Run(context, buffer)
-        await within_deadline(run.produce_all(), args.rollout_timeout_s, buffer.ticket, run.stats)
+        await within_deadline(run.produce_all(), args, buffer, run.stats)
         return RolloutOutput(metrics=run.stats.metrics())
 
 
