@@ -1,7 +1,7 @@
 """The default rollout function: leases groups, generates, scores and filters them until P are kept.
 
 Who waits for whom: N slots run concurrently (``--over-sampling-batch-size``, by default P). A slot leases a group,
-waits for its responses (each behind the context's semaphore, then the engine), for its rewards and for the filter. A
+waits for its responses (each behind the context's places, then the engine), for its rewards and for the filter. A
 kept group is finished and ends the slot; a dropped one is rejected and the slot leases the next.
 
 With N = P, a group is leased only because one before it was dropped: the leased groups are always a prefix of the

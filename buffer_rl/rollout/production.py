@@ -121,8 +121,7 @@ async def _generate_together(
     def free(places: int) -> None:
         nonlocal held
         held -= places
-        for _ in range(places):
-            context.semaphore.release()
+        context.places.release(places)
 
     async def together(shared: list[Sample]) -> list[list[Sample]]:
         try:
@@ -140,10 +139,9 @@ async def _generate_together(
             free(1)
 
     try:
-        async with context.admission:
-            for _ in [sample for sample in samples if sample.status not in DONE]:
-                await context.semaphore.acquire()
-                held += 1
+        if wanted := sum(sample.status not in DONE for sample in samples):
+            await context.places.acquire(wanted, evaluation=evaluation)
+            held = wanted
         shared = (
             await num_sharing(context, samples)
             if context.generate is None and params.get("sampling_seed") is None

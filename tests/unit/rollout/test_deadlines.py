@@ -149,7 +149,7 @@ def test_without_staleness_the_deadline_is_that_of_the_whole_rollout(
 
 
 async def test_the_built_in_rollout_waits_longer_if_other_tickets_have_the_engines_too(kit: Any) -> None:
-    class Hangs(kit.ScriptedEngine):  # type: ignore[misc, name-defined]
+    class Hangs(kit.ScriptedEngine):  # type: ignore[misc]
         async def agenerate(self, *args: Any, **kwargs: Any) -> Any:
             await asyncio.Event().wait()
 
