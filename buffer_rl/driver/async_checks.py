@@ -3,6 +3,7 @@ No plugin is imported."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from buffer_rl.errors import ConfigError
@@ -57,9 +58,12 @@ def check_async(args: Args) -> None:
         )
 
 
-def async_notices(args: Args) -> list[str]:
-    """One text for each thing to know about a run with a staleness of 1 or more; it starts all the same."""
-    if not Schedule.of(args).max_staleness or train_only(args) or args.num_rollout == 0:
+def async_notices(args: Args, whole_rollout_flags: Sequence[str] = ()) -> list[str]:
+    """One text for each thing to know about a run with a staleness of 1 or more; it starts all the same.
+
+    whole_rollout_flags: of functions that see all groups of a rollout."""
+    schedule = Schedule.of(args)
+    if not schedule.max_staleness or train_only(args) or args.num_rollout == 0:
         return []
     found, given = [], f"--schedule {args.schedule}"
     if not rollout_only(args) and (steps := optimizer_steps(args)) > 1:
@@ -71,6 +75,20 @@ def async_notices(args: Args) -> list[str]:
         found.append(
             f"{given}: tokens may be of older weights than those that are trained; whether the loss {loss_of(args)} "
             f"corrects for it is not known here (what does: {CORRECTIONS}, or the column rollout_log_probs)"
+        )
+    own = not args.rollout_function_path.startswith("buffer_rl.")
+    seeing = [*(["--rollout-function-path"] if own else []), *whole_rollout_flags]
+    if args.custom_rollout_log_function_path is not None:
+        seeing.append("--custom-rollout-log-function-path")
+    if schedule.by_window and seeing:
+        found.append(
+            f"{given}: what {' and '.join(seeing)} sees is a ticket, and rollout_id is its number; a step may train on "
+            "groups of several tickets"
+        )
+    if schedule.by_window and own:
+        found.append(
+            f"{given}: a rollout worker calls --rollout-function-path {args.rollout_function_path} for one ticket at a "
+            "time, unless it declares concurrent = True: so much of the rollouts overlaps with training and no more"
         )
     return found
 

@@ -373,7 +373,7 @@ def notices(args: Args) -> list[str]:
                     f"--schedule {args.schedule} overlaps nothing with generation here: with {flag}, {what} sees the "
                     "whole rollout, so no group is finished before all are"
                 )
-    return found + async_notices(args)
+    return found + async_notices(args, [flag for _, flag, path in whole_rollout_functions(args) if path is not None])
 
 
 def _is_alone_in_its_group(args: Args) -> bool:

@@ -36,7 +36,8 @@ class RolloutContext:
 
     engine is None where a run needs none (supervised fine-tuning). ``generate`` and the filters are the
     user's functions, resolved once; None stands for the built-in generate function and for no filter.
-    places: one for each sample in flight; those of evaluations come first.
+    places: one for each sample in flight; those of evaluations come first. at_end: held while a function sees a whole
+    rollout: it may keep something from one rollout to the next.
     baseline: whether each group needs the reward of a greedy response (``buffer_rl.rollout.baseline``).
     renders: whether ``sample.prompt`` is the text that the chat template makes, because the user's functions were
     written for a program that has it so (``PluginRegistry.is_written_for_others``).
@@ -50,6 +51,7 @@ class RolloutContext:
     scorer: Scorer
     engine: EngineClient | None
     places: Places
+    at_end: asyncio.Lock
     seed: int
     generate: Callable[..., Any] | None = None
     dynamic_filter: Callable[..., Any] | None = None
@@ -95,6 +97,7 @@ class RolloutContext:
             scorer=Scorer(args, registry, RewardModelClient(args, tokenizer, reward_model) if reward_model else None),
             engine=engine,
             places=Places(args.rollout_concurrency),
+            at_end=asyncio.Lock(),
             seed=args.rollout_seed,
             generate=resolve_function(registry, "generate", args.custom_generate_function_path),
             dynamic_filter=resolve_function(registry, "filter", args.dynamic_sampling_filter_path),

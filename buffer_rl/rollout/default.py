@@ -62,6 +62,7 @@ class DefaultRollout:
     """Generates and scores ``buffer.ticket.num_groups`` groups, and evaluates if ``evaluation``."""
 
     uses_engine = True
+    concurrent = True
 
     def __init__(self, args: Args) -> None:
         self._args = args
@@ -306,15 +307,16 @@ class _Run:
         """Call the functions that see the whole rollout, with its groups sorted by uid, then finish the kept groups."""
         kept = sorted(self._kept, key=lambda group: group.uid)  # not in the order of time, which differs by run
         task = self.buffer.ticket.task
-        if self.context.sample_filter is not None:
-            path = self._args.rollout_sample_filter_path
-            await apply_sample_filter(self.context.sample_filter, path, self._args, kept, task)
-        if self.context.all_samples_process is not None:
-            path = self._args.rollout_all_samples_process_path
-            everything = sorted([*kept, *self._dropped], key=lambda group: group.uid)
-            await process_all_samples(
-                self.context.all_samples_process, path, self._args, everything, self.buffer, at=task
-            )
+        async with self.context.at_end:
+            if self.context.sample_filter is not None:
+                path = self._args.rollout_sample_filter_path
+                await apply_sample_filter(self.context.sample_filter, path, self._args, kept, task)
+            if self.context.all_samples_process is not None:
+                path = self._args.rollout_all_samples_process_path
+                everything = sorted([*kept, *self._dropped], key=lambda group: group.uid)
+                await process_all_samples(
+                    self.context.all_samples_process, path, self._args, everything, self.buffer, at=task
+                )
         for group in kept:
             await self.buffer.afinish(group)
 

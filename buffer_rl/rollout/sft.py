@@ -48,6 +48,7 @@ class SFTRollout:
     """
 
     uses_engine = False
+    concurrent = True
 
     def __init__(self, args: Args) -> None:
         self._args = args

@@ -104,3 +104,15 @@ def test_several_optimizer_steps_and_a_loss_of_ones_own_are_worth_a_notice() -> 
     assert "the loss mine:loss" in own
     assert notices(args_of(custom_loss_function_path="mine:loss")) == []
     assert notices(args_of(**PLAIN, custom_loss_function_path="mine:loss", max_staleness=0)) == []
+
+
+def test_functions_that_see_a_whole_rollout_are_told_that_they_see_a_ticket() -> None:
+    sees, alone = notices(args_of(rollout_function_path="mine:rollout", rollout_all_samples_process_path="mine:all"))
+    assert "--rollout-function-path and --rollout-all-samples-process-path sees is a ticket, and rollout_id" in sees
+    assert (
+        "--rollout-function-path mine:rollout for one ticket at a time, unless it declares concurrent = True" in alone
+    )
+    (logs,) = notices(args_of(custom_rollout_log_function_path="mine:log"))
+    assert "what --custom-rollout-log-function-path sees is a ticket" in logs
+    assert notices(args_of(rollout_function_path="buffer_rl.rollout.sft:SFTRollout", loss_type="sft_loss")) == []
+    assert notices(args_of(rollout_function_path="mine:rollout", **ONE_STEP_OFF)) == []  # its steps train on tickets

@@ -17,7 +17,7 @@ from buffer_rl.testing.fake_buffer import FakeBuffer
 
 async def settle() -> None:
     """Let every task go as far as it can."""
-    for _ in range(20):
+    for _ in range(50):
         await asyncio.sleep(0)
 
 
@@ -128,12 +128,13 @@ def test_places_are_never_lost_nor_given_twice(seed: int) -> None:
 
 async def test_an_evaluation_does_not_wait_for_the_training_samples_that_asked_before_it(kit: Any) -> None:
     started: list[str] = []
-    gate = asyncio.Event()
+    asked, gate = asyncio.Event(), asyncio.Event()
 
     class Engine(kit.ScriptedEngine):  # type: ignore[misc]
         async def agenerate(self, rid: str, *args: Any, **kwargs: Any) -> Any:
             started.append(rid.partition("_")[0])
             if len(started) == 1:
+                asked.set()
                 await gate.wait()
             return await super().agenerate(rid, *args, **kwargs)
 
@@ -144,11 +145,8 @@ async def test_an_evaluation_does_not_wait_for_the_training_samples_that_asked_b
         evaluate = FakeBuffer(held_out, kit.make_ticket(2, evaluation=True))
         function = DefaultRollout(context.args)
         training = asyncio.create_task(function(context.args, 0, train))  # type: ignore[arg-type]
-        while not started:
-            await asyncio.sleep(0)
+        await asked.wait()
         evaluation = asyncio.create_task(function(context.args, 0, evaluate, True))  # type: ignore[arg-type]
-        while not evaluate.leased:
-            await asyncio.sleep(0)
         await settle()
         gate.set()
         await asyncio.gather(training, evaluation)
