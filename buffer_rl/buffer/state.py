@@ -101,6 +101,7 @@ class BufferState:
             version=self._record.version,
             incarnation=self.ledger.fencing_token,
             max_staleness=None if schedule is None else schedule.max_staleness,
+            mixes_versions=schedule is not None and schedule.by_window and schedule.max_staleness > 0,
             keeps_tokens=self._rule.keep_tokens,
         )
         if ticket.task in self._rollouts.open or (self._window is None and ticket.task in self._pools):
@@ -164,7 +165,7 @@ class BufferState:
                     hint="return, or report a group first; --target-staleness sets how many tickets run at a time",
                 )
             num_samples = min(num_samples, num_missing)
-        groups = self._rollouts.lease(ticket, num_samples, chosen)
+        groups = self._rollouts.lease(ticket, num_samples, chosen, self._record.version)
         if not ticket.evaluation:
             self._leased(group.uid for group in groups)
         return groups

@@ -107,6 +107,10 @@ class Schedule:
         """W: a group is trained on before W - 1 younger ones have passed it."""
         return 1 + (self.max_staleness - self.target) * groups_per_step
 
+    def ticket_limit_s(self, timeout_s: float) -> float:
+        """``--rollout-timeout-s`` for a ticket whose requests queue behind those of S other tickets."""
+        return (self.target + 1) * timeout_s
+
     def may_start(self, rollout_id: int, published_version: int) -> bool:
         """Whether ticket ``rollout_id`` may open while ``published_version`` is the newest published one."""
         return rollout_id <= published_version + self.target
