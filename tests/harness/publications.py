@@ -86,9 +86,9 @@ def publisher_of(
 
 async def answers_while_published(
     client: EngineClient, publisher: Publisher, versions: Versions, *, num_tokens: int, most_versions: int
-) -> list[tuple[list[int], GenerateResult]]:
+) -> tuple[list[tuple[list[int], GenerateResult]], list[dict[str, float]]]:
     """Prompts with their answers, of single requests and of groups, while versions are published one after another
-    until all have come; at most ``most_versions``."""
+    until all have come; at most ``most_versions``. And the metrics of each publication."""
     params = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
     prompts = [[5 + i, 6, 7, 8 + i] for i in range(6)]
 
@@ -103,7 +103,8 @@ async def answers_while_published(
         return [(prompt, row) for row in rows]
 
     tasks = [asyncio.create_task(one(i)) for i in range(len(prompts)) for one in (single, group)]
+    metrics = []
     while not all(task.done() for task in tasks) and versions.number < most_versions:
         versions.number += 1
-        await asyncio.to_thread(publisher.publish, versions.number)
-    return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
+        metrics.append(await asyncio.to_thread(publisher.publish, versions.number))
+    return [answer for answers in await asyncio.gather(*tasks) for answer in answers], metrics

@@ -55,11 +55,15 @@ async def test_log_probabilities_are_those_of_the_version_that_drew_each_token(
     versions = Versions(model)
     with EngineControlClient([server.url]) as control:
         publisher = publisher_of(versions, transport, control, tmp_path)
+        assert publisher.try_retraction()
         publisher.publish(0)
         async with EngineClient(server.url, [server.url]) as client:
-            answers = await answers_while_published(client, publisher, versions, num_tokens=200, most_versions=12)
+            answers, metrics = await answers_while_published(
+                client, publisher, versions, num_tokens=200, most_versions=12
+            )
         publisher.close()
     assert len(answers) == 42
+    assert not any("perf/retracted_tokens" in of_one for of_one in metrics)  # it does not report them
     assert any(len(result.spans) > 1 for _, result in answers)
     for prompt, result in answers:
         spans = [(span.version, span.start, span.end) for span in result.spans]

@@ -80,11 +80,15 @@ async def test_the_same_holds_for_publications_to_an_engine_that_answers(transpo
     versions = Versions(model_folder("qwen3"))
     with EngineControlClient([engines[0].url]) as control:
         publisher = publisher_of(versions, transport, control, tmp_path)
+        assert publisher.try_retraction()
         publisher.publish(0)
         async with EngineClient(engines[0].url, [engines[0].url]) as client:
-            answers = await answers_while_published(client, publisher, versions, num_tokens=200, most_versions=12)
+            answers, metrics = await answers_while_published(
+                client, publisher, versions, num_tokens=200, most_versions=12
+            )
         publisher.close()
     assert len(answers) == 42
+    assert any(of_one["perf/retracted_tokens"] > 0 for of_one in metrics)
     assert any(len(result.spans) > 1 for _, result in answers)
     for prompt, result in answers:
         spans = [(span.version, span.start, span.end) for span in result.spans]
