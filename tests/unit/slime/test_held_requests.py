@@ -31,7 +31,7 @@ async def test_a_request_is_held_back_as_those_of_the_run_are() -> None:
             with context.active():
                 await client.gate.close(1.0)
                 asked = asyncio.create_task(post(f"{engine.url}/generate", body))
-                await post(f"{engine.url}/flush_cache")  # not for a token: it does not wait
+                await post(f"{engine.url}/flush_cache", {})  # not for a token: it does not wait
                 assert engine.log.num_posts == 0
                 client.gate.open()
                 assert (await asked)["output_ids"] == [2, 1]
