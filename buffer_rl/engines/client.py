@@ -27,6 +27,7 @@ from buffer_rl.engines.protocol import ROWS, RowSeeds, ServerInfo, row_rid
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.section import required
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Status, VersionSpan, tile
 from buffer_rl.records.ids import version_number
 from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
@@ -115,6 +116,16 @@ def parse_answer(answer: Any, url: str) -> GenerateResult:
     return result
 
 
+def request_timeout_s(args: Args) -> float:
+    """Deadline of one request, in seconds: ``--generate-timeout-s``. While S tickets more share the engines, a response
+    may take S + 1 times as long, and publications pause it: each load of weights takes at most
+    ``--update-weights-timeout-s``, and of all that a response may see one is allowed for at its slowest."""
+    schedule = Schedule.of(args)
+    if not schedule.max_staleness:
+        return args.generate_timeout_s
+    return (schedule.target + 1) * args.generate_timeout_s + args.update_weights_timeout_s
+
+
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 # The first retries are for a lost connection; all of them, about 11 s, outlast the time until a dead engine is noticed
 # and taken off the router's list, which is a second or two on an idle machine. Then the router says that it has none.
@@ -175,12 +186,12 @@ class EngineClient:
 
     @classmethod
     def from_args(cls, args: Args) -> EngineClient:
-        """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``args.generate_timeout_s`` and the
+        """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``request_timeout_s`` and the
         configuration in ``args.hf_checkpoint``."""
         return cls(
             required(args.router_url, "router_url"),
             args.engine_urls,
-            timeout_s=args.generate_timeout_s,
+            timeout_s=request_timeout_s(args),
             api_key=args.engine_api_key,
             vocab_size=vocab_size(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))),
             waits_for_engine=not args.engine_urls,

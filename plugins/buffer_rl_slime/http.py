@@ -79,7 +79,7 @@ async def _request(method: str, url: str, body: bytes | None, headers: Mapping[s
     sent = {"Content-Type": "application/json", **(headers or {})}
     seconds = OUTSIDE_TIMEOUT_S
     if context is not None:
-        seconds = context.args.generate_timeout_s
+        seconds = context.args.generate_timeout_s if context.engine is None else context.engine.timeout_s
         if context.args.engine_api_key and _is_of_run(url):
             sent.setdefault("Authorization", f"Bearer {context.args.engine_api_key}")
     timeout = aiohttp.ClientTimeout(total=seconds)
