@@ -91,14 +91,16 @@ class Publisher:
         self._connected: tuple[str, ...] | None = None
         self._doubtful: set[str] = set()
         self._prepared: int | None = None
+        self._newest = -1
 
     def publish(self, version: int) -> dict[str, float]:
-        """Have every engine sample from ``version``, which the trainer has. Returns the seconds of each part, and
-        ``perf/retracted_tokens`` if engines report them.
+        """Have every engine sample from ``version``, which the trainer has now: it sends what it has, under this
+        number. Returns the seconds of each part, and ``perf/retracted_tokens`` if engines report them.
 
         Raises EngineError if, in the last of ``ATTEMPTS``, an engine that is not the run's own did not confirm the
         version, or none did. Engines that did not stay paused."""
-        started = time.monotonic()
+        assert version >= self._newest, f"version {version} after version {self._newest}: the trainer has no older one"
+        self._newest, started = version, time.monotonic()
         self._prepared, self._prepared_at, self._paused_at = None, started, started
         self._retracted: int | None = None
         self._is_held, self._deadline = False, started + self._timeout_s
