@@ -61,6 +61,7 @@ class Publisher:
     between the first attempt and the second. notice: called with a line on a failed attempt.
     hold, unhold: have the rollout workers send no request, and return when none runs; have them send again. Called
     around each publication if it ``drains``; what they wait for does not count for ``timeout_s``.
+    follow: called with each version that the engines have, while the trainer has it (``FollowFolder.write``).
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class Publisher:
         hold: Callable[[], object] = lambda: None,
         unhold: Callable[[], object] = lambda: None,
         drains: bool = False,
+        follow: Callable[[int], object] | None = None,
     ) -> None:
         self._compare = compare
         self._hold, self._unhold = hold, unhold
         self._drains = drains
+        self._follow = follow
         self._check = check
         self._transport = transport
         self._trainer = trainer
@@ -116,7 +119,12 @@ class Publisher:
                     self._unhold()
         if (release := getattr(self._transport, "release", None)) is not None:
             release(version)
-        return self._metrics(started)
+        metrics = self._metrics(started)
+        if self._follow is not None:
+            ended = time.monotonic()
+            self._follow(version)
+            metrics["perf/publish_follow"] = time.monotonic() - ended
+        return metrics
 
     def _metrics(self, started: float) -> dict[str, float]:
         found = {
