@@ -242,7 +242,7 @@ def slots_notice(args: Args) -> str:
     groups = (Schedule.of(args).target + 1) * args.rollout_batch_size
     samples, sent = groups * args.n_samples_per_prompt, args.num_rollout_workers * args.rollout_concurrency
     line = f"up to {groups} groups ({samples} samples) are in flight; rollout workers send at most {sent} at a time"
-    if args.router_url is not None or args.rollout_external_engine_addrs:
+    if args.engine_urls or args.rollout_external_engine_addrs:  # --router-url is set for engines of the run as well
         return f"{line}; the slots of engines that run elsewhere are not known"
     slots = args.rollout_num_engines * args.engine_max_running_requests
     line += f"; engines have {slots} slots"

@@ -66,6 +66,7 @@ STEP = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "rollout_num_engines
             {"router_url": "http://router", "engine_urls": ["http://engine"]},
             "; the slots of engines that run elsewhere are not known",
         ),
+        ({"router_url": "http://router", "engine_max_running_requests": 32}, "engines have 64 slots"),  # its own
         ({"schedule": "lockstep", "engine_max_running_requests": 16}, "engines have 32 slots"),
     ],
 )
