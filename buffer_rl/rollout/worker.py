@@ -158,6 +158,17 @@ class RolloutWorker:
             if isinstance(self._opened.engine, EngineClient):
                 await self._opened.engine.aclose()
 
+    async def hold(self, timeout_s: float) -> None:
+        """Send the engines no request from now on, of evaluations neither, until ``unhold``; returns when none runs.
+        Raises DeadlineError after ``timeout_s``, and sends again."""
+        if (engine := self._context().engine) is not None:
+            await engine.gate.close(timeout_s)
+
+    async def unhold(self) -> None:
+        """Send what ``hold`` held back; nothing without one."""
+        if (engine := self._context().engine) is not None:
+            engine.gate.open()
+
     @dispatch(To.ONE)
     async def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Produce the ticket's groups. Returns flat metrics and some samples to show."""
