@@ -28,7 +28,7 @@ from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunC
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
-from buffer_rl.engines.fleet import EngineFleet
+from buffer_rl.engines.fleet import EngineFleet, slots_notice
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
@@ -64,6 +64,7 @@ from buffer_rl.train.learning_rate import with_decay_iters
 from buffer_rl.train.rank import start_train_group
 from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
 from buffer_rl.train.role_worker import start_roles
+from buffer_rl.weights.follow import FollowFolder
 from buffer_rl.weights.options import engines_may_differ
 from buffer_rl.weights.publish import LogProbCheck, Publisher
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts, RolePublisher
@@ -266,15 +267,7 @@ class _Run:
             return None
         senders = Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s)
         if self.engines is not None:
-            publisher = Publisher(
-                self._transport(),
-                senders,
-                self.engines,
-                compare=args.check_weight_update_equal,
-                check=LogProbCheck.from_args(args, train),
-                timeout_s=2 * args.update_weights_timeout_s + args.engine_start_timeout_s,
-                notice=self.observer.notice,
-            )
+            publisher = self._engine_publisher(senders, train)
         if "actor_fwd" not in self.roles:
             return publisher
         role = self.roles["actor_fwd"]
@@ -283,6 +276,46 @@ class _Run:
             limit, busy = args.update_weights_timeout_s, self._trainer_is_busy
             updates = RoleBroadcasts(role, transport, senders, timeout_s=limit, trainer_is_busy=busy)
         return RolePublisher(publisher, "actor_fwd", updates.update, self.observer.notice)
+
+    def _engine_publisher(self, senders: Senders, train: ActorGroup) -> Publisher:
+        args, schedule = self.args, Schedule.of(self.args)
+        assert self.engines is not None
+        follow = FollowFolder.from_args(args, self.save_hf)
+        publisher = Publisher(
+            self._transport(),
+            senders,
+            self.engines,
+            compare=args.check_weight_update_equal,
+            check=LogProbCheck.from_args(args, train),
+            timeout_s=2 * args.update_weights_timeout_s + args.engine_start_timeout_s,
+            notice=self.observer.notice,
+            hold=lambda: self._of_workers("hold", self._drain_timeout_s),
+            unhold=lambda: self._of_workers("unhold"),
+            drains=schedule.by_window and schedule.drains,
+            follow=None if follow is None else follow.write,
+        )
+        if schedule.max_staleness:
+            self._tell_staleness(schedule)
+            if schedule.by_window and not schedule.drains:
+                publisher.try_retraction()
+        return publisher
+
+    def _tell_staleness(self, schedule: Schedule) -> None:
+        target, bound, per_step = schedule.target, schedule.max_staleness, self.args.rollout_batch_size
+        line = f"target staleness {target}, at most {bound}"
+        if schedule.by_window:
+            line += f"; a group is trained on before {schedule.window(per_step)} younger ones have passed it"
+        self.observer.notice(f"--schedule {schedule.mode}: {line}")
+        self.observer.notice(slots_notice(self.args))
+
+    @property
+    def _drain_timeout_s(self) -> float:
+        """For the requests that run to end: each has a deadline of its own."""
+        return float(self.args.rollout_timeout_s)
+
+    def _of_workers(self, method: str, *args: object) -> None:
+        if self.rollout is not None:
+            self.rollout.call(method, *args, timeout_s=self._drain_timeout_s + GRACE_S)
 
     def _transport(self) -> WeightTransport:
         name = self.args.weight_sync_mode
@@ -297,7 +330,9 @@ class _Run:
 
     @property
     def _publish_timeout_s(self) -> float:
-        return 3 * self.args.update_weights_timeout_s + self.args.engine_start_timeout_s + GRACE_S
+        schedule = Schedule.of(self.args)
+        drain_s = self._drain_timeout_s if schedule.by_window and schedule.max_staleness else 0.0
+        return 3 * self.args.update_weights_timeout_s + self.args.engine_start_timeout_s + GRACE_S + drain_s
 
     def save_hf(self, path: str) -> None:
         """Write the actor's weights as a Hugging Face folder in the number format of ``--save-dtype``."""
