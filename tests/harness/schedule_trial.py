@@ -26,7 +26,7 @@ from buffer_rl.testing.virtual_time import VirtualRuntime
 from harness.ledger_contents import entries
 from harness.saved_state import load_saved, saved_state
 
-NUM_ROWS = 400
+NUM_ROWS = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +238,8 @@ def _attempt(setting: Setting, buffer: TrialBuffer, saves: Saves, train: Stoppin
         roles=RolePlan(max_restarts=1000),
         evaluate=setting.eval_interval is not None,
         eval_interval=setting.eval_interval,
-        saves=True,
-        save_interval=1,
+        saves=setting.stops_at is not None,
+        save_interval=setting.stops_at,
         max_rollout_retries=1000,
         rollout_timeout_s=1e6,
         train_timeout_s=1e6,
