@@ -6,8 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from buffer_rl.args import CORE_SECTIONS
@@ -82,6 +84,11 @@ def drawn(seed: int) -> Setting:
     )
 
 
+@cache
+def options() -> Any:
+    return compose(CORE_SECTIONS)
+
+
 class TrialBuffer:
     """A Buffer that can be replaced by one that has its ledger alone. reports: of the selections, by step."""
 
@@ -90,7 +97,7 @@ class TrialBuffer:
         if not rows.exists():
             rows.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(NUM_ROWS)))
         self._setting, self._path = setting, folder / f"{setting.seed}.sqlite"
-        self._args: Any = compose(CORE_SECTIONS)(
+        self._args: Any = options()(
             prompt_data=str(rows),
             rollout_batch_size=setting.groups_per_step,
             n_samples_per_prompt=setting.num_samples,
@@ -213,6 +220,26 @@ def run(setting: Setting, folder: Path) -> Outcome:
 
 
 def _attempt(setting: Setting, buffer: TrialBuffer, saves: Saves, train: Stopping, outcome: Outcome) -> bool:
+    runtime, driver, observer = world(setting, buffer, saves, train, outcome)
+    try:
+        driver.run()
+    except TrainError:
+        return False
+    finally:
+        outcome.seconds += runtime.now()
+        outcome.metrics += observer.metrics
+    return True
+
+
+def world(
+    setting: Setting,
+    buffer: TrialBuffer,
+    saves: Saves,
+    train: Stopping,
+    outcome: Outcome,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[VirtualRuntime, Driver, Silent]:
+    """A driver with its surroundings. changes: of its plan."""
     runtime = VirtualRuntime({}, lambda role, method, args: {"train": setting.train_s, "save": 0.1}.get(method, 0.0))
     engines = VirtualEngines(runtime=runtime, slots=setting.slots, load_s=setting.load_s, version=saves.step)
     rollouts = VirtualRollouts(
@@ -248,14 +275,7 @@ def _attempt(setting: Setting, buffer: TrialBuffer, saves: Saves, train: Stoppin
         buffer_timeout_s=1e6,
     )
     observer = Silent()
-    try:
-        Driver(plan, runtime, observer).run()  # type: ignore[arg-type]
-    except TrainError:
-        return False
-    finally:
-        outcome.seconds += runtime.now()
-        outcome.metrics += observer.metrics
-    return True
+    return runtime, Driver(replace(plan, **changes), runtime, observer), observer  # type: ignore[arg-type]
 
 
 def _schedule_deaths(setting: Setting, runtime: VirtualRuntime, rollouts: VirtualRollouts, buffer: TrialBuffer) -> None:
