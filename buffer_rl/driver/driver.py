@@ -267,7 +267,9 @@ class Driver:
 
         def can_go_on() -> bool:
             has_next = self._evaluating is not None and step < self._plan.num_rollouts
-            return has_next and self._production.can_close(step)
+            # A role with the actor's weights must have those of the step that it works on.
+            needs_weights = "actor_fwd" in self._plan.roles.dedicated_roles
+            return has_next and not needs_weights and self._production.can_close(step)
 
         await self._until_undisturbed(lambda: is_free() or can_go_on())
         return is_free()
