@@ -189,6 +189,7 @@ class EngineFanOut:
             return decode_json(await generating, f"{url}/generate"), bool(early)
         finally:
             generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)  # of two errors the other one is raised
 
     async def sample(self, urls: Collection[str], body: Mapping[str, Any]) -> dict[str, Any]:
         """End the pause of the engines at ``urls`` and have each answer the request ``body``; the answers by URL."""
