@@ -174,9 +174,9 @@ class EngineFanOut:
 
         Raises EngineError if the engine refuses a call, ends, or takes longer than ``RETRACTION_S`` for one."""
 
-        async def post(path: str, what: Mapping[str, Any]) -> bytes:
-            found = await self._all("POST", path, orjson.dumps(dict(what)), only=[url], timeout_s=RETRACTION_S)
-            return found[url]
+        async def post(path: str, what: Mapping[str, Any], **more: bool) -> bytes:
+            raw = orjson.dumps(dict(what))
+            return (await self._all("POST", path, raw, only=[url], timeout_s=RETRACTION_S, **more)).get(url, b"")
 
         generating = asyncio.ensure_future(post("/generate", body))
         try:
@@ -185,7 +185,7 @@ class EngineFanOut:
                 await post("/pause_generation", {"mode": "retract"})
                 await post("/flush_cache", {})
             finally:
-                await self.post("/continue_generation", {}, reachable_only=True, only=[url])
+                await post("/continue_generation", {}, reachable_only=True)
             return decode_json(await generating, f"{url}/generate"), bool(early)
         finally:
             generating.cancel()
