@@ -174,9 +174,10 @@ class EngineFanOut:
 
         Raises EngineError if the engine refuses a call, ends, or takes longer than ``RETRACTION_S`` for one."""
 
-        async def post(path: str, what: Mapping[str, Any], **more: bool) -> bytes:
-            raw = orjson.dumps(dict(what))
-            return (await self._all("POST", path, raw, only=[url], timeout_s=RETRACTION_S, **more)).get(url, b"")
+        async def post(path: str, what: Mapping[str, Any], reachable_only: bool = False) -> bytes:
+            raw, limit = orjson.dumps(dict(what)), RETRACTION_S
+            found = await self._all("POST", path, raw, only=[url], timeout_s=limit, reachable_only=reachable_only)
+            return found.get(url, b"")
 
         generating = asyncio.ensure_future(post("/generate", body))
         try:
