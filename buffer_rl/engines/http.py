@@ -174,9 +174,10 @@ class EngineFanOut:
 
         Raises EngineError if the engine refuses a call, ends, or takes longer than ``RETRACTION_S`` for one."""
 
-        async def post(path: str, what: Mapping[str, Any]) -> bytes:
-            found = await self._all("POST", path, orjson.dumps(dict(what)), only=[url], timeout_s=RETRACTION_S)
-            return found[url]
+        async def post(path: str, what: Mapping[str, Any], reachable_only: bool = False) -> bytes:
+            raw, limit = orjson.dumps(dict(what)), RETRACTION_S
+            found = await self._all("POST", path, raw, only=[url], timeout_s=limit, reachable_only=reachable_only)
+            return found.get(url, b"")
 
         generating = asyncio.ensure_future(post("/generate", body))
         try:
@@ -185,10 +186,11 @@ class EngineFanOut:
                 await post("/pause_generation", {"mode": "retract"})
                 await post("/flush_cache", {})
             finally:
-                await self.post("/continue_generation", {}, reachable_only=True, only=[url])
+                await post("/continue_generation", {}, reachable_only=True)
             return decode_json(await generating, f"{url}/generate"), bool(early)
         finally:
             generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)  # of two errors the other one is raised
 
     async def sample(self, urls: Collection[str], body: Mapping[str, Any]) -> dict[str, Any]:
         """End the pause of the engines at ``urls`` and have each answer the request ``body``; the answers by URL."""
