@@ -77,7 +77,7 @@ class VirtualEngines:
 class VirtualRollouts:
     """The role ``rollout``: leases, generates, filters and finishes groups, several tickets at a time.
 
-    length: seconds of a response, drawn with the random numbers of its group. drops, fails: shares of groups that a
+    length: seconds of the response of a group's sample. drops, fails: shares of groups that a
     filter drops, and of attempts that fail and are requeued. gives_up: whether a ticket replaces no group that was
     dropped. offered: the length of each group that was ever leased.
     """
@@ -85,7 +85,7 @@ class VirtualRollouts:
     runtime: VirtualRuntime
     state: Any
     engines: VirtualEngines
-    length: Callable[[Random], float]
+    length: Callable[[GroupUid, int], float]
     drops: float = 0.0
     fails: float = 0.0
     gives_up: Callable[[Ticket], bool] = lambda ticket: False
@@ -132,7 +132,7 @@ class VirtualRollouts:
                 return
             (group,) = groups
             rng = Random(f"{self.seed} {group.uid}")
-            lengths = [self.length(rng) for _ in group]
+            lengths = [self.length(group.uid, sample.sample_index) for sample in group]
             if not ticket.evaluation:
                 self.offered[group.uid] = sum(lengths)
             versions = await asyncio.gather(*(self.engines.respond(length) for length in lengths))

@@ -246,7 +246,7 @@ def world(
         runtime=runtime,
         state=buffer,
         engines=engines,
-        length=lambda rng: lognormal(rng, setting.sigma, 5.0, 80.0),
+        length=lambda uid, index: lognormal(Random(f"{setting.seed} {uid} {index}"), setting.sigma, 5.0, 80.0),
         drops=setting.drops,
         fails=setting.fails,
         gives_up=lambda ticket: Random(ticket.rollout_id).random() < setting.ends_short,

@@ -59,7 +59,7 @@ class Bench:
         options = {"n_samples_per_prompt": 1, "rollout_batch_size": 1, "custom_rm_path": kit.user("length_async")}
         self.kit, self.options = kit, {"prompt_data": str(path), **options}
         args = kit.make_args(**self.options)
-        self.state = local_state(args, Ledger.in_memory(), max_staleness=None)
+        self.state = local_state(args, Ledger.in_memory(), schedule=None)
         self.worker = worker = object.__new__(RolloutWorker)  # __init__ redirects the output of its process
         worker._args, worker._run_dir, worker._source, worker._reward_model = args, folder, None, ()
         worker._client = DirectCalls(self.state)  # type: ignore[assignment]
