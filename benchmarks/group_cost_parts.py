@@ -133,7 +133,9 @@ def steps_after(clock: Clock, steps: int, path: Path) -> None:
     with closing(Ledger(path, run=RUN)) as ledger:
         with clock("restart", steps * STEP):
             state = _state(ledger, STEP)
-        for number in range(max(ledger.commits()) + 1, max(ledger.commits()) + 1 + MEASURED):
+        begin = max(ledger.commits()) + 1
+        state.release(begin)
+        for number in range(begin, begin + MEASURED):
             one_step(state, clock, number, STEP)
 
 
@@ -159,6 +161,7 @@ def long_queue(clock: Clock, steps: int, path: Path) -> None:
         with clock("restart", groups):
             state = _state(ledger, STEP)
         begin = max(ledger.commits(), default=-1) + 1
+        state.release(begin)
         for number in range(begin, begin + LONG_CALLS):
             apart = [uid_of(i * steps) for i in range(STEP)]
             with clock("generate"):
@@ -174,7 +177,8 @@ def long_queue(clock: Clock, steps: int, path: Path) -> None:
                 for uid in foreign:
                     state.finish(ticket, uid, 1, _rows(uid), COLUMNS)
             with clock("close"):
-                state.close_rollout(ticket)
+                state.end_ticket(ticket)
+                state.close_selection(number)
             with clock("commit"):
                 state.commit(number, number)
             with clock("release"):
@@ -208,6 +212,7 @@ def one_step(state: BufferState, clock: Clock, number: int, groups: int) -> None
     """Rollout ``number``, from ``generate`` to ``release``, of all operations of a training step."""
     with clock("generate", groups):
         ticket = state.generate(number)
+        state.open_selection(number)
     for _ in range(groups // STEP):
         with clock("lease"):
             leased = state.get_samples(ticket, STEP)
@@ -227,7 +232,8 @@ def one_step(state: BufferState, clock: Clock, number: int, groups: int) -> None
         with clock("take final"):
             assert state.take(ticket.task, replace(TRAIN, deal=deal))[0].dealt
     with clock("close", groups):
-        state.close_rollout(ticket)
+        state.end_ticket(ticket)
+        state.close_selection(number)
     with clock("plan", groups):
         state.plan_data(number)
     for mini_batch in range(min(groups // STEP, LONG_CALLS)):

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.buffer.columns import Cell, RowSizes
-from buffer_rl.buffer.pool import ReadRequest, check_group
-from buffer_rl.buffer.pools import Pools
-from buffer_rl.records.groups import GroupUid, RowId, Ticket
+from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes
+from buffer_rl.buffer.pool import DataPool, ReadRequest, check_group
+from buffer_rl.records.groups import GroupUid, RowId
 
 ROW_COUNTS = (10**3, 10**4, 10**5, 10**6)
 GROUP_ROWS = 8
@@ -29,16 +28,14 @@ def _measure(num_rows: int) -> dict[str, float]:
     """Median seconds of each operation on a pool of so many rows, and ``bytes per row``."""
     gc.collect()
     before = _resident_bytes()
-    pools = Pools()
-    ticket = Ticket(rollout_id=0, evaluation=False, num_groups=num_rows // GROUP_ROWS, version=0, incarnation="")
-    pools.open(ticket)
-    pool = pools.of(ticket.task)
+    store = ColumnStore()
+    pool = DataPool(0, "train_0", store, num_rows // GROUP_ROWS)
     pool.get_meta(READ)  # the reader is there from the start, as in a run
     deals = itertools.count()
     groups = num_rows // GROUP_ROWS
     gc.disable()  # nothing here is a cycle; its passes over a growing heap would be timed with whatever triggers them
     for number in range(groups):
-        _finish(pools, ticket, number)
+        _finish(store, pool, number)
     found = {"bytes per row": (_resident_bytes() - before) / num_rows}
     step = groups // (2 * REPEATS) or 1
     picked = [_rows(number * step % groups) for number in range(2 * REPEATS)]
@@ -46,10 +43,10 @@ def _measure(num_rows: int) -> dict[str, float]:
     ones = [np.ones(16, dtype=np.float32) for _ in range(GROUP_ROWS)]
     uneven = iter(picked[::2])
     operations: dict[str, Callable[[], Any]] = {
-        "finish": lambda: _finish(pools, ticket, next(fresh)),
+        "finish": lambda: _finish(store, pool, next(fresh)),
         "put_fields": lambda: pool.put_fields(next(uneven), {"ref_log_probs": ones}),
         "get_meta": lambda: pool.get_meta(replace(READ, deal=next(deals))),
-        "plan": _planner(pools, ticket.task, picked),
+        "plan": _planner(pool, picked),
     }
     for name, operation in operations.items():
         found[name] = _median(operation)
@@ -62,30 +59,31 @@ def _measure(num_rows: int) -> dict[str, float]:
     while pool.get_meta(replace(BLOCKED, deal=number)).dealt:
         number += 1
     found["get_meta, none"] = _median(lambda: pool.get_meta(replace(BLOCKED, deal=number)))
-    found["plan, closed"] = _median(_planner(pools, ticket.task, picked))
+    found["plan, closed"] = _median(_planner(pool, picked))
     gc.enable()
     return found
 
 
-def _planner(pools: Pools, task: str, picked: list[list[RowId]]) -> Callable[[], Any]:
+def _planner(pool: DataPool, picked: list[list[RowId]]) -> Callable[[], Any]:
     """Plans 32 rows of four groups that lie apart."""
     starts: Iterator[int] = iter(range(REPEATS))
 
     def plan() -> object:
         start = next(starts)
         rows = [row for number in range(4) for row in picked[(start + 30 * number) % len(picked)]]
-        return pools.of(task).plan_rows(rows, ["tokens"])
+        return pool.plan_rows(rows, ["tokens"])
 
     return plan
 
 
-def _finish(pools: Pools, ticket: Ticket, number: int) -> None:
+def _finish(store: ColumnStore, pool: DataPool, number: int) -> None:
     """A group whose tokens are in the object store."""
     cell = Cell(num_rows=GROUP_ROWS, ref=number, storage="buffer")
     sizes = RowSizes(tokens=[300 + number % 100] * GROUP_ROWS, trained=[200.0] * GROUP_ROWS)
     rows = _rows(number)
     check_group(rows[0].uid, rows, {"tokens": cell}, sizes)
-    pools.of(ticket.task).add(rows[0].uid, rows, {"tokens": cell}, sizes)
+    store.put(rows[0].uid, rows, {"tokens": cell}, sizes)
+    pool.join(rows[0].uid)
 
 
 def _rows(number: int) -> list[RowId]:

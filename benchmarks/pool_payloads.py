@@ -168,6 +168,7 @@ class Bench:
     def through_the_buffer(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
         """Seconds of all puts, and of all gets."""
         ticket = self.client.generate(self._rollouts)
+        self.client.open_selection(ticket.rollout_id)
         self._prepare(ticket, num_bytes, count, producers)
         put = timed([worker.put.remote(ticket) for worker in self.workers[:producers]])
         readers = self.workers[1 : producers + 1]
@@ -187,9 +188,7 @@ class Bench:
         readers = self.workers[1 : producers + 1]
         got = timed([reader.get_plain.remote(part) for reader, part in zip(readers, keys, strict=True)])
         ray.get(self.holder.clear.remote(), timeout=TIMEOUT_S)
-        self.client.end_ticket(ticket)  # it kept nothing, and leaves no pool
-        self.client.close_selection(ticket.rollout_id)
-        self._rollouts += 1
+        self.client.abandon(ticket.rollout_id)  # nothing of it is in the Buffer
         return put, got
 
     def plainly(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
@@ -200,9 +199,7 @@ class Bench:
         refs = ray.get([worker.owned.remote() for worker in self.workers[:producers]], timeout=TIMEOUT_S)
         readers = self.workers[1 : producers + 1]
         got = timed([reader.get_owned.remote(part) for reader, part in zip(readers, refs, strict=True)])
-        self.client.end_ticket(ticket)
-        self.client.close_selection(ticket.rollout_id)
-        self._rollouts += 1
+        self.client.abandon(ticket.rollout_id)
         return put, got
 
     def _prepare(self, ticket: Any, num_bytes: int, count: int, producers: int) -> list[list[str]]:

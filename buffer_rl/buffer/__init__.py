@@ -1,11 +1,13 @@
 """The Buffer: the only owner of datasets, sample groups, pools and the ledger.
 
 state           ``BufferState``, the operations of the Buffer, without Ray
-rollouts        production: the queue, the tickets and their leases
+rollouts        production: the tickets and their leases
+queue           the groups that wait to be leased again
 partial         what a group keeps when it is requeued
 feed            where fresh groups come from
 codec           groups as JSON; how columns and row ids travel
-pools           the pools of all selections
+selections      what each step trains on, from its opening to its release
+window          which finished groups a step of an asynchronous run takes
 pool            one selection's rows, filled and read while it is open
 readers         which finished groups one step trains on, and which of them a reading task gets next
 columns         how columns are stored

@@ -215,8 +215,7 @@ class ColumnStore:
         ``loss_mask``. sizes: needed where ``tokens`` or ``loss_mask`` are in an object store.
 
         Raises BufferStateError if the group is there already."""
-        if uid in self._groups:
-            raise BufferStateError(f"group {uid} is stored already")
+        self.require_new(uid)
         if sizes is None:
             inline = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
             sizes = RowSizes.of(inline, len(row_ids))
@@ -224,6 +223,11 @@ class ColumnStore:
         if "loss_mask" in cells:
             cells |= {name: Cell.of(column) for name, column in sample_sizes(row_ids, sizes).items()}
         self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, given=frozenset(cells))
+
+    def require_new(self, uid: GroupUid) -> None:
+        """Raises BufferStateError if the group is there already."""
+        if uid in self._groups:
+            raise BufferStateError(f"group {uid} is stored already")
 
     def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
         """Raises what ``put_field`` would raise; changes nothing."""

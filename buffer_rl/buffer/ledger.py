@@ -308,13 +308,15 @@ class RunRecord:
     notes. Read from ``ledger`` when it is made, and written to it with every change, so that a Buffer that begins with
     the ledger of one that died knows the same.
 
-    version: the newest published weights. committed: the step of each rollout that was trained on.
+    version: the newest published weights. committed: the step of each rollout that was trained on. inherited: rollouts
+    that a Buffer that died had selected groups for, which are neither committed nor given up.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.version = int(ledger.recall(_VERSION) or 0)
         self.committed = ledger.commits()
+        self.inherited = ledger.selections()
         self._metadata: dict[str, Any] = orjson.loads(ledger.recall(_METADATA) or "{}")
         self._failures: dict[str, dict[str, int]] = orjson.loads(ledger.recall(_FAILURES) or "{}")
 
@@ -323,9 +325,28 @@ class RunRecord:
         """The user's notes."""
         return dict(self._metadata)
 
-    def commit(self, rollout_id: int, step: int) -> None:
-        """Note what the ledger has committed."""
+    def require_untrained(self, rollout_id: int) -> None:
+        """Raises BufferStateError if the rollout was committed."""
+        if rollout_id in self.committed:
+            raise BufferStateError(f"rollout {rollout_id} was trained on at step {self.committed[rollout_id]}")
+
+    def is_repeat(self, rollout_id: int, step: int) -> bool:
+        """Whether the rollout was committed before. Raises BufferStateError if that was at another step."""
+        committed = self.committed.get(rollout_id)
+        if committed not in (None, step):
+            raise BufferStateError(f"rollout {rollout_id} was committed at step {committed}, not {step}")
+        return committed is not None
+
+    def commit(self, uids: Iterable[GroupUid], rollout_id: int, step: int) -> None:
+        """The rollout was trained on, with these groups."""
+        self._ledger.commit(uids, rollout_id, step)
         self.committed[rollout_id] = step
+        self.inherited.discard(rollout_id)
+
+    def selected_since(self, version: int) -> dict[int, int]:
+        """The number of groups of each step from ``version`` on that is committed, or that a Buffer that died had
+        selected."""
+        return self._ledger.num_committed(version) | {step: len(self._ledger.selected(step)) for step in self.inherited}
 
     def set_version(self, version: int) -> None:
         """Another version is published."""
@@ -358,6 +379,7 @@ class RunRecord:
         self._metadata = {}
         self.update_metadata(metadata)
         self.committed = self._ledger.commits()
+        self.inherited = self._ledger.selections()
         failures = orjson.loads(self._ledger.recall(_FAILURES) or "{}")
         self._failures = {
             kind: {name: count for name, count in counts.items() if name != _TOTAL} for kind, counts in failures.items()

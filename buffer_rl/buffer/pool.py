@@ -362,7 +362,7 @@ def check_group(
 def split_groups(
     row_ids: Sequence[RowId], columns: Mapping[str, Column]
 ) -> list[tuple[GroupUid, list[RowId], dict[str, Column], RowSizes]]:
-    """What ``DataPool.add`` takes of each group of a batch, in the order of their first rows. Raises BufferStateError
+    """What ``Selections.add`` takes of each group of a batch, in the order of their first rows. Raises BufferStateError
     for a row that comes twice, and for columns of other lengths."""
     if lengths := {name: len(column) for name, column in columns.items() if len(column) != len(row_ids)}:
         raise BufferStateError(f"there are {len(row_ids)} rows and columns of lengths {lengths}")

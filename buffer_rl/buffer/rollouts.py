@@ -3,75 +3,25 @@ finished groups.
 
 A group is admitted when it is leased for the first time, and keeps its number: a group that returns to the queue takes
 its old place, before all groups that were admitted later. Which finished groups a step trains on is no concern of this
-module (see ``selection``).
+module (see ``selections``).
 
 Methods that change something check everything first, so that a refused request changes nothing.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from buffer_rl.buffer.feed import Feed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.partial import RequeueRule, oldest_version
+from buffer_rl.buffer.queue import Admitted, GroupQueue
 from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
 from buffer_rl.records.groups import GroupUid, QueueHeader, SampleGroup, Ticket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
-    """A group with its running number."""
-
-    group: SampleGroup
-    number: int
-
-
-class GroupQueue:
-    """Groups in the order of their numbers. What is leased from it and put back costs the same however many wait."""
-
-    def __init__(self, groups: Iterable[SampleGroup] = ()) -> None:
-        self._entries = {group.uid: Admitted(group=group, number=number) for number, group in enumerate(groups)}
-        # May also hold groups that were taken out: those are passed over where they come first.
-        self._order = [(entry.number, uid) for uid, entry in self._entries.items()]
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def entries(self) -> list[Admitted]:
-        """All groups with their numbers, the next one first."""
-        return sorted(self._entries.values(), key=lambda entry: entry.number)
-
-    def first(self, num_groups: int, chosen: Sequence[GroupUid] | None = None) -> list[Admitted]:
-        """The next groups, or those of ``chosen`` that are here, in its order; at most ``num_groups``. They stay."""
-        if chosen is not None:
-            return [self._entries[uid] for uid in dict.fromkeys(chosen) if uid in self._entries][:num_groups]
-        found: dict[GroupUid, Admitted] = {}
-        while self._order and len(found) < num_groups:
-            number, uid = heapq.heappop(self._order)
-            if (entry := self._entries.get(uid)) is not None and entry.number == number:
-                found[uid] = entry
-        for uid, entry in found.items():
-            heapq.heappush(self._order, (entry.number, uid))
-        return list(found.values())
-
-    def remove(self, uids: Iterable[GroupUid]) -> None:
-        """Take groups out; those that are not here are passed over."""
-        for uid in uids:
-            self._entries.pop(uid, None)
-        if len(self._order) > 2 * len(self._entries) + 64:  # mostly groups that were taken out
-            self._order = [(entry.number, entry.group.uid) for entry in self.entries]  # sorted, which is a heap
-
-    def put(self, entry: Admitted) -> None:
-        """Put a group at the place of its number."""
-        self._entries[entry.group.uid] = entry
-        heapq.heappush(self._order, (entry.number, entry.group.uid))
-
 
 QUARANTINED = "quarantined"
 """What drops are counted as that are quarantined; the ledger has each one's reason."""
@@ -99,17 +49,22 @@ class Lease:
     def foreign(self) -> bool:
         return self.number < 0
 
+    @property
+    def imported(self) -> bool:
+        """Whether it came finished, past the data source: where and when its tokens were sampled is not known."""
+        return len(self.group) == 0
+
 
 @dataclass(slots=True, kw_only=True)
 class OpenRollout:
-    """A ticket between ``generate`` and ``end_ticket``. wanted: how many groups it was opened with; ``ticket`` has those
-    that are still missing. leases: groups that are leased and not finished. finished: in the order of their reports.
-    waiting: the prompts of an evaluation that were not leased yet."""
+    """A ticket between ``generate`` and ``end_ticket``. wanted: how many groups it was opened with; ``ticket`` has the
+    number that are still missing. leases: groups that are leased and not finished. finished: the number of rows of each
+    group, in the order of their reports. waiting: the prompts of an evaluation that were not leased yet."""
 
     ticket: Ticket
     wanted: int
     leases: dict[GroupUid, Lease] = field(default_factory=dict)
-    finished: dict[GroupUid, None] = field(default_factory=dict)
+    finished: dict[GroupUid, int] = field(default_factory=dict)
     waiting: GroupQueue = field(default_factory=GroupQueue)
     drops: Counter[str] = field(default_factory=Counter)
 
@@ -132,11 +87,14 @@ class OpenRollout:
 class Rollouts:
     """Owner of the queue, the tickets, and the leases; writes every change to the ledger.
 
-    finished: the training groups that are finished, and not released yet. newest_ticket: number of the training ticket
-    that was opened last.
+    is_limited: a ticket leases no more groups than it was opened with, but for those that replace rejected or returned
+    ones; without it, as many as it asks for. finished: the training groups that are finished, and not released yet.
+    newest_ticket: number of the training ticket that was opened last; -1 before, and where production starts again.
     """
 
-    def __init__(self, feed: Feed, *, ledger: Ledger, rule: RequeueRule | None = None) -> None:
+    def __init__(
+        self, feed: Feed, *, ledger: Ledger, rule: RequeueRule | None = None, is_limited: bool = False
+    ) -> None:
         self.queue = GroupQueue()
         self.open: dict[str, OpenRollout] = {}
         self.finished: dict[GroupUid, Lease] = {}
@@ -144,6 +102,7 @@ class Rollouts:
         self._feed = feed
         self._ledger = ledger
         self._rule = rule or RequeueRule()
+        self._is_limited = is_limited
         self._admitted = 0
         self._num_leases = 0
         self._num_workers = ledger.opening * WORKERS
@@ -160,17 +119,19 @@ class Rollouts:
             raise BufferStateError(f"the report is refused: another worker goes on with {ticket.task}")
         return rollout
 
-    def start(self, ticket: Ticket, waiting: GroupQueue) -> Ticket:
-        """Open a ticket. Returns it for a worker of its own: those of an earlier ticket of the task are refused."""
+    def start(self, ticket: Ticket, waiting: Sequence[SampleGroup] = ()) -> Ticket:
+        """Open a ticket. Returns it for a worker of its own: those of an earlier ticket of the task are refused.
+        waiting: the groups of an evaluation."""
         ticket = self._for_next_worker(ticket)
         if not ticket.evaluation:
             self.newest_ticket = ticket.rollout_id
-        self.open[ticket.task] = OpenRollout(ticket=ticket, wanted=ticket.num_groups, waiting=waiting)
+        queue = GroupQueue(group.as_prompts() for group in waiting)
+        self.open[ticket.task] = OpenRollout(ticket=ticket, wanted=ticket.num_groups, waiting=queue)
         return self.open[ticket.task].ticket
 
     def headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
-        return [self._header(entry.group) for entry in self.queue.entries]
+        return self.queue.headers(self._rule)
 
     def lease(
         self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None, version: int | None = None
@@ -184,6 +145,8 @@ class Rollouts:
             waiting = rollout.waiting.first(num_samples)
             rollout.waiting.remove([entry.group.uid for entry in waiting])
             return [self._lease(rollout, entry, attempt=1, version=version) for entry in waiting]
+        if self._is_limited and num_samples > 0:
+            num_samples = min(num_samples, self._num_allowed(rollout))
         queued = self.queue.first(num_samples, chosen)
         fresh = self._admit(num_samples - len(queued))
         try:
@@ -194,7 +157,8 @@ class Rollouts:
             raise
         self._admitted += len(fresh)
         self.queue.remove([entry.group.uid for entry in queued])
-        return [self._lease(rollout, *pair, version) for pair in zip([*queued, *fresh], attempts, strict=True)]
+        pairs = zip([*queued, *fresh], attempts, strict=True)
+        return [self._lease(rollout, entry, attempt, version) for entry, attempt in pairs]
 
     def requeue(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
@@ -229,13 +193,13 @@ class Rollouts:
         rollout.ticket = self._for_next_worker(replace(ticket, num_groups=missing))
         return rollout.ticket
 
-    def finish(self, rollout: OpenRollout, lease: Lease) -> None:
+    def finish(self, rollout: OpenRollout, lease: Lease, num_rows: int) -> None:
         """End a live lease: its group is finished."""
         uid = lease.group.uid
         if not rollout.ticket.evaluation:
             self._ledger.finish(uid, lease.group.attempt)
             self.finished[uid] = lease
-        rollout.finished[uid] = None
+        rollout.finished[uid] = num_rows
         del rollout.leases[uid]
 
     def drop(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, *, for_good: bool = False) -> None:
@@ -264,22 +228,24 @@ class Rollouts:
                     hint="a group is trained on once; one that a rollout function makes has a uid of its own, or none",
                 )
 
-    def import_groups(self, rollout: OpenRollout, uids: Sequence[GroupUid], foreign: bool = False) -> list[Lease]:
-        """Lease and finish pending groups past the source and the queue; their payloads came from elsewhere. foreign:
-        the groups themselves did, too."""
+    def import_groups(
+        self, rollout: OpenRollout, num_rows: Mapping[GroupUid, int], foreign: bool = False
+    ) -> list[Lease]:
+        """Lease and finish pending groups of so many rows past the source and the queue; their payloads came from
+        elsewhere. foreign: the groups themselves did, too."""
+        ticket = rollout.ticket.rollout_id
         with self._ledger.transaction():
-            attempts = [self._ledger.lease(uid, rollout.ticket.rollout_id, foreign) for uid in uids]
-            for uid, attempt in zip(uids, attempts, strict=True):
+            attempts = {uid: self._ledger.lease(uid, ticket, foreign) for uid in num_rows}
+            for uid, attempt in attempts.items():
                 self._ledger.finish(uid, attempt)
-        self.queue.remove(uids)
-        for uid, attempt in zip(uids, attempts, strict=True):
+        self.queue.remove(num_rows)
+        for uid, attempt in attempts.items():
             group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.fencing_token)
             number = -1 if foreign else self._admitted
             self._admitted += not foreign
-            rollout.finished[uid] = None
-            ticket = rollout.ticket.rollout_id
+            rollout.finished[uid] = num_rows[uid]
             self.finished[uid] = Lease(group=group, number=number, order=self._count_lease(), ticket=ticket)
-        return [self.finished[uid] for uid in uids]
+        return [self.finished[uid] for uid in num_rows]
 
     def end(self, rollout: OpenRollout) -> list[GroupUid]:
         """End a ticket: what was leased and never mentioned again is rejected as ``unreported``. Returns these."""
@@ -303,28 +269,49 @@ class Rollouts:
         self._put_back(returned)
         return sum(not lease.foreign for lease in returned)
 
-    def give_up(self, finished: Iterable[GroupUid], *, tickets: bool = True) -> None:
-        """Queue ``finished`` training groups again, as prompts; with ``tickets``, leased ones too, and forget all
-        training tickets. Foreign groups are lost: pending, not queued."""
+    def give_up(self, finished: Iterable[GroupUid], first_ticket: int | None = None) -> None:
+        """Queue ``finished`` training groups again, as prompts; also those that an earlier Buffer finished. Foreign
+        groups are lost: pending, not queued. first_ticket: production starts again with it, so that leased groups are
+        queued too, and all training tickets forgotten."""
         leases = [self.finished.get(uid) or self.lease_of(uid) for uid in finished]
-        ended = [rollout for rollout in self.open.values() if tickets and not rollout.ticket.evaluation]
+        ended = [] if first_ticket is None else self._running()
         for rollout in ended:
             leases += rollout.leases.values()
         self._write_returns({lease.group.uid: lease.group.attempt for lease in leases})
         self._put_back(leases)
         for rollout in ended:
             del self.open[rollout.ticket.task]
+        if first_ticket is not None:
+            self.newest_ticket = min(self.newest_ticket, first_ticket - 1)
 
-    def has_opened(self, last_ticket: int | None, newest: int) -> bool:
-        """Whether no ticket up to ``newest`` is left to open, in a run whose last one is ``last_ticket``."""
-        return self.newest_ticket >= (newest if last_ticket is None else min(newest, last_ticket))
+    def progress(self) -> dict[str, Any]:
+        """Counts of the ticket that was opened last, if it is open, and of the queue."""
+        shown = next(reversed(self.open.values()), None)
+        return {
+            "task": shown.ticket.task if shown else "",
+            "wanted": shown.wanted if shown else 0,
+            "leased": len(shown.leases) if shown else 0,
+            "finished": len(shown.finished) if shown else 0,
+            "dropped": dict(shown.drops) if shown else {},
+            "queued": len(self.queue),
+        }
+
+    def has_ended(self, ticket: int) -> bool:
+        """Whether a training ticket was opened and is open no longer."""
+        return ticket <= self.newest_ticket and f"train_{ticket}" not in self.open
+
+    def have_all_ended(self, last: int) -> bool:
+        """Whether all training tickets up to ``last`` were opened, and none is open."""
+        return last <= self.newest_ticket and not self._running()
 
     @property
     def num_unreleased(self) -> int:
-        """Groups of the budget of (S + 1) P: finished ones that are not released, leased ones, and those that open
-        tickets may still lease."""
-        running = [rollout for rollout in self.open.values() if not rollout.ticket.evaluation]
-        return len(self.finished) + sum(len(rollout.leases) + rollout.num_missing for rollout in running)
+        """Finished groups that are not released, leased ones, and those that open tickets may still lease."""
+        return len(self.finished) + sum(len(rollout.leases) + rollout.num_missing for rollout in self._running())
+
+    def selected(self, rollout_id: int) -> list[GroupUid]:
+        """The finished groups that the ledger has as selected for a step."""
+        return self._ledger.selected(rollout_id)
 
     def lease_of(self, uid: GroupUid) -> Lease:
         """What an earlier Buffer leased, made again from the data source; of a foreign group nothing can be."""
@@ -356,12 +343,28 @@ class Rollouts:
         if foreign := known.keys() - set(pending):
             state = self._ledger.entry(uid := min(foreign)).state
             raise BufferStateError(f"the saved queue holds group {uid}, which the ledger has as {state}")
+        self.newest_ticket = -1
         self.queue = GroupQueue()
         for uid in pending:
             number = self._ledger.number(uid) or 0
             group = self._feed.resize(known[uid], number) if uid in known else self.lease_of(uid).group
             self.queue.put(Admitted(group=group, number=number))
         self._admitted = self._ledger.num_admitted
+
+    def _running(self) -> list[OpenRollout]:
+        """The open training tickets."""
+        return [rollout for rollout in self.open.values() if not rollout.ticket.evaluation]
+
+    def _num_allowed(self, rollout: OpenRollout) -> int:
+        """How many groups a ticket may still lease. Raises BufferStateError if there are none."""
+        if rollout.num_missing == 0:
+            raise BufferStateError(
+                f"{rollout.ticket.task} has {rollout.wanted} groups, and all of them are leased or finished",
+                where="get_samples",
+                expected="at most that many, and one more for each that is rejected or given back",
+                hint="return, or report a group first; --target-staleness sets how many tickets run at a time",
+            )
+        return rollout.num_missing
 
     def _write_leases(self, ticket: Ticket, queued: Sequence[Admitted], fresh: Sequence[Admitted]) -> list[int]:
         """Where the data source stands is written with its groups: neither is known without the other."""
@@ -411,16 +414,3 @@ class Rollouts:
         return [
             Admitted(group=g, number=self._admitted + i) for i, g in enumerate(self._feed.draw_prompts(num_samples))
         ]
-
-    def _header(self, group: SampleGroup) -> QueueHeader:
-        """What a buffer filter sees of a queued group."""
-        prompt = group[0].prompt
-        text = prompt if isinstance(prompt, str) else "".join(str(turn) for turn in prompt)
-        return QueueHeader(
-            uid=group.uid,
-            admitted=group[0].group_index or 0,
-            prompt_length=len(text),
-            attempts=group.attempt,
-            reward=self._rule.reward(group),
-            version=oldest_version(group),
-        )

@@ -51,11 +51,6 @@ class Window:
     def __len__(self) -> int:
         return len(self._places)
 
-    @property
-    def num_passed(self) -> int:
-        """The largest number of younger groups that passed one live group."""
-        return max((place.passed for place in self._places.values()), default=0)
-
     def lease(self, uid: GroupUid) -> None:
         """A group is live, as the youngest."""
         assert uid not in self._places, "a live group is not leased"
@@ -72,8 +67,8 @@ class Window:
             self._num_finished -= place.finished
 
     def certain(self) -> list[GroupUid]:
-        """Finished groups with fewer than P live ones before them. Whatever comes, the next step takes them: a new lease
-        is behind them, and a group that leaves brings them forward."""
+        """Finished groups with fewer than P live ones before them. Whatever comes, the next step takes them: a new
+        lease is behind them, and a group that leaves brings them forward."""
         return [uid for uid, place in islice(self._places.items(), self._groups_per_step) if place.finished]
 
     def choose(self, num_groups: int | None = None) -> list[GroupUid] | None:

@@ -103,6 +103,11 @@ class Schedule:
         """Whether a step takes the oldest finished groups within the window; else those of its own ticket."""
         return self.mode is Mode.ASYNC
 
+    @property
+    def mixes_versions(self) -> bool:
+        """Whether weights may be published between a group's lease and the end of its requests."""
+        return self.by_window and self.max_staleness > 0
+
     def window(self, groups_per_step: int) -> int:
         """W: a group is trained on before W - 1 younger ones have passed it."""
         return 1 + (self.max_staleness - self.target) * groups_per_step
@@ -114,6 +119,15 @@ class Schedule:
     def may_start(self, rollout_id: int, published_version: int) -> bool:
         """Whether ticket ``rollout_id`` may open while ``published_version`` is the newest published one."""
         return rollout_id <= published_version + self.target
+
+    def num_admitted(self, rollout_id: int, published_version: int, num_unreleased: int, groups_per_step: int) -> int:
+        """How many groups ticket ``rollout_id`` opens with, none if it may not open: P, with the window as many as
+        bring ``num_unreleased`` (leased, or finished and not released) to ``(rollout_id + 1 - v) P``, where v is the
+        published version. So the ticket after one that ended short makes up for it."""
+        if not self.may_start(rollout_id, published_version):
+            return 0
+        room = (rollout_id + 1 - published_version) * groups_per_step - num_unreleased
+        return max(0, room) if self.by_window else groups_per_step
 
 
 LOCKSTEP = Schedule(mode=Mode.LOCKSTEP)

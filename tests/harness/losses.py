@@ -81,7 +81,8 @@ def two_groups(**more: Any) -> DataPool:
             "advantages": [np.full(n, rng.normal(), dtype=np.float32) for n in lengths],
             "sample_total_tokens": np.full(len(rows), 1e9, dtype=np.float32),  # written again by the Buffer
         }
-        pool.add(uid, rows, columns | {name: make(rng, lengths) for name, make in more.items()})
+        store.put(uid, rows, columns | {name: make(rng, lengths) for name, make in more.items()})
+        pool.join(uid)
     pool.select([GroupUid("data", number, 0) for number in range(len(PARTS))])
     return pool
 

@@ -71,12 +71,14 @@ class Group:
 
 @dataclass(kw_only=True)
 class Step:
-    """A rollout from its ticket to its release. phase: open, closed, trained, or lost, with the Buffer that closed it.
-    got: what the processes of each reader hold. deals: the rows of each, in turn. to_write: deals of the reference
-    model that lack its field, with the generation of the process that holds them."""
+    """A rollout from its ticket to its release. phase: open, ended (the ticket), closed, empty (closed without a
+    group), trained, or lost, with the Buffer that closed it. has_pool: its selection was opened. got: what the
+    processes of each reader hold. deals: the rows of each, in turn. to_write: deals of the reference model that lack
+    its field, with the generation of the process that holds them."""
 
     ticket: Ticket
     phase: str = "open"
+    has_pool: bool = False
     drops: Counter[str] = field(default_factory=Counter)
     got: dict[str, set[GroupUid]] = field(default_factory=lambda: {REF: set(), POLICY: set()})
     deals: dict[str, list[list[RowId]]] = field(default_factory=dict)
@@ -150,10 +152,12 @@ class Model:
         joined = [uid for uid in joined if uid in pinned] + [uid for uid in joined if uid not in pinned]
         return joined[: self.per_step], joined[self.per_step :]
 
-    def has_room(self) -> bool:
-        """Whether P groups of the budget are left."""
-        held = 0
-        for rollout, step in self.steps.items():
-            if step.phase != "lost":
-                held += self.per_step if step.phase == "open" else len(self.joined(rollout))
-        return (self.staleness + 1) * self.per_step - held >= self.per_step
+    def may_open(self, rollout: int) -> bool:
+        """Whether the version that is S steps before the rollout is published."""
+        return rollout - self.staleness <= self.version
+
+    def may_start_with(self, rollout: int) -> bool:
+        """Whether production may start again with this step: each one before it was trained on, or its selection is
+        closed, perhaps by a Buffer that died since."""
+        phases = [self.steps[step].phase if step in self.steps else "" for step in range(self.num_trained, rollout)]
+        return all(phase in ("closed", "empty", "lost") for phase in phases)

@@ -20,7 +20,7 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import Writer
-from buffer_rl.buffer.pools import GENERATIONS
+from buffer_rl.buffer.selections import GENERATIONS
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
@@ -43,7 +43,7 @@ from harness.production_model import (
     request,
     rows_of,
 )
-from harness.tickets import close_rollout, schedule_of
+from harness.tickets import schedule_of
 
 
 class Trial:
@@ -59,6 +59,8 @@ class Trial:
         self.evaluation: Evaluation | None = None
         self.late: list[Ticket] = []
         self.held: dict[GroupUid, SampleGroup] = {}
+        self.restarted = False
+        self.cleared: set[int] = set()  # steps whose pools this Buffer had
         self.state = self.open_buffer(restarted=False)
         self.audit = LedgerAudit(self.file)
 
@@ -105,11 +107,9 @@ class Trial:
     def generate(self, draw: Random) -> None:
         """The next step that is neither under way nor trained; also one that was lost with a Buffer."""
         model, rollout = self.model, self.model.num_trained
-        if rollout > model.version and model.steps[rollout - 1].phase == "lost":
-            return  # the driver publishes first
         while rollout in model.steps and model.steps[rollout].phase != "lost":
             rollout += 1
-        if not model.has_room():
+        if not model.may_open(rollout):
             return self.refused(self.state.generate, rollout)
         ticket = self.state.generate(rollout)
         assert (ticket.num_groups, ticket.version) == (model.per_step, model.version)
@@ -180,7 +180,7 @@ class Trial:
             assert [(group.uid, group.attempt) for group in groups] == [(uid, 1) for uid in run.waiting[:count]]
             run.leased, run.waiting = run.leased + run.waiting[:count], run.waiting[count:]
         elif fate == "close":
-            report = close_rollout(self.state, run.ticket)
+            report = self.state.end_ticket(run.ticket)
             drops = run.drops + Counter(unreported=len(run.leased))
             assert (report.num_groups, report.drops, report.surplus) == (run.num_finished, drops, 0)
             self.state.clear(run.ticket.task)
@@ -204,9 +204,13 @@ class Trial:
         """The next deal of a reader, or a repeat of an earlier one. Returns whether it was told the end."""
         repeats, name = not name and draw.random() < 0.3, name or draw.choice([REF, POLICY])
         step, joined, limit = self.model.steps[rollout], self.model.joined(rollout), draw.randint(1, 3)
+        task, fields = step.ticket.task, self.fields[name]
+        if not step.has_pool:
+            self.refused(self.state.take, task, request(name, fields, limit, 0), restarted=self.was_lost(rollout))
+            return False
         deals, got = step.deals.setdefault(name, []), step.got[name]
         number = draw.randint(0, len(deals)) if repeats else len(deals)
-        meta, _ = self.state.take(step.ticket.task, request(name, self.fields[name], limit, number))
+        meta, _ = self.state.take(task, request(name, fields, limit, number))
         if number < len(deals):
             assert meta.row_ids == [row for row in deals[number] if row.uid in joined]
             return False
@@ -216,7 +220,7 @@ class Trial:
         assert len(uids) == min(limit, num_offered - len(got))
         assert set(uids) <= ready - got
         assert meta.row_ids == [row for uid in uids for row in rows_of(uid)]
-        ended = not uids and step.phase != "open" and ready == joined
+        ended = not uids and step.phase not in ("open", "ended") and ready == joined
         assert (meta.dealt, meta.ended, meta.generation % GENERATIONS) == (bool(uids), ended, step.generation[name])
         if uids:
             deals.append(meta.row_ids)
@@ -241,6 +245,10 @@ class Trial:
 
     def replace_reader(self, draw: Random, rollout: int) -> None:
         step, name = self.model.steps[rollout], draw.choice([REF, POLICY])
+        if not step.has_pool:
+            return self.refused(
+                self.state.requeue_for_readers, step.ticket.task, name, restarted=self.was_lost(rollout)
+            )
         lost = {uid for uid in step.got[name] if name == POLICY or step.lacks_field(uid)}
         assert self.state.requeue_for_readers(step.ticket.task, name) == len(lost)
         step.got[name] -= lost
@@ -250,8 +258,10 @@ class Trial:
 
     def read_data(self, draw: Random, rollout: int) -> None:
         """The batch of a step, in the order of uids, and the shares of two ranks."""
-        if (phase := self.model.steps[rollout].phase) in ("open", "lost"):
-            return self.refused(self.state.get_data, rollout, restarted=phase == "lost")
+        step = self.model.steps[rollout]
+        if step.phase not in ("closed", "trained"):
+            restarted = not step.has_pool and self.was_lost(rollout)
+            return self.refused(self.state.get_data, rollout, restarted=restarted)
         rows = [row for uid in sorted(self.model.joined(rollout)) for row in rows_of(uid)]
         assert list(self.state.get_data(rollout).row_ids) == rows
         shares = [list(self.state.get_data(rollout, rank, 2).row_ids) for rank in (0, 1, 0, 1)]
@@ -260,24 +270,50 @@ class Trial:
 
     # -- steps ---------------------------------------------------------------------------------------
 
-    def close(self, draw: Random, rollout: int) -> None:
+    def was_lost(self, rollout: int) -> bool:
+        """Whether the Buffer takes a pool that it lacks for one of an earlier Buffer."""
+        return self.restarted and rollout not in self.cleared
+
+    def select(self, draw: Random, rollout: int) -> None:
+        """Open the selection, which what is finished joins."""
+        step = self.model.steps[rollout]
+        for _ in range(2):
+            self.state.open_selection(rollout)
+        step.has_pool = True
+        self.cleared.discard(rollout)
+
+    def end_ticket(self, draw: Random, rollout: int) -> None:
         model, step = self.model, self.model.steps[rollout]
-        self.refused(self.state.commit, rollout, rollout + 1)
-        chosen, surplus = model.selection(rollout)
-        unreported = model.of(LEASED, rollout=rollout)
-        foreign = [uid for uid in surplus if model.groups[uid].place < 0]
-        report = close_rollout(self.state, step.ticket)
-        assert (report.num_groups, report.num_rows) == (len(chosen), SAMPLES * len(chosen))
-        assert report.drops == step.drops + Counter(unreported=len(unreported)) + Counter(surplus=len(foreign))
-        assert report.surplus == len(surplus) - len(foreign)
+        num_finished, unreported = len(model.joined(rollout)), model.of(LEASED, rollout=rollout)
+        report = self.state.end_ticket(step.ticket)
+        assert (report.num_groups, report.num_rows) == (num_finished, SAMPLES * num_finished)
+        assert report.drops == step.drops + Counter(unreported=len(unreported))
         model.set(unreported, REJECTED)
-        model.set(surplus, PENDING)
         self.late.append(step.ticket)
-        step.phase = "closed"
+        step.phase = "ended"
+
+    def close(self, draw: Random, rollout: int) -> None:
+        """Close the selection, which must wait for its ticket."""
+        model, step = self.model, self.model.steps[rollout]
+        self.refused(self.state.commit, rollout, rollout + 1, restarted=not step.has_pool and self.was_lost(rollout))
+        step.has_pool = True
+        self.cleared.discard(rollout)
+        if step.phase == "open":
+            assert self.state.close_selection(rollout) == (None, self.state.revision)
+            return
+        chosen, surplus = model.selection(rollout)
+        foreign = [uid for uid in surplus if model.groups[uid].place < 0]
+        report = self.state.close_selection(rollout)[0]
+        assert report is not None
+        assert (report.num_groups, report.num_rows) == (len(chosen), SAMPLES * len(chosen))
+        assert report.drops == ({"surplus": len(foreign)} if foreign else {})
+        assert report.surplus == len(surplus) - len(foreign)
+        model.set(surplus, PENDING)
+        step.phase = "closed" if chosen else "empty"
         assert step.got[POLICY] <= set(chosen)
         step.got[REF] &= set(chosen)
+        self.refused(self.state.close_selection, rollout)
         if not chosen:
-            del model.steps[rollout]
             self.refused(self.state.commit, rollout, rollout + 1)
 
     def advance(self, draw: Random) -> None:
@@ -287,10 +323,14 @@ class Trial:
             self.release(rollout)
         elif (step := self.model.steps.get(rollout)) is None:
             self.generate(draw)
-        elif step.phase != "open":
+        elif step.phase == "empty":
+            self.abandon(rollout)
+        elif step.phase in ("closed", "lost"):
             self.commit(rollout)
-        elif len(self.model.joined(rollout)) >= self.model.per_step:
+        elif step.phase == "ended":
             self.close(draw, rollout)
+        elif len(self.model.joined(rollout)) >= self.model.per_step:
+            self.end_ticket(draw, rollout)
 
     def commit(self, rollout: int) -> None:
         for _ in range(2):
@@ -303,27 +343,29 @@ class Trial:
             self.model.steps[rollout].phase = "trained"
 
     def release(self, version: int) -> None:
-        if version in self.model.steps and self.model.steps[version].phase != "lost":
-            self.refused(self.state.release, version + 1)
-            self.read_data(Random(0), version - 1)
+        self.refused(self.state.release, version + 1)
+        self.read_data(Random(0), version - 1)
         for _ in range(2):
             self.state.release(version)
         self.refused(self.state.release, version - 1)
         self.model.version = version
-        step = self.model.steps.pop(version - 1)
-        self.refused(self.state.get_data, version - 1, restarted=step.phase == "lost")
+        if self.model.steps.pop(version - 1).has_pool:
+            self.cleared.add(version - 1)
+        self.refused(self.state.get_data, version - 1, restarted=self.was_lost(version - 1))
 
     # -- deaths --------------------------------------------------------------------------------------
 
     def lose_buffer(self, draw: Random) -> None:
         """Its payloads are lost, and the tokens in its queue; if it only hung, its changes are refused."""
         old, self.state = self.state, self.open_buffer(restarted=True)
+        self.restarted, self.cleared = True, set()
         for rollout, step in list(self.model.steps.items()):
-            if step.phase == "open":
-                self.refused(old.get_samples, step.ticket, 1)
+            if step.phase in ("open", "ended", "empty"):
                 self.model.set(self.model.of(LEASED, FINISHED, rollout=rollout), PENDING)
                 self.late.append(self.model.steps.pop(rollout).ticket)
-            step.phase = "lost"
+            if step.phase == "open":
+                self.refused(old.get_samples, step.ticket, 1)
+            step.phase, step.has_pool = "lost", False
         self.model.set(self.model.of(PENDING), PENDING)
         if self.evaluation is not None:
             self.late.append(self.evaluation.ticket)
@@ -347,14 +389,24 @@ class Trial:
         step.ticket = ticket
 
     def lose_payloads(self, draw: Random) -> None:
+        """Production starts again with a step; it may not leave one out."""
         rollout = draw.randint(max(0, self.model.num_trained - 1), self.model.num_trained + 2)
-        if rollout < self.model.num_trained:
+        if rollout < self.model.num_trained or not self.model.may_start_with(rollout):
             return self.refused(self.state.abandon, rollout)
         for _ in range(2):
-            self.state.abandon(rollout)
-        if (step := self.model.steps.pop(rollout, None)) is not None:
-            self.model.set(self.model.of(LEASED, FINISHED, rollout=rollout), PENDING)
-            self.late.append(step.ticket)
+            self.abandon(rollout)
+
+    def abandon(self, rollout: int) -> None:
+        """All tickets are given up, and the selections from this step on."""
+        self.state.abandon(rollout)
+        for number, step in list(self.model.steps.items()):
+            if step.phase == "open":
+                self.model.set(self.model.of(LEASED, rollout=number), PENDING)
+            if number >= rollout:
+                self.model.set(self.model.of(FINISHED, rollout=number), PENDING)
+                self.late.append(self.model.steps.pop(number).ticket)
+                if step.has_pool:
+                    self.cleared.add(number)
 
     def call_late(self, draw: Random) -> None:
         """A worker that should be gone calls, even with what another one holds by now."""
@@ -373,20 +425,23 @@ class Trial:
             refused(self.state.pass_on, ticket)
 
     def end_step(self, draw: Random) -> None:
-        """The oldest step to its end, where nothing is dropped and nothing dies: it gets P groups, all readers end."""
+        """The oldest step to its end, where nothing is dropped and nothing dies: all readers end."""
         model, rollout = self.model, self.model.num_trained
         if model.version < rollout:
             self.release(rollout)
         if rollout not in model.steps or model.steps[rollout].phase == "lost":
-            assert model.has_room()
             self.generate(draw)
         step = model.steps[rollout]
         if step.phase == "open":
             self.lease(draw, rollout, max(0, model.per_step - len(model.of(LEASED, FINISHED, rollout=rollout))))
             while model.of(LEASED, rollout=rollout):
                 self.end_lease(draw, rollout, FINISHED)
+            self.end_ticket(draw, rollout)
+            assert len(model.joined(rollout)) >= model.per_step
+        if step.phase == "ended":
             self.close(draw, rollout)
-            assert len(model.joined(rollout)) == model.per_step
+        if step.phase == "empty":  # its ticket ended before anything was finished
+            return self.abandon(rollout)
         while not self.read(draw, rollout, REF):
             pass
         while step.to_write:

@@ -292,17 +292,21 @@ def test_threads_that_change_and_read_at_one_time_do_it_one_after_another(tmp_pa
     finally:
         sys.setswitchinterval(interval)
     assert not failures
-    report = Caller(actor, "driver").change("end_ticket", ticket)
+    driver = Caller(actor, "driver")
+    report = driver.change("end_ticket", ticket)
     assert (report.num_groups, report.drops) == (64, {})
+    assert driver.change("close_selection", 0)[0].num_groups == 64
     batch = assemble(actor.read("plan_data", (0,)))
     assert [int(tokens[0]) for tokens in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
     assert sorted({row_id.uid.row for row_id in batch.row_ids}) == list(range(64))
 
 
-def test_a_display_that_looks_at_a_task_without_its_pool_gets_the_other_counts(tmp_path: Path) -> None:
-    """As a health check may see it that comes while a task begins or ends, since it takes no lock."""
+def test_a_display_gets_the_counts_of_a_ticket_whose_selection_is_not_open(tmp_path: Path) -> None:
     actor = make_actor(tmp_path)
-    ticket = Caller(actor).change("generate", 0, False)
-    actor._state._pools.clear(ticket.task)
+    caller = Caller(actor)
+    ticket = caller.change("generate", 0, False)
+    caller.change("get_samples", ticket, 1)
     progress = actor.get_progress()
     assert (progress["incarnation"], progress["busy_s"]) == (ticket.incarnation, 0.0)
+    counts = [progress[name] for name in ("task", "wanted", "leased", "finished", "dropped")]
+    assert counts == ["train_0", ticket.num_groups, 1, 0, {}]

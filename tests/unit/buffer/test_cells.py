@@ -23,7 +23,8 @@ def test_every_row_says_how_many_tokens_its_whole_sample_trains_on_and_samples_a
         masks = [np.asarray([1] * tokens + [0], dtype=np.float32) for tokens in rows.values()]
         tokens = [np.zeros(9, dtype=np.int32) for _ in rows]
         wrong = np.full(len(rows), 77.0)  # from the user's converter, say
-        pool.add(uid, list(rows), {"tokens": tokens, "loss_mask": masks, "sample_total_tokens": wrong})
+        plane.put(uid, list(rows), {"tokens": tokens, "loss_mask": masks, "sample_total_tokens": wrong})
+        pool.join(uid)
     request = ReadRequest(reader="ref", fields=frozenset({"tokens", "sample_total_tokens"}), num_rows=100)
     ready = pool.get_meta(request).row_ids
     pool.select([first, second])

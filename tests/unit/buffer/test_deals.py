@@ -49,7 +49,8 @@ class Pool:
     def add(self, row: int, *tokens: int) -> GroupUid:
         uid = uid_of(row)
         columns: dict[str, Any] = {"tokens": [np.zeros(count, dtype=np.int32) for count in tokens]}
-        self.pool.add(uid, [RowId(uid, index) for index in range(len(tokens))], columns)
+        self.store.put(uid, [RowId(uid, index) for index in range(len(tokens))], columns)
+        self.pool.join(uid)
         return uid
 
     def close(self, *rows: int) -> None:
@@ -247,6 +248,7 @@ def test_groups_that_were_dealt_to_a_final_reader_are_part_of_the_step_whichever
 def test_a_deal_without_rows_is_an_empty_batch_and_an_end_or_a_wait_is_none() -> None:
     state = BufferState(None, ledger=Ledger.in_memory(), groups_per_step=1)
     ticket = state.generate(0)
+    state.open_selection(0)
     assert state.take(ticket.task, request(together=True))[1] is None
     state.import_groups(ticket, [RowId(uid_of(0), 0)], {"tokens": [np.zeros(5, dtype=np.int32)]})
     close_rollout(state, ticket)

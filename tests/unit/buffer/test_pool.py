@@ -42,7 +42,8 @@ class Pool:
         uid = uid_of(row)
         tokens = [np.full(row + 2 + index, row, dtype=np.int32) for index in range(count)]
         columns: dict[str, Any] = {"tokens": tokens, "loss_mask": [np.ones(2, dtype=np.float32) for _ in tokens]}
-        self.pool.add(uid, rows_of(uid, count), columns)
+        self.plane.put(uid, rows_of(uid, count), columns)
+        self.pool.join(uid)
         return uid
 
     def put(self, uid: GroupUid, name: str, value: float = 0.0) -> None:
@@ -206,7 +207,9 @@ def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_ar
     reference = object()
     cell = Cell(num_rows=2, ref=reference)
     masks = [np.ones(1, dtype=np.float32) for _ in column]
-    p.pool.add(uid, rows_of(uid, 2), {"tokens": cell, "loss_mask": masks}, RowSizes(tokens=[3, 5], trained=[1.0, 1.0]))
+    sizes = RowSizes(tokens=[3, 5], trained=[1.0, 1.0])
+    p.plane.put(uid, rows_of(uid, 2), {"tokens": cell, "loss_mask": masks}, sizes)
+    p.pool.join(uid)
     asked: list[Any] = []
 
     def resolve(cells: Any) -> Any:

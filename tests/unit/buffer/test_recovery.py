@@ -218,6 +218,7 @@ def test_what_was_read_of_a_buffer_that_died_is_not_written_into_the_same_groups
 
     def opened(state: BufferState) -> Writer:
         ticket = state.generate(0)
+        state.open_selection(0)
         for group in state.get_samples(ticket, 1):
             finish(state, ticket, group)
         meta, _ = state.take(ticket.task, request)

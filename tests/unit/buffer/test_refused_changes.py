@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,17 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError
 from buffer_rl.options.section import compose
-from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup, Status, Ticket, VersionSpan
-from harness.tickets import close_rollout
+from buffer_rl.plan.schedule import Mode, Schedule
+from buffer_rl.records.groups import (
+    GroupUid,
+    RolloutReport,
+    RowId,
+    Sample,
+    SampleGroup,
+    Status,
+    Ticket,
+    VersionSpan,
+)
 
 
 class FullDisk(sqlite3.Connection):
@@ -42,10 +52,26 @@ def options(tmp_path: Path) -> Any:
     return compose(CORE_SECTIONS)(prompt_data=str(path), n_samples_per_prompt=2, rollout_batch_size=2)
 
 
-def open_buffer(options: Any, folder: Path, restarted: bool = False) -> BufferState:
-    ledger = Ledger(folder / "ledger.sqlite", run="r", keep_selected=True, connection=FullDisk)
-    rule = RequeueRule(keep_tokens=True)
-    return BufferState(PromptDataSource(options), ledger=ledger, groups_per_step=2, rule=rule, restarted=restarted)
+LOCKSTEP, ASYNC = Schedule(mode=Mode.LOCKSTEP), Schedule(mode=Mode.ASYNC, target=1, max_staleness=2)
+
+
+@dataclass
+class Run:
+    """Where a Buffer begins. By the window a step takes five groups, so that its ticket may lease four."""
+
+    options: Any
+    folder: Path
+    schedule: Schedule = LOCKSTEP
+
+    def open_buffer(self, restarted: bool = False) -> BufferState:
+        return BufferState(
+            PromptDataSource(self.options),
+            ledger=Ledger(self.folder / "ledger.sqlite", run="r", keep_selected=True, connection=FullDisk),
+            groups_per_step=5 if self.schedule.by_window else 2,
+            rule=RequeueRule(keep_tokens=True),
+            schedule=self.schedule,
+            restarted=restarted,
+        )
 
 
 def columns(rows: int = 2) -> dict[str, Any]:
@@ -64,9 +90,9 @@ def leases(state: BufferState) -> list[tuple[GroupUid, int]]:
     return [(uid, lease.group.attempt) for uid, lease in state._rollouts.open["train_0"].leases.items()]
 
 
-def half_way(options: Any, folder: Path) -> BufferState:
+def half_way(run: Run) -> BufferState:
     """Two groups are leased, one is queued again, one is finished, and so is a foreign one."""
-    state = open_buffer(options, folder)
+    state = run.open_buffer()
     groups = state.get_samples(state.generate(0), 4)
     state.add_samples(ticket(state), [(groups[3].uid, 1)])
     finish(state, groups[0].uid)
@@ -74,54 +100,85 @@ def half_way(options: Any, folder: Path) -> BufferState:
     return state
 
 
-def closed(options: Any, folder: Path) -> BufferState:
-    state = half_way(options, folder)
-    finish(state, leases(state)[0][0])
-    close_rollout(state, ticket(state))
+def without_foreign(run: Run) -> BufferState:
+    """Two groups are leased, and one is finished."""
+    state = run.open_buffer()
+    finish(state, state.get_samples(state.generate(0), 3)[0].uid)
     return state
 
 
-def inherited(options: Any, folder: Path) -> BufferState:
+def ended(run: Run) -> BufferState:
+    """The ticket has ended, with three finished groups; the selection is open."""
+    state = half_way(run)
+    finish(state, leases(state)[0][0])
+    state.end_ticket(ticket(state))
+    state.open_selection(0)
+    return state
+
+
+def close(state: BufferState) -> RolloutReport:
+    report = state.close_selection(0, last_ticket=0)[0]  # so that a short step need not wait
+    assert report is not None
+    return report
+
+
+def closed(run: Run) -> BufferState:
+    state = ended(run)
+    close(state)
+    return state
+
+
+def inherited(run: Run) -> BufferState:
     """The Buffer died after the selection was closed."""
-    closed(options, folder).ledger.close()
-    return open_buffer(options, folder, restarted=True)
+    closed(run).ledger.close()
+    return run.open_buffer(restarted=True)
 
 
-def committed(options: Any, folder: Path) -> BufferState:
-    state = closed(options, folder)
+def committed(run: Run) -> BufferState:
+    state = closed(run)
     state.commit(0, 1)
     return state
 
 
 def contents(state: BufferState) -> list[Any]:
     """All that the Buffer knows."""
-    made, pools = state._rollouts, state._pools
+    made, selections = state._rollouts, state._selections
+    window = selections._window
     tables = ("groups", "history", "facts", "commits", "sources")
     return [
         [(entry.group.uid, entry.group.attempt, entry.number) for entry in made.queue.entries],
-        [(task, rollout.ticket, dict(rollout.leases), dict(rollout.drops)) for task, rollout in made.open.items()],
+        [
+            (task, run.ticket, run.leases.copy(), run.finished.copy(), dict(run.drops))
+            for task, run in made.open.items()
+        ],
         dict(made.finished),
-        (made._admitted, made._num_leases, made._num_workers),
-        [(task, pool.selection.closed, pool.selection.uids) for task, pool in pools._pools.items()],
-        [sorted(store._groups) for store in pools._stores.values()],
-        (state._feed.state_dict(), sorted(state._inherited), dict(state._record.committed), state._record.version),
+        (made._admitted, made._num_leases, made._num_workers, made.newest_ticket),
+        [(task, pool.selection.closed, pool.selection.uids) for task, pool in selections._pools.items()],
+        [sorted(store._groups) for store in selections._stores.values()],
+        window and [(uid, place.finished, place.passed) for uid, place in window._places.items()],
+        (state._feed.state_dict(), sorted(state._record.inherited)),
+        (dict(state._record.committed), state._record.version),
         [state.ledger._db.execute(f"SELECT * FROM {table}").fetchall() for table in tables],
     ]
 
 
 IMPORTED = [RowId(GroupUid("recorded", row, 0), 0) for row in range(2)]
-CHANGES: dict[str, tuple[Callable[[Any, Path], BufferState], Callable[[BufferState], object]]] = {
+CHANGES: dict[str, tuple[Callable[[Run], BufferState], Callable[[BufferState], object]]] = {
     "lease": (half_way, lambda state: state.get_samples(ticket(state), 3)),
     "give back": (half_way, lambda state: state.add_samples(ticket(state), leases(state))),
     "finish": (half_way, lambda state: finish(state, *leases(state)[0])),
     "finish a foreign group": (half_way, lambda state: finish(state, GroupUid("others", 1, 0))),
     "reject": (half_way, lambda state: state.reject(ticket(state), *leases(state)[0], "dull")),
     "take over": (half_way, lambda state: state.import_groups(ticket(state), IMPORTED, columns())),
-    "close": (half_way, lambda state: close_rollout(state, ticket(state))),
-    "pass on": (half_way, lambda state: state.pass_on(ticket(state))),
-    "give up an open selection": (half_way, lambda state: state.abandon(0)),
+    "end the ticket": (half_way, lambda state: state.end_ticket(ticket(state))),
+    "close": (ended, close),
+    "pass on": (without_foreign, lambda state: state.pass_on(ticket(state))),
+    "give up a ticket": (half_way, lambda state: state.abandon(0)),
+    "give up an open selection": (ended, lambda state: state.abandon(0)),
     "give up a closed selection": (closed, lambda state: state.abandon(0)),
+    "give up what another Buffer selected": (inherited, lambda state: state.abandon(0)),
     "produce again": (inherited, lambda state: state.generate(0)),
+    "select again": (inherited, lambda state: state.open_selection(0)),
     "commit": (closed, lambda state: state.commit(0, 1)),
     "commit what another Buffer selected": (inherited, lambda state: state.commit(0, 1)),
     "release": (committed, lambda state: state.release(1)),
@@ -140,12 +197,13 @@ def is_refused(state: BufferState, call: Callable[[BufferState], object], left: 
     return False
 
 
+@pytest.mark.parametrize("schedule", [LOCKSTEP, ASYNC], ids=lambda schedule: schedule.mode)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_the_disk_refuses_changes_nothing_and_can_be_made_again(
-    options: Any, tmp_path: Path, change: str
+    options: Any, tmp_path: Path, change: str, schedule: Schedule
 ) -> None:
     begin, call = CHANGES[change]
-    state = begin(options, tmp_path)
+    state = begin(Run(options, tmp_path, schedule))
     before = contents(state)
     refused = 0
     while is_refused(state, call, refused):
@@ -153,6 +211,23 @@ def test_a_change_that_the_disk_refuses_changes_nothing_and_can_be_made_again(
         refused += 1
     assert refused >= 3  # the first statement, the last one, and one between them
     assert contents(state) != before
+
+
+@pytest.mark.parametrize("schedule", [LOCKSTEP, ASYNC], ids=lambda schedule: schedule.mode)
+def test_a_selection_that_the_disk_refuses_to_close_is_open_and_closes_with_what_is_oldest_when_it_is_asked_again(
+    options: Any, tmp_path: Path, schedule: Schedule
+) -> None:
+    """The groups that it would have been closed with do not join it before."""
+    state = half_way(Run(options, tmp_path, schedule))
+    finish(state, leases(state)[1][0])
+    state.end_ticket(ticket(state))
+    refused = 0
+    while is_refused(state, close, refused):
+        assert not state._selections.of("train_0").selection.closed
+        assert sorted(state._rollouts.finished) == sorted(state._selections._stores[False]._groups)
+        refused += 1
+    assert refused >= 3
+    assert len(state.get_data(0)) == (6 if schedule.by_window else 4)
 
 
 def unreadable(uid: GroupUid) -> SampleGroup:
@@ -186,10 +261,11 @@ WRONG: dict[str, Callable[[BufferState], object]] = {
 def test_a_change_whose_arguments_are_wrong_changes_nothing_and_the_step_goes_on(
     options: Any, tmp_path: Path, change: str
 ) -> None:
-    state = half_way(options, tmp_path)
+    state = half_way(Run(options, tmp_path))
     before = contents(state)
     with pytest.raises((BufferStateError, TypeError, ValueError)):
         WRONG[change](state)
     assert contents(state) == before
     finish(state, leases(state)[0][0])
-    assert close_rollout(state, ticket(state)).num_groups == 2
+    state.end_ticket(ticket(state))
+    assert close(state).num_groups == 2

@@ -220,10 +220,13 @@ def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) ->
 def test_commit_and_release_are_two_things(tmp_path: Path) -> None:
     state = make_state(write_rows(tmp_path, 6), groups_per_step=2)
     ticket = state.generate(0)
-    with pytest.raises(BufferStateError, match="still runs"):
-        state.commit(0, 1)
     for group in state.get_samples(ticket, 2):
         finish(state, ticket, group)
+    with pytest.raises(BufferStateError, match="no pool train_0"):
+        state.commit(0, 1)
+    state.open_selection(0)
+    with pytest.raises(BufferStateError, match="its selection is not closed"):
+        state.commit(0, 1)
     close_rollout(state, ticket)
     with pytest.raises(BufferStateError, match="not committed"):
         state.release(1)
@@ -470,9 +473,7 @@ def test_a_group_with_rows_of_two_prompts_or_with_a_row_twice_is_refused_and_sta
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_no_more_rollouts_are_open_than_the_schedule_has_slots_for_and_release_frees_them(
-    tmp_path: Path, staleness: int
-) -> None:
+def test_a_ticket_opens_when_the_version_that_is_s_steps_before_it_is_published(tmp_path: Path, staleness: int) -> None:
     state = make_state(write_rows(tmp_path, 40), groups_per_step=2, eval_too=True, max_staleness=staleness)
     for rollout_id in range(staleness + 1):
         ticket = state.generate(rollout_id)
@@ -481,12 +482,14 @@ def test_no_more_rollouts_are_open_than_the_schedule_has_slots_for_and_release_f
         close_rollout(state, ticket)
     late = staleness + 1
     with pytest.raises(
-        BufferStateError, match=rf"train_{late} has no slots: train_0.*\n.*at most {late} rollouts of 2"
+        BufferStateError,
+        match=rf"train_{late} cannot open: version 0 is published, and {2 * late} groups are not released\n"
+        rf".*version 1 or later, and at most {2 * late} groups",
     ):
         state.generate(late)
-    state.generate(0, evaluation=True)  # an evaluation takes no slots
+    state.generate(0, evaluation=True)  # whose groups do not count
     state.commit(0, 1)
-    with pytest.raises(BufferStateError, match="has no slots"):
+    with pytest.raises(BufferStateError, match="cannot open"):
         state.generate(late)
     state.release(1)
     assert state.generate(late).task == f"train_{late}"
@@ -518,6 +521,7 @@ def test_what_was_computed_of_a_rollout_that_was_given_up_is_no_field_of_the_one
 
     def produced() -> tuple[list[RowId], Writer]:
         ticket = state.generate(0)
+        state.open_selection(0)
         for group in state.get_samples(ticket, 2):
             finish(state, ticket, group)
         meta, _ = state.take("train_0", request)
@@ -559,8 +563,8 @@ def test_nothing_is_kept_of_steps_that_are_released_however_many_groups_came_bac
     made = state._rollouts
     assert not made.open
     assert not made.finished
-    assert not state._pools
-    assert [len(store._groups) for store in state._pools._stores.values()] == [0, 0]
+    assert not state._selections
+    assert [len(store._groups) for store in state._selections._stores.values()] == [0, 0]
     assert len(made.queue) == 1
 
 

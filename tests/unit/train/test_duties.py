@@ -25,7 +25,8 @@ def handed_out(num_groups: int, num_readers: int, deterministic: bool = False) -
     for number in range(num_groups):
         uid = GroupUid("data", number, 0)
         rows = [RowId(uid, index) for index in range(SAMPLES)]
-        pool.add(uid, rows, {"tokens": [np.zeros(5, dtype=np.int32)] * SAMPLES})
+        plane.put(uid, rows, {"tokens": [np.zeros(5, dtype=np.int32)] * SAMPLES})
+        pool.join(uid)
     pool.select(pool.selection.uids)
     asked = ReadRequest(
         reader="train",

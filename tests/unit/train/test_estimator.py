@@ -107,7 +107,8 @@ class Rows:
                 "reward": np.array(rewards, dtype=np.float32),
                 **more,
             }
-            self._pool.add(uid, [RowId(uid, i) for i in range(4)], columns)
+            plane.put(uid, [RowId(uid, i) for i in range(4)], columns)
+            self._pool.join(uid)
         self._pool.select(uids)
 
     def get_data(

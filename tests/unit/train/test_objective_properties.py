@@ -224,6 +224,7 @@ def pool_of(batch: TrainBatch) -> DataPool:
     for uid in uids:
         at = [index for index, row in enumerate(batch.row_ids) if row.uid == uid]
         columns = {name: take_rows(column, at) for name, column in batch.columns.items()}
-        pool.add(uid, [batch.row_ids[index] for index in at], columns)
+        store.put(uid, [batch.row_ids[index] for index in at], columns)
+        pool.join(uid)
     pool.select(uids)
     return pool

@@ -71,7 +71,8 @@ class Store:
             "loss_mask": [np.ones(2, dtype=np.float32)] * 2,
             "reward": np.array([row, -row], dtype=np.float32),
         }
-        self.pool.add(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
+        self.plane.put(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
+        self.pool.join(uid)
         return uid
 
     def take(
@@ -372,7 +373,8 @@ def of_converter(store: Store, row: int, **more: list[np.ndarray]) -> GroupUid:
         "advantages": [np.full(2, value, dtype=np.float32) for value in (5, 7)],
         **more,
     }
-    store.pool.add(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
+    store.plane.put(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
+    store.pool.join(uid)
     return uid
 
 

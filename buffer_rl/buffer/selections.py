@@ -1,0 +1,350 @@
+"""The selections of a run: which finished groups each step trains on, and the pools that hold their rows.
+
+A step takes the groups that finished under the ticket of its number (``readers.Selection``), in an asynchronous run
+those that the window gives it (``window``). A group joins a selection once it is certain to be chosen, or could be, so
+that readers get it while the selection is open.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes
+from buffer_rl.buffer.ledger import RunRecord
+from buffer_rl.buffer.pool import DataPool
+from buffer_rl.buffer.rollouts import SURPLUS, Lease, Rollouts
+from buffer_rl.buffer.window import Window
+from buffer_rl.errors import BufferRestartedError, BufferStateError
+from buffer_rl.plan.schedule import Schedule
+from buffer_rl.records.groups import Column, GroupUid, RolloutReport, RowId, Ticket
+
+REMEMBERED = 64
+"""Cleared pools that are named to late readers; a reader is never later than that."""
+
+GENERATIONS = 1 << 20
+"""More often than a reader's processes are replaced before its task is opened again: so what was read of the task's
+earlier pool has a smaller generation than all that is read of this one."""
+
+
+class Selections:
+    """Owner of the pools of all steps and evaluations, and of their payloads. Evaluations have a store of their own:
+    the same file may be trained and evaluated on, with equal uids. Methods check everything first, and write the ledger
+    before they change what is here.
+
+    groups_per_step: P. schedule: how a step chooses; None if no weights are published. keeps_tokens: groups go on with
+    tokens of earlier leases, so that the schedule's bound does not hold. restarted: another Buffer, with pools of its
+    own, was here before. revision: grows with every change that may make rows ready, or let a selection close.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        record: RunRecord,
+        *,
+        groups_per_step: int,
+        schedule: Schedule | None = None,
+        keeps_tokens: bool = False,
+        restarted: bool = False,
+    ) -> None:
+        self._rollouts = rollouts
+        self._record = record
+        self._groups_per_step = groups_per_step
+        self._schedule = schedule
+        self._bound = None if schedule is None or keeps_tokens else schedule.max_staleness
+        self._window: Window | None = None
+        if schedule is not None and schedule.by_window:
+            self._window = Window(groups_per_step, schedule.window(groups_per_step))
+        self._restarted = restarted
+        self._lost = restarted  # what was finished and not selected, until production starts again
+        self._stores = {False: ColumnStore(), True: ColumnStore()}  # by whether it is of evaluations
+        self._pools: dict[str, DataPool] = {}
+        self._cleared: deque[str] = deque(maxlen=REMEMBERED)
+        self.revision = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._pools)
+
+    def __contains__(self, task: str) -> bool:
+        return task in self._pools
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    def leased(self, ticket: Ticket, uids: Iterable[GroupUid]) -> None:
+        """Groups are leased under the ticket."""
+        if self._window is not None and not ticket.evaluation:
+            for uid in uids:
+                self._window.lease(uid)
+
+    def left(self, ticket: Ticket, uids: Iterable[GroupUid]) -> None:
+        """Leased groups are rejected or given back, so that those behind them come forward."""
+        if self._window is not None and not ticket.evaluation:
+            for uid in uids:
+                self._window.leave(uid)
+            self._join_certain()
+            self.revision += 1
+
+    def require_new(self, ticket: Ticket, uid: GroupUid) -> None:
+        """Raises BufferStateError if the group's columns are stored already."""
+        self._stores[ticket.evaluation].require_new(uid)
+
+    def add(
+        self,
+        ticket: Ticket,
+        lease: Lease,
+        row_ids: Sequence[RowId],
+        columns: Mapping[str, Column | Cell],
+        sizes: RowSizes,
+    ) -> None:
+        """Store a finished group. It joins the selection of its ticket, and in an asynchronous run the open one, once
+        that is certain to be closed with it."""
+        uid = lease.group.uid
+        self._stores[ticket.evaluation].put(uid, row_ids, columns, sizes)
+        self.revision += 1
+        if self._window is None or ticket.evaluation:
+            if ticket.task in self._pools:
+                self._pools[ticket.task].join(uid, lease.order)
+            return
+        if lease.imported:
+            self._window.lease(uid)
+        self._window.finish(uid)
+        self._join_certain()
+
+    def num_admitted(self, rollout_id: int) -> int:
+        """How many groups a training ticket is opened with (``Schedule.num_admitted``). Raises BufferStateError if it
+        was opened or trained on before, or may not open yet."""
+        version, per_step, schedule = self._record.version, self._groups_per_step, self._schedule
+        self._record.require_untrained(rollout_id)
+        if rollout_id <= self._rollouts.newest_ticket:
+            raise BufferStateError(f"train_{rollout_id} was opened before", hint="abandon starts production again")
+        if schedule is None:
+            return per_step
+        held = self._rollouts.num_unreleased
+        for step, num_groups in self._record.selected_since(version).items():  # by an earlier Buffer
+            if step != rollout_id and f"train_{step}" not in self._pools:
+                held += num_groups
+        if admitted := schedule.num_admitted(rollout_id, version, held, per_step):
+            return admitted
+        raise BufferStateError(
+            f"train_{rollout_id} cannot open: version {version} is published, and {held} groups are not released",
+            where="generate",
+            expected=f"version {rollout_id - schedule.target} or later, and at most "
+            f"{(schedule.target + 1) * per_step} groups at a time",
+            hint="train on the oldest step, commit and release it",
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def open(self, step: int) -> None:
+        """See ``BufferState.open_selection``."""
+        if f"train_{step}" in self._pools:
+            return
+        self._record.require_untrained(step)
+        if self._window is not None and (other := self._open_step()) is not None:
+            raise BufferStateError(
+                f"the selection of step {step} cannot open: that of step {other.rollout_id} is open",
+                expected="one open selection at a time, since the oldest groups are those of the next step",
+                hint="close it first",
+            )
+        self.give_up_inherited(step)
+        pool = self._open(f"train_{step}", step, self._groups_per_step, self._rollouts.next_number())
+        self._join_certain()
+        for lease in self._rollouts.finished.values() if self._window is None else ():
+            if lease.ticket == step:
+                pool.join(lease.group.uid, lease.order)
+        self.revision += 1
+
+    def close(self, step: int, last_ticket: int | None) -> RolloutReport | None:
+        """See ``BufferState.close_selection``."""
+        task = f"train_{step}"
+        if self._lost and (self._window is not None or step > self._rollouts.newest_ticket):
+            raise BufferRestartedError(f"{task} was lost with an earlier Buffer", hint="it is produced again")
+        self.open(step)
+        pool = self._pools[task]
+        if pool.report is not None:  # a repeat, of a caller that did not get the answer
+            return pool.report
+        if (choice := self._choose(pool, last_ticket)) is None:
+            return None
+        chosen, surplus = choice
+        finished = self._rollouts.finished
+        pool.require_equal_fields(chosen, [uid for uid in chosen if finished[uid].foreign])
+        staleness = self._staleness(step, chosen)
+        num_foreign = sum(finished[uid].foreign for uid in surplus)
+        num_queued = self._rollouts.select(step, chosen, surplus)
+        if self._window is not None:
+            self._window.take(chosen)
+        pool.report = RolloutReport(
+            num_groups=len(chosen),
+            num_rows=self._close(pool, chosen),
+            drops={SURPLUS: num_foreign} if num_foreign else {},
+            surplus=num_queued,
+            staleness=staleness,
+        )
+        return pool.report
+
+    def commit(self, rollout_id: int, step: int) -> None:
+        """See ``BufferState.commit``."""
+        if self._record.is_repeat(rollout_id, step):
+            return
+        if rollout_id in self._record.inherited:
+            uids = self._rollouts.selected(rollout_id)
+        else:
+            selection = self.of(f"train_{rollout_id}").selection
+            if not selection.closed:
+                raise BufferStateError(f"rollout {rollout_id} cannot be committed: its selection is not closed")
+            if not (uids := selection.uids):
+                raise BufferStateError(f"rollout {rollout_id} cannot be committed: it was closed without a group")
+        self._record.commit(uids, rollout_id, step)
+
+    def release(self, version: int) -> None:
+        """See ``BufferState.release``."""
+        if version < self._record.version:
+            raise BufferStateError(f"version {version} is older than the published version {self._record.version}")
+        for step in range(self._record.version, version):
+            if step not in self._record.committed:
+                raise BufferStateError(f"version {version} cannot be released: step {step} is not committed")
+        self._record.set_version(version)
+        for pool in self._of_steps(0, version):
+            self.clear(pool.task)
+        self.revision += 1
+
+    def abandon(self, step: int) -> None:
+        """See ``BufferState.abandon``."""
+        record, rollouts = self._record, self._rollouts
+        record.require_untrained(step)
+        answered = record.committed.keys() | record.inherited
+        for earlier in range(record.version, step):
+            pool = self._pools.get(f"train_{earlier}")
+            if earlier not in answered and not (pool and pool.selection.closed):
+                raise BufferStateError(
+                    f"production cannot start again with step {step}: the selection of step {earlier} is not closed",
+                    hint=f"abandon {earlier}",
+                )
+        kept = {uid for pool in self._of_steps(0, step) for uid in pool.selection.uids}
+        lost = [uid for uid in rollouts.finished if uid not in kept]
+        inherited = [number for number in record.inherited if number >= step]
+        selected = [uid for number in inherited for uid in rollouts.selected(number)]
+        rollouts.give_up([*lost, *selected], first_ticket=step)
+        record.inherited.difference_update(inherited)
+        for pool in self._of_steps(step):
+            self._forget(pool)
+        for uid in lost:
+            self._stores[False].drop(uid)
+        if self._window is not None:
+            self._window = self._window.empty()
+        self._lost = False
+        self.revision += 1
+
+    def give_up_inherited(self, step: int) -> None:
+        """What a Buffer that died had selected for a step is not trained on: the step is made again."""
+        if step in self._record.inherited:
+            self._rollouts.give_up(self._rollouts.selected(step))
+            self._record.inherited.discard(step)
+
+    def clear(self, task: str) -> None:
+        """See ``BufferState.clear``."""
+        if (pool := self._pools.get(task)) is None:
+            return
+        is_step = task.startswith("train_")
+        if is_step and pool.rollout_id not in self._record.committed:
+            raise BufferStateError(f"{task} cannot be cleared: it is not committed", hint="commit it first")
+        for uid in self._forget(pool):
+            if is_step:
+                self._rollouts.finished.pop(uid, None)
+
+    # -- evaluations ---------------------------------------------------------------------------------
+
+    def open_evaluation(self, ticket: Ticket) -> None:
+        """An evaluation takes all groups that are finished under its ticket."""
+        self._open(ticket.task, ticket.rollout_id, None, ticket.worker)
+
+    def check_evaluation(self, ticket: Ticket) -> None:
+        """Raises BufferStateError if its groups cannot be one batch."""
+        pool = self.of(ticket.task)
+        pool.require_equal_fields(pool.selection.uids)
+
+    def close_evaluation(self, ticket: Ticket) -> None:
+        """Its ticket has ended."""
+        pool = self._pools[ticket.task]
+        self._close(pool, pool.selection.uids)
+
+    # -- what is there -------------------------------------------------------------------------------
+
+    def of(self, task: str) -> DataPool:
+        """Raises BufferStateError if there is no such pool, or no longer; BufferRestartedError if an earlier Buffer may
+        have had it."""
+        if task in self._pools:
+            return self._pools[task]
+        if task in self._cleared:
+            raise BufferStateError(
+                f"there is no pool {task} any more: it was cleared",
+                hint="it was trained on and released, or given up",
+            )
+        if self._restarted:
+            raise BufferRestartedError(f"{task} was lost with an earlier Buffer", hint="its rollout is produced again")
+        raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _open(self, task: str, rollout_id: int, num_groups: int | None, opening: int) -> DataPool:
+        store = self._stores[task.startswith("eval_")]
+        self._pools[task] = DataPool(rollout_id, task, store, num_groups, opening * GENERATIONS)
+        if task in self._cleared:
+            self._cleared.remove(task)
+        return self._pools[task]
+
+    def _choose(self, pool: DataPool, last_ticket: int | None) -> tuple[list[GroupUid], list[GroupUid]] | None:
+        """What a step's open selection can be closed with, and the surplus; None if it must wait. Changes nothing."""
+        step, rollouts = pool.rollout_id, self._rollouts
+        if self._window is None or self._schedule is None:
+            return pool.selection.choose(pool.pinned()) if rollouts.has_ended(step) else None
+        chosen = self._window.choose()
+        newest = step + self._schedule.target  # which may open once version ``step`` is published
+        newest = newest if last_ticket is None else min(newest, last_ticket)
+        if chosen is None and self._record.version == step and rollouts.have_all_ended(newest):
+            chosen = self._window.choose(len(self._window))  # no other group will be finished before
+        return None if chosen is None else (chosen, [])
+
+    def _staleness(self, step: int, chosen: Iterable[GroupUid]) -> list[int]:
+        """Of each group whose rows tell it: the step minus the oldest version of its tokens. Asserts the bound for all
+        that were leased."""
+        staleness = []
+        for uid in chosen:
+            if (oldest := self._stores[False].oldest_version(uid)) is None:
+                continue
+            staleness.append(step - oldest)
+            if self._bound is not None and not self._rollouts.finished[uid].imported:
+                assert step - oldest <= self._bound, f"step {step} would train on group {uid}, of version {oldest}"
+        return staleness
+
+    def _close(self, pool: DataPool, chosen: list[GroupUid]) -> int:
+        """Returns how many rows the groups have."""
+        for uid in chosen:
+            if uid not in pool.selection:
+                pool.join(uid, self._rollouts.finished[uid].order)
+        pool.select(chosen)
+        self.revision += 1
+        return pool.num_rows
+
+    def _forget(self, pool: DataPool) -> list[GroupUid]:
+        """Forget a pool and its payloads. Returns its groups."""
+        del self._pools[pool.task]
+        self._cleared.append(pool.task)
+        self.revision += 1
+        return pool.drop_payloads()
+
+    def _of_steps(self, first: int = 0, end: int | None = None) -> list[DataPool]:
+        """The pools of steps from ``first`` on, before ``end``."""
+        pools = [pool for task, pool in self._pools.items() if task.startswith("train_")]
+        return [pool for pool in pools if first <= pool.rollout_id and (end is None or pool.rollout_id < end)]
+
+    def _open_step(self) -> DataPool | None:
+        return next((pool for pool in self._of_steps() if not pool.selection.closed), None)
+
+    def _join_certain(self) -> None:
+        """Groups of the window that the open selection is certain to be closed with join it."""
+        if self._window is None or (pool := self._open_step()) is None:
+            return
+        for uid in self._window.certain():
+            if uid not in pool.selection:
+                pool.join(uid, self._rollouts.finished[uid].order)
