@@ -134,11 +134,10 @@ class Rollouts:
         return self.queue.headers(self._rule)
 
     def lease(
-        self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None, version: int | None = None
+        self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None, version: int
     ) -> list[SampleGroup]:
-        """Lease groups of the queue, then of the data source. version: the published one; by default the ticket's."""
+        """Lease groups of the queue, then of the data source. version: the published one."""
         rollout = self.of(ticket)
-        version = ticket.version if version is None else version
         if num_samples < 0:
             raise BufferStateError(f"{num_samples} groups were asked for", where=ticket.task)
         if ticket.evaluation:

@@ -71,13 +71,6 @@ def test_a_group_carries_the_version_at_its_lease_and_one_that_is_leased_again_t
     assert (again.uid, again.attempt, again.version) == (first.uid, 2, 3)
 
 
-def test_without_another_version_a_lease_has_that_of_its_ticket(tmp_path: Path) -> None:
-    kit = Kit(tmp_path)
-    kit.state.published = None  # type: ignore[attr-defined]
-    kit.state.release(5)
-    assert [group.version for group in kit.state.get_samples(kit.state.generate(5), 2)] == [5, 5]
-
-
 def test_tokens_are_masked_that_are_older_than_the_lease_and_not_those_that_are_older_than_the_ticket(
     tmp_path: Path,
 ) -> None:

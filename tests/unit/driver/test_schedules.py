@@ -12,6 +12,7 @@ import pytest
 
 from buffer_rl.buffer.calls import mutates
 from buffer_rl.buffer.ledger_tables import GroupState
+from buffer_rl.buffer.selections import Selections
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.window import Window
 from buffer_rl.errors import BufferStateError
@@ -156,29 +157,29 @@ class Hasty(Window):
 
 
 def with_window(window: type[Window]) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr("buffer_rl.buffer.state.Window", window)
+    return lambda patch: patch.setattr("buffer_rl.buffer.selections.Window", window)
 
 
 def admits_on_commit(patch: pytest.MonkeyPatch) -> None:
     """A ticket opens when the version that it needs is trained, and not published yet."""
     patch.setattr(Schedule, "may_start", lambda self, number, version: number <= version + self.target + 1)
-    patch.setattr(BufferState, "_num_admitted", lambda self, ticket: self._groups_per_step)
+    patch.setattr(Selections, "num_admitted", lambda self, rollout_id: self._groups_per_step)
 
 
 def keeps_debts(patch: pytest.MonkeyPatch) -> None:
     """What a ticket that ended short lacks is added to the next one, although a short step needed less."""
-    end, owed = BufferState.end_ticket, Counter[str]()
+    end, owed = BufferState.end_ticket, Counter[int]()
 
     def end_ticket(self: BufferState, ticket: Ticket) -> RolloutReport:
         report = end(self, ticket)
-        owed[self.ledger.fencing_token] += ticket.num_groups - report.num_groups
+        owed[id(self._selections)] += ticket.num_groups - report.num_groups
         return report
 
-    def num_admitted(self: BufferState, ticket: Ticket) -> int:
-        return self._groups_per_step + owed.pop(self.ledger.fencing_token, 0)
+    def num_admitted(self: Selections, rollout_id: int) -> int:
+        return self._groups_per_step + owed.pop(id(self), 0)
 
     patch.setattr(BufferState, "end_ticket", mutates(end_ticket))
-    patch.setattr(BufferState, "_num_admitted", num_admitted)
+    patch.setattr(Selections, "num_admitted", num_admitted)
 
 
 def keeps_tokens(patch: pytest.MonkeyPatch) -> None:
