@@ -71,7 +71,7 @@ class BufferState:
         self._rule = rule or RequeueRule()
         self._schedule = schedule
         self._record = RunRecord(ledger)
-        is_limited = schedule is not None and schedule.max_staleness > 0
+        is_limited = schedule is not None and schedule.by_window
         self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule, is_limited=is_limited)
         self._selections = Selections(
             self._rollouts,
