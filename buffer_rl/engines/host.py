@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import ray
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.actor_group import name_failure
 from buffer_rl.cluster.devices import Node
 from buffer_rl.cluster.environment import direct_variables
@@ -32,10 +33,6 @@ from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plugin.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 T = TypeVar("T")
 
