@@ -12,23 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.devices import Device, DeviceKind, MemberDevices, Node
 from buffer_rl.cluster.requirements import DevicePlan, plan_devices
 from buffer_rl.errors import DeadlineError
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plan.layout import grouping
 from buffer_rl.plan.roles import ACTOR
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 NODE_LABEL = "ray.io/node-id"
 NODE_POLL_S = 1.0
@@ -141,16 +137,11 @@ class Placement:
                         raise _not_free(group, self._args.placement_timeout_s)
             self._ask_gpu_ids()
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
+    def __exit__(self, *_: object) -> None:
         reserved, self._reserved = self._reserved, []
         for group in reserved:
             with suppress(Exception):  # fault boundary: Ray itself may be gone
