@@ -124,8 +124,8 @@ class PluginRegistry:
         row = kind_named(kind)
         name = reference if isinstance(reference, str) else describe(reference)
         known = self._resolved.get((kind, name))
-        if known is not None and (isinstance(reference, str) or known.object is reference):
-            return known.object
+        if known is not None and (isinstance(reference, str) or known.held is reference):
+            return known.held
         origin = self.locate(kind, reference)
         obj = self._load(row, reference, origin)
         try:
