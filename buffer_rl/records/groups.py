@@ -241,11 +241,10 @@ class TrainBatch:
         """The rows whose column ``name`` has NaN, which stands for a value that the rollout did not give, where a token
         is trained on. None for a column that is not there, or does not hold fractions."""
         masks = self.columns.get("loss_mask", self.row_ids)
+        columns = map(np.asarray, self.columns.get(name, ()))
         return [
             row_id
-            for row_id, values, mask in zip(
-                self.row_ids, map(np.asarray, self.columns.get(name, ())), masks, strict=False
-            )
+            for row_id, values, mask in zip(self.row_ids, columns, masks, strict=False)
             if values.dtype.kind == "f"
             and np.isnan(values if values.shape != np.shape(mask) else values[np.asarray(mask) != 0]).any()
         ]
