@@ -16,7 +16,7 @@ from buffer_rl.errors import DataError
 from buffer_rl.files.row_file import read_rollout, write_rollout
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-from buffer_rl.testing.fake_buffer import local_state
+from harness.local_buffer import local_state
 
 
 def make_batch() -> TrainBatch:
