@@ -5,7 +5,7 @@
     python benchmarks/asynchrony.py --live           # real driver, Buffer, rollout worker, Ray; the rest sleeps
     python benchmarks/asynchrony.py --quick          # seconds: does everything work?
 
-A device is an engine with ``SLOTS`` places, or a part of the trainer. A response holds a place for ``DECODED`` seconds a
+A device is an engine with ``SLOTS`` places, or a part of the trainer. A response holds one for ``DECODED`` seconds a
 token. A step of the trainer takes ``TRAINED`` seconds for each response token of its rows on 16 devices. Lengths are
 lognormal with mean 250 tokens, cut at 3000, by the seed of each sample: every mode generates the same responses.
 

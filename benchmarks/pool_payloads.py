@@ -155,7 +155,7 @@ class Bench:
         )
         self.buffer = start_buffer(dump_args(args))
         self.client = BufferClient(self.buffer, timeout_s=TIMEOUT_S)
-        make = cast(Any, ray.remote)(num_cpus=0, max_restarts=0)
+        make = cast("Any", ray.remote)(num_cpus=0, max_restarts=0)
         self.holder = make(Holder).remote()
         self.workers = [make(Worker).remote(self.buffer, self.holder) for _ in range(max_producers + 1)]
         self.ways = {

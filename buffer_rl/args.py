@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from buffer_rl.algo.options import AlgorithmOptions
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
         Options,
     ):
         """What ``args`` is for a type checker. The class itself is composed at run time, plugins' sections included."""
+else:
+    Args = Any  # for annotations alone, so that every module may name it and this one imports none
 
 
 CORE_SECTIONS: tuple[str, ...] = (

@@ -117,7 +117,7 @@ class BufferActor:
     def _operation(self, name: str, kind: Kind) -> Callable[..., Any]:
         for owner in (self, self._state):
             if kind_of(operation := getattr(owner, name, None)) is kind:
-                return cast(Callable[..., Any], operation)
+                return cast("Callable[..., Any]", operation)
         raise BufferStateError(f"the Buffer has no method {name!r} that {kind}")
 
     @ray.method(concurrency_group="health")
@@ -196,7 +196,7 @@ def start_buffer(args_text: str) -> Any:
     args = load_args(args_text)
     place = new_ledger(args)
     node = ray.get_runtime_context().get_node_id()
-    remote = cast(Any, ray.remote)(
+    remote = cast("Any", ray.remote)(
         num_cpus=0,
         max_restarts=args.buffer_max_restarts if can_restart(args) else 0,
         concurrency_groups={"health": 1, "wait": MAX_WAITERS, "storage": MAX_REPORTS},

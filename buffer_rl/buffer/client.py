@@ -95,16 +95,16 @@ class BufferClient:
     def call(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call an operation of the Buffer, such as ``BufferState.finish``, and wait for its answer."""
         with self._prepared(operation, args, kwargs) as (answers, submit):
-            return cast(R, answers.wait(operation.__name__, submit))
+            return cast("R", answers.wait(operation.__name__, submit))
 
     async def acall(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``call`` for an event loop, which sends changes together that are made at one time."""
         with self._prepared(operation, args, kwargs) as (answers, submit):
             if submit.func != self._change:
-                return cast(R, await answers.until(operation.__name__, submit))
+                return cast("R", await answers.until(operation.__name__, submit))
             loop = asyncio.get_running_loop()
             joined = self._joined.setdefault(loop, JoinedCalls(self._send_changes))
-            return cast(R, await joined.make(submit.args[1:]))
+            return cast("R", await joined.make(submit.args[1:]))
 
     async def _send_changes(self, calls: list[tuple[int, int, str, tuple[Any, ...]]]) -> list[Any]:
         if len(calls) == 1:

@@ -91,7 +91,7 @@ def start_storage(num_units: int, buffer: Any, timeout_s: float) -> list[Storage
 
     One that dies is started again, if need be on another node. Its payloads are lost: reading one raises
     PayloadLostError, and the rollout is produced again."""
-    remote = cast(Any, ray.remote)(
+    remote = cast("Any", ray.remote)(
         num_cpus=0, max_restarts=-1, max_concurrency=MAX_REPORTS, scheduling_strategy="SPREAD"
     )
     names = [f"storage-{index}" for index in range(num_units)]

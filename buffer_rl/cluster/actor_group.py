@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import ray
@@ -106,7 +107,7 @@ class ActorGroup:
 
         def start(rank: int) -> Any:
             chosen = {"num_cpus": 0, "max_restarts": 0, **options(rank)}
-            return cast(Any, ray.remote)(**chosen)(member_class).remote(*args(rank))
+            return cast("Any", ray.remote)(**chosen)(member_class).remote(*args(rank))
 
         return cls(role, start, size, member_class=member_class, **more)
 
@@ -201,33 +202,21 @@ class FusedMember:
     role: str
 
     def __getattr__(self, method: str) -> Any:
-        return _FusedMethod(self.process, self.role, method)
-
-
-@dataclass(frozen=True, slots=True)
-class _FusedMethod:
-    process: Any
-    role: str
-    method: str
-
-    def remote(self, *args: Any) -> Any:
         call = self.process.call.options(concurrency_group=self.role)
-        return call.remote(self.role, self.method, args)
+        return SimpleNamespace(remote=lambda *args: call.remote(self.role, method, args))
 
 
+@dataclass(eq=False)
 class FusedProcesses:
     """Starts one process a rank for the members of all its roles, when the first role asks for it.
 
     members: of a rank, by role. options: of a rank, for its actor.
     """
 
-    def __init__(
-        self,
-        members: Callable[[int], Mapping[str, Deferred]],
-        options: Callable[[int], Mapping[str, Any]] = lambda rank: {},
-    ) -> None:
-        self._members = members
-        self._options = options
+    _members: Callable[[int], Mapping[str, Deferred]]
+    _options: Callable[[int], Mapping[str, Any]] = lambda rank: {}
+
+    def __post_init__(self) -> None:
         self._processes: dict[int, Any] = {}
         self._given: dict[tuple[str, int], Any] = {}
 
@@ -244,7 +233,7 @@ class FusedProcesses:
         members = self._members(rank)
         threads = {"concurrency_groups": dict.fromkeys(members, 1)}
         options = {"num_cpus": 0, "max_restarts": 0, **self._options(rank), **threads}
-        return cast(Any, ray.remote)(**options)(FusedProcess).remote(members)
+        return cast("Any", ray.remote)(**options)(FusedProcess).remote(members)
 
 
 def _kill(actor: Any) -> None:
@@ -257,12 +246,11 @@ def _kill(actor: Any) -> None:
 def is_dead(actor: Any, method: str) -> bool:
     """Whether an actor's process is gone. One that does not answer ``method`` at once is at work."""
     asked = getattr(actor, method).remote()
-    try:
-        ray.get(asked, timeout=PATIENCE_S)
-    except ray.exceptions.RayActorError:
-        return True
-    except Exception:  # fault boundary: whatever it answers, it is there
-        return False
+    with contextlib.suppress(Exception):  # fault boundary: whatever it answers, it is there
+        try:
+            ray.get(asked, timeout=PATIENCE_S)
+        except ray.exceptions.RayActorError:
+            return True
     return False
 
 

@@ -13,13 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from buffer_rl.args import Args
 from buffer_rl.errors import EndedBySignal
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 NO_PROXY = ("no_proxy", "NO_PROXY")
 NO_GRPC_PROXY = "no_grpc_proxy"

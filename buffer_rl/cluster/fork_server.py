@@ -22,10 +22,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 SOCKET_VARIABLE = "BUFFER_RL_FORK_SERVER"
 """Names the socket of the fork server in the environment of a run's processes. Set to an empty text, no server is
@@ -80,16 +79,14 @@ class ForkedProcess:
         self.args = args
         self._connection = connection
         self._lock = threading.Lock()
-        self._pid: int | None = None
-        self._status: int | None = None
+        self._told: list[int] = []  # its process id, then its exit status
 
     @property
     def pid(self) -> int:
         """Process id, once it is forked. Raises ProcessLookupError if the server ends before."""
-        with self._lock:
-            if not self._read_pid(REQUEST_S):
-                raise ProcessLookupError("the fork server has ended")
-            return cast("int", self._pid)
+        if (pid := self._read(0, REQUEST_S)) < 0:
+            raise ProcessLookupError("the fork server has ended")
+        return pid
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs, and before."""
@@ -104,27 +101,23 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises subprocess.TimeoutExpired."""
+        return self._read(1, timeout)
+
+    def _read(self, place: int, timeout: float | None) -> int:
+        """What the server has told at ``place``. Without an answer it is gone, and with it all that it has forked."""
         with self._lock:
-            if self._status is None:
-                # Without an answer the server is gone, and with it all that it has forked.
-                answer = self._read(timeout) if self._read_pid(timeout) else b""
+            while len(self._told) <= place:
+                answer = b""
+                with suppress(ConnectionError):
+                    self._connection.settimeout(timeout)
+                    try:
+                        answer = self._connection.recv(LENGTH_BYTES)
+                    except (TimeoutError, BlockingIOError):
+                        raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+                self._told.append(int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL)
+            if place:
                 self._connection.close()
-                self._status = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
-            return self._status
-
-    def _read_pid(self, timeout: float | None) -> bool:
-        if self._pid is None and self._status is None and (answer := self._read(timeout)):
-            self._pid = int.from_bytes(answer, "big")
-        return self._pid is not None
-
-    def _read(self, timeout: float | None) -> bytes:
-        self._connection.settimeout(timeout)
-        try:
-            return self._connection.recv(LENGTH_BYTES)
-        except (TimeoutError, BlockingIOError):
-            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
-        except OSError:
-            return b""
+            return self._told[place]
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -146,46 +139,36 @@ def fork_server(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Start a fork server for the length of the block, unless this system cannot have one, or has one already.
 
     Everything that it has forked ends with it, and it ends with this process."""
-    can = sys.platform == "linux" and SOCKET_VARIABLE not in environ and not has_cuda()
     with ExitStack() as stack:
-        listener = _listener(stack) if can else None
-        if listener is None:
-            yield
-            return
-        path = listener.getsockname()
-        with listener:
-            numbers = (str(listener.fileno()), str(os.getpid()))
-            server = subprocess.Popen(
-                [sys.executable, "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**environ, **_import_variables(environ)},
-                pass_fds=[listener.fileno()],
-                start_new_session=True,  # Ctrl-C is for this process
-            )
-        os.environ[SOCKET_VARIABLE] = path
-        try:
-            yield
-        finally:
-            os.environ.pop(SOCKET_VARIABLE, None)
-            server.kill()
-            server.wait()
+        if sys.platform == "linux" and SOCKET_VARIABLE not in environ and not has_cuda():
+            with suppress(OSError):  # the path is too long, or the file system has no sockets or no room
+                _start_server(stack, environ)
+        yield
 
 
-def _listener(stack: ExitStack) -> socket.socket | None:
-    """A socket in a folder of mode 0700, where requests wait for an answer from now on. None if there can be none: the
-    path is too long, or the file system has no sockets or no room."""
+def _start_server(stack: ExitStack, environ: Mapping[str, str]) -> None:
+    """Start a server for the length of the stack. Its socket is in a folder of mode 0700, and requests wait there for
+    an answer from now on."""
     from tempfile import TemporaryDirectory
 
-    try:
-        folder = stack.enter_context(TemporaryDirectory(prefix="buffer_rl_"))
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(os.path.join(folder, "fork"))
+    path = os.path.join(stack.enter_context(TemporaryDirectory(prefix="buffer_rl_")), "fork")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
         listener.listen(64)
-    except OSError:
-        return None
-    return listener
+        numbers = (str(listener.fileno()), str(os.getpid()))
+        server = subprocess.Popen(
+            [sys.executable, "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**environ, **_import_variables(environ)},
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+    stack.callback(server.wait)
+    stack.callback(server.kill)
+    stack.callback(os.environ.pop, SOCKET_VARIABLE, None)
+    os.environ[SOCKET_VARIABLE] = path
 
 
 def has_cuda() -> bool:
@@ -276,22 +259,13 @@ def _ask(path: str, command: list[str]) -> None:
 
 def _idle(port: int, command: list[str]) -> None:
     parent = os.getppid()
-    with socket.socket() as listener:
-        if command:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", port))
-            listener.listen()
+    with socket.create_server(("127.0.0.1", port)) as listener:
         listener.settimeout(1.0)
         while os.getppid() == parent:
-            if not command:
-                time.sleep(1.0)
-                continue
             with suppress(TimeoutError):
                 listener.accept()[0].close()
-                break
-        else:
-            return
-    os.execv(command[0], command)
+                if command:
+                    os.execv(command[0], command)
 
 
 class _Request(NamedTuple):
@@ -308,11 +282,6 @@ class _Request(NamedTuple):
         length, fds, _, _ = socket.recv_fds(connection, LENGTH_BYTES, MAX_FDS)
         with connection.makefile("rb") as file:
             return cls(connection, json.loads(file.read(int.from_bytes(length, "big"))), fds)
-
-    def close_fds(self) -> None:
-        """Close the descriptors, which the forked process has."""
-        for fd in self.fds:
-            os.close(fd)
 
 
 class _Server:
@@ -343,10 +312,7 @@ class _Server:
                 self._waiting.remove(request)
                 ready, led = os.pipe()
                 if (pid := os.fork()) == 0:
-                    self._leave(request)
-                    for fd in (ready, led):
-                        os.close(fd)
-                    _give_numbers(request.fds, request.what["numbers"])
+                    self._leave(request, ready, led)
                     return request
                 os.close(led)
                 os.read(ready, 1)  # until it has a session: its client may signal the group at once
@@ -370,7 +336,8 @@ class _Server:
                     os.killpg(key.data, signal.SIGKILL)
 
     def _watch(self, pid: int, request: _Request) -> None:
-        request.close_fds()
+        for fd in request.fds:
+            os.close(fd)
         with suppress(OSError):  # the client may be gone
             request.connection.sendall(pid.to_bytes(LENGTH_BYTES, "big"))
         if request.what["stage"] == WORKER:
@@ -392,7 +359,7 @@ class _Server:
             if status is not None:
                 connection.sendall(status.to_bytes(LENGTH_BYTES, "big", signed=True))
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: _Request, *pipe: int) -> None:
         """Become a process like one that was started."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -401,14 +368,15 @@ class _Server:
         others = [each.connection for each in self._waiting]
         for each in (self._listener, self._wake, self._woken, request.connection, *others, *self._clients.values()):
             each.close()
-        for waiting in self._waiting:
-            waiting.close_fds()
         gc.freeze()  # a collection would copy every page that it looks at
         gc.enable()
         if request.what["stage"] == WORKER:
             os.setpgid(0, 0)  # Ray may end a worker by its group
         else:
             os.setsid()
+        for fd in (*pipe, *(fd for waiting in self._waiting for fd in waiting.fds)):
+            os.close(fd)
+        _give_numbers(request.fds, request.what["numbers"])
 
 
 def _give_numbers(fds: Sequence[int], numbers: Sequence[int]) -> None:

@@ -12,23 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.devices import Device, DeviceKind, MemberDevices, Node
 from buffer_rl.cluster.requirements import DevicePlan, plan_devices
 from buffer_rl.errors import DeadlineError
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plan.layout import grouping
 from buffer_rl.plan.roles import ACTOR
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 NODE_LABEL = "ray.io/node-id"
 NODE_POLL_S = 1.0
@@ -141,16 +137,11 @@ class Placement:
                         raise _not_free(group, self._args.placement_timeout_s)
             self._ask_gpu_ids()
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
+    def __exit__(self, *_: object) -> None:
         reserved, self._reserved = self._reserved, []
         for group in reserved:
             with suppress(Exception):  # fault boundary: Ray itself may be gone
@@ -185,7 +176,7 @@ class Placement:
             for device in member.devices
             if kind is DeviceKind.GPU and len(member.devices) > 1 and member.share < 1.0
         }
-        ask = cast(Any, ray.remote)(num_cpus=0, num_gpus=1, max_retries=0)(_gpu_id)
+        ask = cast("Any", ray.remote)(num_cpus=0, num_gpus=1, max_retries=0)(_gpu_id)
         answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in asked.values()]
         found = ray.get(answers, timeout=self._args.placement_timeout_s)
         self._gpu_ids = dict(zip(asked, found, strict=True))
@@ -241,7 +232,7 @@ def cluster_nodes() -> list[Node]:
             cpus=int(found["Resources"].get("CPU", 0)),
             gpus=int(found["Resources"].get("GPU", 0)),
         )
-        for found in cast(Any, ray).nodes()
+        for found in cast("Any", ray).nodes()
         if found["Alive"]
     ]
     return sorted(nodes, key=lambda node: (node.node_id != own, _numbers(node.address), node.node_id))
@@ -258,7 +249,7 @@ def near(node_id: str) -> dict[str, Any]:
 def is_node_gone(node_id: str) -> bool:
     """Whether Ray has found that the node is gone."""
     try:
-        return any(node["NodeID"] == node_id and not node["Alive"] for node in cast(Any, ray).nodes())
+        return any(node["NodeID"] == node_id and not node["Alive"] for node in cast("Any", ray).nodes())
     except Exception:  # fault boundary: the cluster itself may be gone
         return False
 

@@ -20,17 +20,16 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.fork_server import start_process
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.options.redaction import is_secret
 from buffer_rl.options.section import env_of
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 65536
@@ -129,8 +128,7 @@ class ChildProcess:
 
     def log_end(self) -> str:
         """``log_tail`` as the last part of an error's text."""
-        tail = self.log_tail()
-        return f"the end of its log:\n{tail}" if tail else "its log is empty"
+        return f"the end of its log:\n{tail}" if (tail := self.log_tail()) else "its log is empty"
 
     def check(self) -> None:
         """Raises EngineError, with the end of the log, if the process has ended."""
@@ -158,10 +156,8 @@ class ChildProcess:
             self._lifeline = -1
 
     def _signal(self, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return
 
 
 def _lives_in_group(leader: int) -> bool:
@@ -247,15 +243,15 @@ def answers(url: str, timeout_s: float) -> bool:
 def refuses_connections(url: str) -> bool:
     """Whether the machine at ``url`` answers that nothing listens there. False where it does not answer at once."""
     parts = urlsplit(url)
-    try:
-        socket.create_connection((parts.hostname or "", parts.port or 80), timeout=CONNECT_TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        try:
+            socket.create_connection((parts.hostname or "", parts.port or 80), timeout=CONNECT_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            return True
     return False
 
 
+@dataclass(eq=False, repr=False)
 class ServerProcess:
     """A child process that opens its ports itself. They are reserved until it is ready; where another process takes one
     all the same, it is started again on others. ``url`` is that of the first port, and final after ``wait_ready``.
@@ -266,30 +262,22 @@ class ServerProcess:
     The others: see ``ChildProcess``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Callable[[Sequence[int]], Sequence[str]],
-        log_path: str,
-        *,
-        hosts: Sequence[str],
-        ready_path: str = "/health",
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self._name = name
-        self._ready_path = ready_path
-        self._command = command
-        self._log_path = log_path
-        self._hosts = hosts
-        self._env = env
+    name: str
+    command: Callable[[Sequence[int]], Sequence[str]]
+    log_path: str
+    hosts: Sequence[str]
+    ready_path: str = "/health"
+    env: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
         self._held = contextlib.ExitStack()
         self._start()
 
     def _start(self) -> None:
         with contextlib.ExitStack() as held:
-            ports = [held.enter_context(reserved_port(host)).getsockname()[1] for host in self._hosts]
-            self.url = base_url(self._hosts[0], ports[0])
-            self.process = ChildProcess(self._name, self._command(ports), self._log_path, env=self._env)
+            ports = [held.enter_context(reserved_port(host)).getsockname()[1] for host in self.hosts]
+            self.url = base_url(self.hosts[0], ports[0])
+            self.process = ChildProcess(self.name, self.command(ports), self.log_path, env=self.env)
             self._held = held.pop_all()
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -299,7 +287,7 @@ class ServerProcess:
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 left = max(deadline - time.monotonic(), 0.0)
-                wait_until_ready(self.url + self._ready_path, self.process, left, self._check_start)
+                wait_until_ready(self.url + self.ready_path, self.process, left, self._check_start)
                 self._check_start()  # what answered may be the process that has its port
                 self._held.close()
                 return
@@ -321,7 +309,7 @@ class ServerProcess:
     def _check_start(self) -> None:
         self.process.check()
         if self._has_no_port():
-            raise EngineError(f"{self._name} has no port; {self.process.log_end()}", where=self._log_path)
+            raise EngineError(f"{self.name} has no port; {self.process.log_end()}", where=self.log_path)
 
     def _has_no_port(self) -> bool:
         return PORT_IS_TAKEN in self.process.log_tail().lower()

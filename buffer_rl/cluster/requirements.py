@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.devices import DeviceKind, DeviceRequest, MemberDevices, Node, NoRoomError, all_devices, allocate
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import uses_critic
 from buffer_rl.plan.counts import ENGINE, replicas_of, roles_in_resource
 from buffer_rl.plan.roles import ACTOR, CRITIC, DEDICATED, PLACED, worker_counts
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 WITH_ACTOR = ("ref", "actor_fwd")
 """Roles that ``--colocate-actor-ref`` puts on the devices of the trainer."""
@@ -62,7 +58,8 @@ def plan_devices(args: Args, nodes: Sequence[Node], *, engines: bool) -> DeviceP
     requests: dict[DeviceKind, list[DeviceRequest]] = {DeviceKind.GPU: [], DeviceKind.CPU: []}
     requests[kind] += [*trainers, *_role_requests(args)]
     if engines and not args.engine_urls:
-        requests[_engine_kind(args, gpus)].append(_engine_request(args, _engine_kind(args, gpus)))
+        of_engines = DeviceKind.CPU if args.engine_device == "cpu" or not gpus else DeviceKind.GPU
+        requests[of_engines].append(_engine_request(args, of_engines))
     members = {DeviceKind.GPU: _place_on_gpus(args, nodes, requests[DeviceKind.GPU]), DeviceKind.CPU: []}
     if len(nodes) > 1:
         members[DeviceKind.CPU] = _place_on_cpus(args, nodes, requests[DeviceKind.CPU], notices)
@@ -119,10 +116,6 @@ def _engine_request(args: Args, kind: DeviceKind) -> DeviceRequest:
     return DeviceRequest(role=ENGINE, members=args.rollout_num_engines, each=each)
 
 
-def _engine_kind(args: Args, gpus: int) -> DeviceKind:
-    return DeviceKind.CPU if args.engine_device == "cpu" or not gpus else DeviceKind.GPU
-
-
 def _trains_on_gpu(args: Args, gpus: int, trainers: Sequence[DeviceRequest], notices: list[str]) -> bool:
     if args.train_device != "auto" or not trainers:
         return bool(args.train_device == "cuda" or (gpus and args.train_device != "cpu"))
@@ -163,10 +156,7 @@ def _place_on_cpus(
 ) -> list[MemberDevices]:
     """On the CPUs of several nodes: ranks together, others where the fewest are."""
     spread = [
-        request
-        if request.role in (ACTOR, CRITIC)
-        else DeviceRequest(role=request.role, members=request.members, spread=True)
-        for request in requests
+        each if each.role in (ACTOR, CRITIC) else replace(each, each=1, together=1, spread=True) for each in requests
     ]
     groups = _groups(args, spread, 0)
     try:
@@ -206,13 +196,12 @@ def too_few(
 ) -> ConfigError:
     """The error for requests without room, with the arithmetic."""
     wanted = sum(max(request.devices for request in group) for group in groups)
-    name = "GPU" if kind is DeviceKind.GPU else "CPU"
     needs = _joined(
         [" together with ".join(request_text(args, request, kind) for request in group) for group in groups]
     )
     verb = "needs" if len(groups) == 1 and sum(request.members for request in groups[0]) == 1 else "need"
     there, found = _found(args, nodes, kind)
-    what = f"{needs} {verb} {_count(wanted, name)}; {there}"
+    what = f"{needs} {verb} {_count(wanted, kind)}; {there}"
     if wanted <= found:
         piece, one = request_text(args, error.request, kind), "needs" if error.request.members == 1 else "need"
         what += f", of which {piece} {one} {error.on_one_node} on one node, and at most {error.free} are left on one"

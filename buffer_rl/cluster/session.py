@@ -115,12 +115,14 @@ def isolated_ray() -> Iterator[None]:
     names = ("RAY_AUTH_MODE", AUTH_TOKEN, AUTH_TOKEN_PATH, _MULTIPLE_NODES)
     own: dict[str, str | None] = {name: os.environ.get(name) for name in names}
     constants, tokens = _private("_private.ray_constants"), _private("_raylet.AuthenticationTokenLoader")
-    multiple_nodes = _private(
-        "_private.ray_constants.ENABLE_RAY_CLUSTER"
-    )  # read from the environment once, when ray was imported
+    # Read from the environment once, when ray was imported.
+    multiple_nodes = _private("_private.ray_constants.ENABLE_RAY_CLUSTER")
     with tempfile.TemporaryDirectory(prefix="buffer_rl_token_") as folder:
         if own[AUTH_TOKEN] is None and own[AUTH_TOKEN_PATH] is None:
-            own[AUTH_TOKEN_PATH] = str(_write_token(Path(folder)))
+            path = Path(folder, "token")
+            path.touch(0o600)
+            path.write_text(secrets.token_hex(TOKEN_BYTES), encoding="ascii")
+            own[AUTH_TOKEN_PATH] = str(path)
         with variables({**own, _MULTIPLE_NODES: "0"}):
             try:
                 constants.ENABLE_RAY_CLUSTER = False
@@ -182,14 +184,6 @@ def raylet_command(command: Sequence[str], agent_port: int) -> list[str]:
             words = [*PROGRAM, "ask", socket_path, *words]
         lean.append(f"{flag}={subprocess.list2cmdline(words)}" if words else word)
     return [*lean, *(f"--{name}={NO_PORT}" for name in ports)]  # a raylet waits for what has no port
-
-
-def _write_token(folder: Path) -> Path:
-    path = folder / "token"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(secrets.token_hex(TOKEN_BYTES))
-    return path
 
 
 def _private(name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from buffer_rl.data import files
@@ -21,15 +22,13 @@ STATE_FILE = "state.json"
 SPLITS_FILE = "dataset_dict.json"
 
 
+@dataclass(eq=False)
 class ArrowTable:
     """The rows of an Arrow table; its unit is the row."""
 
+    _table: Any
+    contents: Sequence[bytes]
     unit: RowNoun = "row"
-
-    def __init__(self, path: str, table: Any, contents: Sequence[bytes]) -> None:
-        self.contents = contents
-        self._path = path
-        self._table = table
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -78,7 +77,7 @@ def read_parquet(path: str) -> ArrowTable:
         what, hint = ("", "") if content.startswith(b"PAR1") else not_text(content[:HEAD_BYTES], path)
         why = f"it looks like {what}" if what else str(error)
         raise DataError(f"the file is no Parquet file, or a damaged one: {why}", where=path, hint=hint) from error
-    return ArrowTable(path, table, [content])
+    return ArrowTable(table, [content])
 
 
 def read_saved_folder(path: str) -> ArrowTable:
@@ -118,7 +117,7 @@ def read_saved_folder(path: str) -> ArrowTable:
         _read_arrow(arrow, files.join(path, name), content) for name, content in zip(names, contents, strict=True)
     ]
     try:
-        return ArrowTable(path, arrow.concat_tables(tables), contents)
+        return ArrowTable(arrow.concat_tables(tables), contents)
     except arrow.ArrowException as error:
         raise DataError(f"the folder's files have different columns: {error}", where=path) from error
 

@@ -28,10 +28,11 @@ import zipfile
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, BufferStateError, DataError
 from buffer_rl.options.section import required
 from buffer_rl.options.user_args import user_args
@@ -39,10 +40,6 @@ from buffer_rl.plugin.calls import call, construct, contained_task, place
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Prompt, Sample, SampleGroup
 from buffer_rl.records.utf8 import lone_surrogate
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 JSON_INTEGERS = range(-(2**63), 2**64)
 MAX_STATE_BYTES = 64 * 2**20
@@ -94,12 +91,12 @@ def source_name(reference: str) -> str:
     return f"custom:{hashlib.sha256(reference.encode()).hexdigest()[:12]}"
 
 
+@dataclass(frozen=True, slots=True)
 class GroupReader:
     """Turns what ``get_samples`` of the source ``reference`` returned into groups of ``num_samples`` prompts."""
 
-    def __init__(self, reference: str, num_samples: int) -> None:
-        self._reference = reference
-        self._num_samples = num_samples
+    _reference: str
+    _num_samples: int
 
     def read(self, value: object, request: DeliveryRequest) -> list[SampleGroup]:
         """The groups, each a ``SampleGroup`` or a list of samples before, with what makes a prompt and nothing else.

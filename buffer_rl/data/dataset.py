@@ -10,17 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import Any, Literal, Self, overload
 
+from buffer_rl.args import Args
 from buffer_rl.data.json_text import json_value, messages_in, with_arguments
 from buffer_rl.data.options import DataOptions
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.records.groups import Prompt
 from buffer_rl.records.utf8 import lone_surrogate
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 RowNoun = Literal["line", "row"]
 """How a file's records are counted in errors: lines from 1, or rows from 0 (as slices count them)."""

@@ -16,19 +16,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptRow, RowKeys
 from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.options.section import did_you_mean
 from buffer_rl.options.values import parse_yaml, plain_value, where_of
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -62,15 +59,8 @@ class EvalSet(BaseModel):
 
     def sampling_params(self) -> dict[str, Any]:
         """What the set says about sampling, under the names of SGLang's protocol."""
-        chosen = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "max_new_tokens": self.max_response_len,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-        }
+        names = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
+        chosen = {"max_new_tokens": self.max_response_len, **{name: getattr(self, name) for name in names}}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def row_keys(self, keys: RowKeys) -> RowKeys:

@@ -33,9 +33,6 @@ _SLICE = re.compile(r"\[\s*([+-]?\d+)?\s*:\s*([+-]?\d+)?\s*\]")
 MIN_BYTES = 32 << 20
 """Of a file that is read on access."""
 _READ_BYTES = 1 << 18
-_DECOMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
-    {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
-)
 _OPENERS: Mapping[str, Callable[[io.BytesIO], Any]] = MappingProxyType(
     {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 )
@@ -162,7 +159,7 @@ def read_bytes(path: str) -> bytes:
 def uncompressed_name(path: str) -> str:
     """The path without the suffix of a compression."""
     suffix = PurePosixPath(path).suffix.lower()
-    return path[: -len(suffix)] if suffix in _DECOMPRESSORS or suffix in _OTHER_SUFFIXES else path
+    return path[: -len(suffix)] if suffix in _OPENERS or suffix in _OTHER_SUFFIXES else path
 
 
 def is_folder(path: str) -> bool:
@@ -230,24 +227,22 @@ def _cannot_read(path: str, error: OSError) -> DataError:
 
 
 def _read_remote(path: str) -> bytes:
-    system, inner = file_system(path)
     try:
-        content: bytes = system.cat_file(inner)
-    except FileNotFoundError:
-        raise DataError("there is no such file", where=mask_url(path)) from None
-    except Exception as error:  # fault boundary: every backend raises errors of its own
-        raise unreadable(path, error) from error
-    return content
+        return bytes(_ask_remote(path, lambda system, inner: system.cat_file(inner)))
+    except DataError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise DataError("there is no such file", where=mask_url(path)) from None
+        raise
 
 
 def _decompress(path: str, content: bytes) -> bytes:
     suffix = PurePosixPath(path).suffix.lower()
     if suffix in _OTHER_SUFFIXES:
         return _decompress_by_fsspec(path, content, _OTHER_SUFFIXES[suffix])
-    if suffix not in _DECOMPRESSORS:
+    if suffix not in _OPENERS:
         return content
     try:
-        return _DECOMPRESSORS[suffix](content)
+        return bytes(_OPENERS[suffix](io.BytesIO(content)).read())
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
         where = mask_url(path) + _first_lost_line(suffix, content)
         raise DataError(f"the file is no {suffix} file, or a damaged one: {error}", where=where) from error
@@ -257,12 +252,10 @@ def _first_lost_line(suffix: str, content: bytes) -> str:
     """``:LINE`` of the first line that cannot be read; empty where nothing can."""
     opened = _OPENERS[suffix](io.BytesIO(content))
     num_lines = num_bytes = 0
-    try:
+    with contextlib.suppress(OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):
         while block := opened.read(_BLOCK_BYTES):
             num_bytes += len(block)
             num_lines += block.count(b"\n")
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):
-        pass
     return f":{num_lines + 1}" if num_bytes else ""
 
 

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,24 +45,6 @@ class Cursor(NamedTuple):
 
     epoch: int
     position: int
-
-
-class RowOrder(Protocol):
-    """An order without end."""
-
-    @property
-    def cursors(self) -> list[Cursor]: ...
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of rows of one epoch, for each cursor."""
-        ...
-
-    def seek(self, cursors: Sequence[Cursor]) -> None:
-        """Go on from there. One cursor for each that the order has, no position beyond its length."""
-        ...
-
-    def next(self) -> NextRow: ...
 
 
 class EpochIterator:
@@ -169,11 +151,15 @@ class WeightedOrder:
         counts = [epochs.num_drawn for epochs in self._epochs]
         step = sum(counts) + 1
         parts = max(1, 2 * len(counts) - 2)
-        behind = [
-            step * weight - count * self._total for weight, count in zip(self._weights, counts, strict=True)
-        ]  # in units of 1 / total
+        # In units of 1 / total.
+        behind = [step * weight - count * self._total for weight, count in zip(self._weights, counts, strict=True)]
         due = [source for source, lag in enumerate(behind) if parts * lag >= self._total]
         return min(due, key=lambda i: Fraction(self._total * (parts - 1) - parts * behind[i], parts * self._weights[i]))
+
+
+RowOrder = JoinedOrder | WeightedOrder
+"""An order without end. cursors: where it stands; lengths: for each cursor the number of rows of one epoch; seek: go on
+from such cursors."""
 
 
 def seed_of_source(seed: int, source_hash: str) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.options import DataOptions
@@ -14,10 +15,6 @@ from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, prompt_copies
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 STATE_FORMAT = 2
 

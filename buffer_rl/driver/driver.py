@@ -314,7 +314,7 @@ class Driver:
 
     def _heed_stop(self) -> None:
         """A signal asks the run to end."""
-        number = cast(int, self._stop.number)
+        number = cast("int", self._stop.number)
         limit = self._plan.save_on_exit_s
         when = "after this step" if self._stop.after_step else f"within {limit:g} s"
         name = signal.Signals(number).name

@@ -110,7 +110,7 @@ class Production:
             if schedule.streams and not schedule.by_window and number not in self._streams:
                 self._start_roles(number, while_open=True)
             try:
-                return cast(Produced, await self._answer(call, self._plan.rollout_timeout_s))
+                return cast("Produced", await self._answer(call, self._plan.rollout_timeout_s))
             except BufferRLError as error:
                 if not self._plan.passes_on_tickets or not is_worker_death("rollout", error):
                     raise
@@ -204,7 +204,7 @@ class Production:
         while True:
             seen = self._restarts.count(role)
             try:
-                return cast(WorkReport, await self._answer(self._submit(role, "stream", step, *work), limit_s))
+                return cast("WorkReport", await self._answer(self._submit(role, "stream", step, *work), limit_s))
             except BufferRLError as error:
                 if role not in self._plan.roles.dedicated_roles or not is_worker_death(role, error):
                     await self._lose(error)
@@ -230,7 +230,7 @@ class Production:
                 await self._calls.buffer(BufferState.clear, ticket.task)
                 continue
             await self._calls.buffer(BufferState.clear, ticket.task)
-            return cast(Produced, produced)
+            return cast("Produced", produced)
 
     # -- losses --------------------------------------------------------------------------------------
 

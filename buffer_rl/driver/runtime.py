@@ -100,7 +100,7 @@ class RayRuntime:
         return self._targets[role].start(method, *args)
 
     async def answer(self, task: Task, timeout_s: float) -> Any:
-        call = cast(Call, task)
+        call = cast("Call", task)
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 

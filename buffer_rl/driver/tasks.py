@@ -139,7 +139,7 @@ class Calls:
 
     async def buffer(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
         """The answer of an operation of the Buffer, which comes soon."""
-        return cast(R, await self.call("buffer", operation.__name__, *args, timeout_s=self._plan.buffer_timeout_s))
+        return cast("R", await self.call("buffer", operation.__name__, *args, timeout_s=self._plan.buffer_timeout_s))
 
     async def on_trained(self, method: str, *args: Any, roles: Sequence[str] | None = None) -> list[Any]:
         """The answers of trained roles, of all where none are named, which work at the same time."""

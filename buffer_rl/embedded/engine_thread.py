@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.embedded.streams import Stream
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PROGRESS_S = 0.5
 """In which a thread that computes uses its CPU clock."""
@@ -73,21 +74,21 @@ class EngineThread:
         """Queue requests, all before the same step; ``on_finished`` gets them back."""
         self._inbox.put(requests)
 
-    async def call(self, function: Callable[[], Any], *, when_drained: bool = False) -> Any:
+    async def call(self, function: Callable[[], T], *, when_drained: bool = False) -> T:
         """Run ``function`` in the thread, between steps; ``when_drained``: only once nothing is running, unless the
         engine is paused. Returns its result or raises its exception."""
         return await self.tell(function, when_drained=when_drained)
 
-    def tell(self, function: Callable[[], Any], *, when_drained: bool = False) -> asyncio.Future[Any]:
+    def tell(self, function: Callable[[], T], *, when_drained: bool = False) -> asyncio.Future[T]:
         """As ``call``, which need not be awaited."""
         assert self._loop is not None
-        reply: asyncio.Future[Any] = self._loop.create_future()
+        reply: asyncio.Future[T] = self._loop.create_future()
         if self.failure is not None:
             raise RuntimeError(f"the engine has failed: {self.failure}")
         self._inbox.put(_Call(function, reply, when_drained))
         return reply
 
-    async def answer_or_progress(self, function: Callable[[], Any]) -> Any:
+    async def answer_or_progress(self, function: Callable[[], T]) -> T:
         """``call``, or the result of ``function`` in this loop once the thread is seen to compute: a step may take
         minutes. It waits for a thread that neither answers nor computes."""
         reply = self.tell(function)
@@ -113,7 +114,7 @@ class EngineThread:
                     began = time.thread_time()
                     finished = self.scheduler.step()
                     self.compute_cpu_s += time.thread_time() - began
-                    self._post_finished(finished)
+                    self.post_finished(finished)
                     if streams := self.streams:
                         self._post(_grow, [(stream, stream.lengths()) for stream in streams])
                 self._run_drained()
@@ -157,7 +158,8 @@ class EngineThread:
         else:
             self._post(_set, call.reply, result, None)
 
-    def _post_finished(self, finished: list[Request]) -> None:
+    def post_finished(self, finished: list[Request]) -> None:
+        """Report finished requests; call it in the thread, as from a function run by ``call``."""
         if finished:
             self._post(self._on_finished, finished)
 
@@ -165,10 +167,6 @@ class EngineThread:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *values)
-
-    def finished_between_steps(self, requests: list[Request]) -> None:
-        """Report requests that a command finished; call it from a function run by ``call``."""
-        self._post_finished(requests)
 
     def _fail(self, error: BaseException) -> None:
         """In the event loop: fail every call that waits for the ended thread."""

@@ -74,9 +74,7 @@ class FallbackDecoder:
         ids = torch.zeros((1, 2), dtype=torch.long, device=device)
         try:
             module(input_ids=ids, past_key_values=cache, use_cache=True)
-        except (
-            Exception
-        ) as error:  # fault boundary: an architecture fails in its own way at a cache that is not its own
+        except Exception as error:  # fault boundary: an architecture fails in its own way at such a cache
             what = f"it takes no plain key-value cache: {type(error).__name__}: {error}"
             raise unsupported(module.config, what) from error
         keys = [getattr(layer, "keys", None) for layer in cache.layers]

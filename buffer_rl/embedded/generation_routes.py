@@ -106,7 +106,7 @@ class OpenAIRoutes:
         self.model = service.model.options.model_path
 
     async def models(self, _: HttpRequest) -> Response:
-        return _json(openai.model_list(self.model, self.service.limits.context_length))
+        return json_response(openai.model_list(self.model, self.service.limits.context_length))
 
     async def chat(self, request: HttpRequest) -> Response:
         limit = self.service.limits.longest_sequence
@@ -126,19 +126,19 @@ class OpenAIRoutes:
             generate, reply = await self.service.aside(lambda: read(body))  # a template takes its time
             call = await self.service.begin(generate, done.set)
         except (BadRequestError, JSONError) as error:
-            return _json(openai.error_body(str(error)), 400)
+            return json_response(openai.error_body(str(error)), 400)
         except EngineError as error:
-            return _json(openai.error_body(str(error), 503), 503)
+            return json_response(openai.error_body(str(error), 503), 503)
         if reply.stream:
             return StreamingResponse(self._events(call, reply), media_type="text/event-stream")
         if not await _done_before_disconnect(done, request):
             self.service.drop(call)
             return Response(status_code=499)  # nothing reads it
         if call.failure:
-            return _json(openai.error_body(call.failure, 500), 500)
+            return json_response(openai.error_body(call.failure, 500), 500)
         n = call.requests[0].params.n
         prompts = [list(row.prompt_ids) for row in call.requests]
-        return _json(openai.response(self.service.answers(call), prompts, n, reply))  # type: ignore[arg-type]
+        return json_response(openai.response(self.service.answers(call), prompts, n, reply))  # type: ignore[arg-type]
 
     async def _events(self, call: GenerateCall, reply: openai.Reply) -> AsyncIterator[bytes]:
         stream = self.service.watch(call)
@@ -188,7 +188,8 @@ async def _done_before_disconnect(done: asyncio.Event, request: HttpRequest) -> 
     return done.is_set()
 
 
-def _json(content: Any, status: int = 200) -> Response:
+def json_response(content: Any, status: int = 200) -> Response:
+    """JSON by orjson; numbers that are not finite become null."""
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.process import ChildProcess, base_url, key_environment, listening_socket, wait_until_ready
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import max_positions, read_config, require_short_rows
 from buffer_rl.options.section import required
 
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
-
+@dataclass(frozen=True, slots=True)
 class EmbeddedEngine:
-    """An embedded engine that was started; meets ``buffer_rl.kinds.engine.EngineProcess``."""
+    """An embedded engine that was started; meets ``buffer_rl.kinds.engine.EngineProcess``. url: without a trailing
+    slash."""
 
-    def __init__(self, url: str, process: ChildProcess) -> None:
-        self._url = url
-        self.process = process
-
-    @property
-    def url(self) -> str:
-        """Base URL, without a trailing slash."""
-        return self._url
+    url: str
+    process: ChildProcess
 
     def check(self) -> None:
         """Raises EngineError, with the end of the log, if the process has ended."""
@@ -33,7 +27,7 @@ class EmbeddedEngine:
     def wait_ready(self, timeout_s: float) -> None:
         """Return once the engine answers. Raises EngineError if its process ends first, DeadlineError if it takes
         longer than ``timeout_s`` seconds."""
-        wait_until_ready(f"{self._url}/health", self.process, timeout_s)
+        wait_until_ready(f"{self.url}/health", self.process, timeout_s)
 
     def stop(self) -> None:
         """End the process; returns when it is gone."""

@@ -216,9 +216,13 @@ def response(rows: list[dict[str, Any]], prompts: list[Sequence[int]], n: int, r
     choices = []
     for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         text = (reply.decode(prompt) if reply.echo else "") + row["text"]
-        choice = {"index": index, "message": {"role": "assistant", "content": text}} if reply.chat else {}
-        choice = choice or {"index": index, "text": text}
-        choice |= {"logprobs": log_probs(row["meta_info"], reply), **_ending(row["meta_info"])}
+        content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if reply.chat else {"text": text}
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": log_probs(row["meta_info"], reply),
+            **_ending(row["meta_info"]),
+        }
         if reply.token_ids:
             choice |= {"prompt_token_ids": prompt, _ids_name(reply): row["output_ids"]}
         if reply.meta_info:
@@ -231,9 +235,7 @@ def response(rows: list[dict[str, Any]], prompts: list[Sequence[int]], n: int, r
 
 def chunk(index: int, text: str, ids: list[int], meta: dict[str, Any], reply: Reply) -> dict[str, Any]:
     """A chunk of a stream with new tokens. meta: ``meta_info`` with the log-probabilities of these alone."""
-    choice: dict[str, Any] = {"index": index, "delta": {"content": text}} if reply.chat else {}
-    choice = choice or {"index": index, "text": text}
-    choice |= {"logprobs": log_probs(meta, reply), "finish_reason": None, "matched_stop": None}
+    choice = _choice(index, text, {"content": text}, log_probs(meta, reply), reply)
     if reply.token_ids:
         choice[_ids_name(reply)] = ids
     return chunk_of([choice], reply)
@@ -241,9 +243,7 @@ def chunk(index: int, text: str, ids: list[int], meta: dict[str, Any], reply: Re
 
 def opening(index: int, prompt: Sequence[int], reply: Reply) -> dict[str, Any]:
     """The first chunk of a choice."""
-    choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}} if reply.chat else {}
-    choice = choice or {"index": index, "text": ""}
-    choice |= {"logprobs": None, "finish_reason": None, "matched_stop": None}
+    choice = _choice(index, "", {"role": "assistant", "content": ""}, None, reply)
     if reply.token_ids:
         choice["prompt_token_ids"] = prompt
     return chunk_of([choice], reply)
@@ -251,11 +251,17 @@ def opening(index: int, prompt: Sequence[int], reply: Reply) -> dict[str, Any]:
 
 def closing(index: int, meta: dict[str, Any], reply: Reply) -> dict[str, Any]:
     """The last chunk of a choice. meta: the whole ``meta_info``."""
-    choice: dict[str, Any] = {"index": index, "delta": {}} if reply.chat else {"index": index, "text": ""}
-    choice |= {"logprobs": None, **_ending(meta)}
+    choice = {**_choice(index, "", {}, None, reply), **_ending(meta)}
     if reply.meta_info:
         choice["meta_info"] = meta
     return chunk_of([choice], reply)
+
+
+def _choice(
+    index: int, text: str, delta: dict[str, str], logprobs: dict[str, Any] | None, reply: Reply
+) -> dict[str, Any]:
+    new = {"delta": delta} if reply.chat else {"text": text}
+    return {"index": index, **new, "logprobs": logprobs, "finish_reason": None, "matched_stop": None}
 
 
 def chunk_of(choices: list[dict[str, Any]], reply: Reply, **more: Any) -> dict[str, Any]:

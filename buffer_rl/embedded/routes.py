@@ -8,7 +8,6 @@ import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.embedded import metrics
-from buffer_rl.embedded.generation_routes import GenerateRoute, OpenAIRoutes
+from buffer_rl.embedded.generation_routes import GenerateRoute, OpenAIRoutes, json_response
 from buffer_rl.embedded.protocol import BadRequestError, weight_version
 from buffer_rl.embedded.service import EngineService
 from buffer_rl.engines.http_server import Front, JSONError, read_json
@@ -27,9 +26,7 @@ from buffer_rl.errors import EngineError
 PROBE_TIMEOUT_S = 20.0
 
 
-def json_response(content: Any, status: int = 200) -> Response:
-    """JSON by orjson; numbers that are not finite become null."""
-    return Response(orjson.dumps(content), status, media_type="application/json")
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 def build_app(service: EngineService) -> Starlette:
@@ -42,33 +39,37 @@ def build_app(service: EngineService) -> Starlette:
         service.stop()
 
     handlers, generate, openai = _Handlers(service), GenerateRoute(service), OpenAIRoutes(service)
-    table: list[tuple[tuple[str, ...], Any, list[str]]] = [
-        (("/generate",), generate, ["POST", "PUT"]),
-        (("/v1/chat/completions",), openai.chat, ["POST"]),
-        (("/v1/completions",), openai.completions, ["POST"]),
-        (("/v1/models",), openai.models, ["GET"]),
-        (("/metrics",), handlers.metrics, ["GET"]),
-        (("/health",), handlers.health, ["GET"]),
-        (("/ready",), handlers.ready, ["GET"]),
-        (("/health_generate",), handlers.health_generate, ["GET"]),
-        (("/model_info", "/get_model_info"), handlers.model_info, ["GET"]),
-        (("/server_info", "/get_server_info"), handlers.server_info, ["GET"]),
-        (("/flush_cache",), handlers.flush_cache, ["GET", "POST"]),
-        (("/abort_request",), handlers.abort_request, ["POST"]),
-        (("/pause_generation",), handlers.pause_generation, ["POST"]),
-        (("/continue_generation",), handlers.continue_generation, ["POST"]),
-        (("/release_memory_occupation",), handlers.release_memory_occupation, ["GET", "POST"]),
-        (("/resume_memory_occupation",), handlers.resume_memory_occupation, ["GET", "POST"]),
-        (("/update_weights_from_disk",), handlers.update_weights_from_disk, ["POST"]),
-        (("/begin_weight_update",), handlers.begin_weight_update, ["POST"]),
-        (("/update_weights_from_tensor",), handlers.update_weights_from_tensor, ["POST"]),
-        (("/init_weights_update_group",), handlers.init_weights_update_group, ["POST"]),
-        (("/update_weights_from_distributed",), handlers.update_weights_from_distributed, ["POST"]),
-        (("/destroy_weights_update_group",), handlers.destroy_weights_update_group, ["POST"]),
-        (("/end_weight_update",), handlers.end_weight_update, ["POST"]),
-        (("/weights_checker",), handlers.weights_checker, ["POST"]),
+    table: list[tuple[tuple[str, ...], Any, list[str], Callable[[str], Any] | None]] = [
+        (("/generate",), generate, ["POST", "PUT"], None),
+        (("/v1/chat/completions",), openai.chat, ["POST"], None),
+        (("/v1/completions",), openai.completions, ["POST"], None),
+        (("/v1/models",), openai.models, ["GET"], None),
+        (("/metrics",), handlers.metrics, ["GET"], None),
+        (("/health",), handlers.health, ["GET"], None),
+        (("/ready",), handlers.ready, ["GET"], None),
+        (("/health_generate",), handlers.health_generate, ["GET"], None),
+        (("/model_info", "/get_model_info"), handlers.model_info, ["GET"], None),
+        (("/server_info", "/get_server_info"), handlers.server_info, ["GET"], _plain_error),
+        (("/flush_cache",), handlers.flush_cache, ["GET", "POST"], _plain_error),
+        (("/abort_request",), handlers.abort_request, ["POST"], _plain_error),
+        (("/pause_generation",), handlers.pause_generation, ["POST"], _plain_error),
+        (("/continue_generation",), handlers.continue_generation, ["POST"], _plain_error),
+        (("/release_memory_occupation",), handlers.release_memory_occupation, ["GET", "POST"], _plain_error),
+        (("/resume_memory_occupation",), handlers.resume_memory_occupation, ["GET", "POST"], _plain_error),
+        (("/update_weights_from_disk",), handlers.update_weights_from_disk, ["POST"], _update_failed),
+        (("/begin_weight_update",), handlers.begin_weight_update, ["POST"], _failed),
+        (("/update_weights_from_tensor",), handlers.update_weights_from_tensor, ["POST"], _failed),
+        (("/init_weights_update_group",), handlers.init_weights_update_group, ["POST"], _failed),
+        (("/update_weights_from_distributed",), handlers.update_weights_from_distributed, ["POST"], _failed),
+        (("/destroy_weights_update_group",), handlers.destroy_weights_update_group, ["POST"], _failed),
+        (("/end_weight_update",), handlers.end_weight_update, ["POST"], _failed),
+        (("/weights_checker",), handlers.weights_checker, ["POST"], _failed),
     ]
-    routes = [Route(path, endpoint, methods=methods) for paths, endpoint, methods in table for path in paths]
+    routes = [
+        Route(path, endpoint if shape is None else _answering_errors(endpoint, shape), methods=methods)
+        for paths, endpoint, methods, shape in table
+        for path in paths
+    ]
     return _App(generate, routes=routes, lifespan=lifespan)
 
 
@@ -121,135 +122,90 @@ class _Handlers:
         return json_response(self.service.model_info())
 
     async def server_info(self, _: HttpRequest) -> Response:
-        async def run() -> Response:
-            return json_response(await self.service.server_info())
-
-        return await _answering_errors(run)
+        return json_response(await self.service.server_info())
 
     async def flush_cache(self, _: HttpRequest) -> Response:
-        async def run() -> Response:
-            if await self.service.flush():
-                return PlainTextResponse("Cache flushed.\n")
-            return PlainTextResponse("Cache not flushed: there are requests.\n", 400)
-
-        return await _answering_errors(run)
+        if await self.service.flush():
+            return PlainTextResponse("Cache flushed.\n")
+        return PlainTextResponse("Cache not flushed: there are requests.\n", 400)
 
     async def abort_request(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            body = await _object(request)
-            rid = "" if body.get("abort_all", False) else body.get("rid")
-            if not isinstance(rid, str) or not (rid or body.get("abort_all")):
-                if not self.service.limits.refuses:
-                    return Response(status_code=200)
-                raise BadRequestError("give 'rid' (a string) or 'abort_all': true")
-            await self.service.abort(lambda own: own.rid.startswith(rid))  # by prefix, as SGLang
-            return Response(status_code=200)
-
-        return await _answering_errors(run)
+        body = await _object(request)
+        rid = "" if body.get("abort_all", False) else body.get("rid")
+        if not isinstance(rid, str) or not (rid or body.get("abort_all")):
+            if not self.service.limits.refuses:
+                return Response(status_code=200)
+            raise BadRequestError("give 'rid' (a string) or 'abort_all': true")
+        await self.service.abort(lambda own: own.rid.startswith(rid))  # by prefix, as SGLang
+        return Response(status_code=200)
 
     async def pause_generation(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            more = await self.service.pause(str((await _object(request)).get("mode", "abort")))
-            return json_response({"message": "Generation paused successfully.", "status": "ok", **more})
-
-        return await _answering_errors(run)
+        more = await self.service.pause(str((await _object(request)).get("mode", "abort")))
+        return json_response({"message": "Generation paused successfully.", "status": "ok", **more})
 
     async def continue_generation(self, _: HttpRequest) -> Response:
-        async def run() -> Response:
-            await self.service.resume()
-            return json_response({"message": "Generation continued successfully.", "status": "ok"})
-
-        return await _answering_errors(run)
+        await self.service.resume()
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def release_memory_occupation(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            await self.service.release_memory(_tags(await _object(request)))
-            return json_response(None)
-
-        return await _answering_errors(run)
+        await self.service.release_memory(_tags(await _object(request)))
+        return json_response(None)
 
     async def resume_memory_occupation(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            await self.service.resume_memory(_tags(await _object(request)))
-            return json_response(None)
-
-        return await _answering_errors(run)
+        await self.service.resume_memory(_tags(await _object(request)))
+        return json_response(None)
 
     async def update_weights_from_disk(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            body = await _object(request)
-            path, version = body.get("model_path"), weight_version(body)
-            if not isinstance(path, str) or not path:
-                raise BadRequestError("'model_path' must be a folder")
-            held = await self.service.update_weights(
-                path,
-                version,
-                flush_cache=bool(body.get("flush_cache", True)),
-                abort_all=bool(body.get("abort_all_requests", False)),
-            )
-            return json_response(
-                {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": held}
-            )
-
-        return await _answering_errors(run, _update_failed)
+        body = await _object(request)
+        path, version = body.get("model_path"), weight_version(body)
+        if not isinstance(path, str) or not path:
+            raise BadRequestError("'model_path' must be a folder")
+        held = await self.service.update_weights(
+            path,
+            version,
+            flush_cache=bool(body.get("flush_cache", True)),
+            abort_all=bool(body.get("abort_all_requests", False)),
+        )
+        return json_response(
+            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": held}
+        )
 
     async def begin_weight_update(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            self.service.staged.begin((await _object(request)).get("selector", "all"))
-            return json_response({"success": True, "message": "Weight update begun."})
-
-        return await _answering_errors(run, _failed)
+        self.service.staged.begin((await _object(request)).get("selector", "all"))
+        return json_response({"success": True, "message": "Weight update begun."})
 
     async def update_weights_from_tensor(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            body = await _object(request)
-            self.service.staged.add(
-                body.get("serialized_named_tensors"),
-                body.get("load_format"),
-                weight_version(body),
-                flush_cache=bool(body.get("flush_cache", True)),
-            )
-            await self.service.part_arrived()
-            return json_response({"success": True, "message": "Staged until the end of the update."})
-
-        return await _answering_errors(run, _failed)
+        body = await _object(request)
+        self.service.staged.add(
+            body.get("serialized_named_tensors"),
+            body.get("load_format"),
+            weight_version(body),
+            flush_cache=bool(body.get("flush_cache", True)),
+        )
+        await self.service.part_arrived()
+        return json_response({"success": True, "message": "Staged until the end of the update."})
 
     async def init_weights_update_group(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            await self.service.groups.init(await _object(request))
-            return json_response({"success": True, "message": "Succeeded to initialize custom process group."})
-
-        return await _answering_errors(run, _failed)
+        await self.service.groups.init(await _object(request))
+        return json_response({"success": True, "message": "Succeeded to initialize custom process group."})
 
     async def update_weights_from_distributed(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            await self.service.groups.update(await _object(request))
-            await self.service.part_arrived()
-            return json_response({"success": True, "message": "Staged until the end of the update."})
-
-        return await _answering_errors(run, _failed)
+        await self.service.groups.update(await _object(request))
+        await self.service.part_arrived()
+        return json_response({"success": True, "message": "Staged until the end of the update."})
 
     async def destroy_weights_update_group(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            self.service.groups.destroy(await _object(request))
-            return json_response({"success": True, "message": "Succeeded to destroy custom process group."})
-
-        return await _answering_errors(run, _failed)
+        self.service.groups.destroy(await _object(request))
+        return json_response({"success": True, "message": "Succeeded to destroy custom process group."})
 
     async def end_weight_update(self, _: HttpRequest) -> Response:
-        async def run() -> Response:
-            await self.service.end_weight_update()
-            return json_response({"success": True, "message": "Succeeded to update model weights."})
-
-        return await _answering_errors(run, _failed)
+        await self.service.end_weight_update()
+        return json_response({"success": True, "message": "Succeeded to update model weights."})
 
     async def weights_checker(self, request: HttpRequest) -> Response:
-        async def run() -> Response:
-            if (action := (await _object(request)).get("action")) != "checksum":
-                raise BadRequestError(f"unknown action {action!r}; known: checksum")
-            return json_response(await self.service.checksums())
-
-        return await _answering_errors(run, _failed)
+        if (action := (await _object(request)).get("action")) != "checksum":
+            raise BadRequestError(f"unknown action {action!r}; known: checksum")
+        return json_response(await self.service.checksums())
 
 
 def _failed(message: str) -> Any:
@@ -264,15 +220,16 @@ def _plain_error(message: str) -> Any:
     return {"error": {"message": message}}
 
 
-async def _answering_errors(
-    run: Callable[[], Awaitable[Response]], shape: Callable[[str], Any] = _plain_error
-) -> Response:
-    try:
-        return await run()
-    except (BadRequestError, EngineError) as error:
-        return json_response(shape(str(error)), 400)
-    except RuntimeError as error:
-        return json_response(shape(str(error)), 500)
+def _answering_errors(handler: Handler, shape: Callable[[str], Any]) -> Handler:
+    async def answer(request: HttpRequest) -> Response:
+        try:
+            return await handler(request)
+        except (BadRequestError, EngineError) as error:
+            return json_response(shape(str(error)), 400)
+        except RuntimeError as error:
+            return json_response(shape(str(error)), 500)
+
+    return answer
 
 
 async def _object(request: HttpRequest) -> dict[str, Any]:

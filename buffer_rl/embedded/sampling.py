@@ -165,14 +165,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "stop_regex": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "custom_params": (),
-    "logit_bias": (),
     "stream_interval": (1,),
+    **dict.fromkeys(
+        ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "logit_bias"), ()
+    ),
 }
 
 

@@ -203,7 +203,7 @@ class EngineService:
             await self._abort_soon(chosen)
 
     def _abort_soon(self, chosen: Callable[[Request], bool]) -> Awaitable[Any]:
-        return self._thread.tell(lambda: self._thread.finished_between_steps(self.scheduler.abort(chosen)))
+        return self._thread.tell(lambda: self._thread.post_finished(self.scheduler.abort(chosen)))
 
     async def pause(self, mode: str) -> dict[str, int]:
         """Stop decoding; new requests queue. Returns ``retracted_tokens``. Raises BadRequestError for an unknown
@@ -213,7 +213,7 @@ class EngineService:
 
         def run() -> dict[str, int]:
             retracted = self.scheduler.running_tokens if mode == "retract" else 0
-            self._thread.finished_between_steps(self.scheduler.pause(mode))
+            self._thread.post_finished(self.scheduler.pause(mode))
             return {"retracted_tokens": retracted}
 
         answer: dict[str, int] = await self._thread.call(run)
@@ -226,7 +226,7 @@ class EngineService:
 
     async def flush(self) -> bool:
         """Forget prefixes; False while requests are waiting or running."""
-        return bool(await self._thread.call(self.scheduler.flush))
+        return await self._thread.call(self.scheduler.flush)
 
     async def release_memory(self, tags: Collection[str]) -> None:
         """Free the memory of the kinds ``tags``; requests wait from now on. Weights are lost, and come back with the
@@ -271,7 +271,7 @@ class EngineService:
 
         if abort_all:
             await self.abort()
-        return int(await self._thread.call(run, when_drained=True))
+        return await self._thread.call(run, when_drained=True)
 
     async def part_arrived(self) -> None:
         """Called after each part of an update: it is staged until the end."""
@@ -314,8 +314,7 @@ class EngineService:
 
     async def checksums(self) -> dict[str, Any]:
         """Checksums of the weights that are served now (see ``buffer_rl.embedded.loader``)."""
-        answer: dict[str, Any] = await self._thread.call(lambda: checksum_answer(self.model.decoder.named_weights()))
-        return answer
+        return await self._thread.call(lambda: checksum_answer(self.model.decoder.named_weights()))
 
     @property
     def ready(self) -> bool:
@@ -348,8 +347,7 @@ class EngineService:
     async def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``: the settings, and how much is going on. The engine thread answers it between two
         steps, as SGLang's scheduler does, or computes: no answer says that nothing is decoded either."""
-        answer: dict[str, Any] = await self._thread.answer_or_progress(self._server_info)
-        return answer
+        return await self._thread.answer_or_progress(self._server_info)
 
     def _server_info(self) -> dict[str, Any]:
         options = self.model.options

@@ -16,14 +16,14 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
 
+from buffer_rl.args import Args
 from buffer_rl.engines.http import EngineFanOut, HttpSession, RequestGate, decode_json, status_error
-from buffer_rl.engines.protocol import ROWS, RowSeeds, ServerInfo, row_rid
+from buffer_rl.engines.protocol import ROWS, RowSeeds, row_rid
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.section import required
@@ -32,9 +32,6 @@ from buffer_rl.records.groups import Status, VersionSpan, tile
 from buffer_rl.records.ids import version_number
 from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
 from buffer_rl.records.utf8 import encodable
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +197,7 @@ class EngineClient:
     async def __aenter__(self) -> EngineClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -263,16 +258,16 @@ class EngineClient:
 
     async def _ask_row_seeds(self) -> RowSeeds:
         deadline = time.monotonic() + (self.timeout_s if self._waits_for_engine else 0.0)
-        while not (found := {info.row_seeds for info in (await self._answering()).values()}):
+        while True:
+            answering = await self._engines.server_info(reachable_only=True)
+            if found := {info.row_seeds for info in answering.values()}:
+                break
             if time.monotonic() >= deadline:
                 raise EngineError("no engine answers", where=self.router_url)
             await asyncio.sleep(MAX_BACKOFF_S)
         if RowSeeds.SHARED in found:
             return RowSeeds.SHARED
         return found.pop() if len(found) == 1 else RowSeeds.NONE
-
-    async def _answering(self) -> dict[str, ServerInfo]:
-        return await self._engines.server_info(reachable_only=True)
 
     async def _ask(
         self,

@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.process import answers, refuses_connections
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 POLL_S = 0.5
 

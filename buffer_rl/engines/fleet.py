@@ -295,6 +295,6 @@ def named_launcher(launcher: EngineLauncher, reference: str) -> EngineLauncher:
             raise returned(
                 "engine", reference, engine, "an object with url, wait_ready(timeout_s), check() and stop()", at=at
             )
-        return cast(EngineProcess, Guarded("engine", reference, engine, EngineError, _REQUIRED))
+        return cast("EngineProcess", Guarded("engine", reference, engine, EngineError, _REQUIRED))
 
     return launch

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import ray
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.actor_group import name_failure
 from buffer_rl.cluster.devices import Node
 from buffer_rl.cluster.environment import direct_variables
@@ -32,10 +33,6 @@ from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plugin.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 T = TypeVar("T")
 
@@ -59,7 +56,7 @@ class EngineHost:
         self._args = load_args(args_text)
         self._index = index
         self._log_path = log_path
-        self._address = cast(Any, ray.util).get_node_ip_address()
+        self._address = cast("Any", ray.util).get_node_ip_address()
         self._engine: EngineProcess | None = None
 
     def node(self) -> tuple[str, str]:
@@ -180,7 +177,7 @@ class PlacedEngine:
         if self._planned is None or self._may_move():
             self._planned = None
             self._options = {**self._options, "scheduling_strategy": "SPREAD"}
-        remote = cast(Any, ray.remote)(max_restarts=0, max_concurrency=THREADS)(EngineHost)
+        remote = cast("Any", ray.remote)(max_restarts=0, max_concurrency=THREADS)(EngineHost)
         self._actor = remote.options(**self._options).remote(*self._host_args)
         self._node: Future[tuple[str, str]] = self._actor.node.remote().future()
         self._started: Future[None] = self._actor.start.remote().future()
@@ -272,7 +269,7 @@ def at_this_node(args: Args) -> Any:
     without ``--ray-address`` what ``--engine-host`` says."""
     if args.ray_address is None:
         return args
-    return args.model_copy(update={"engine_host": cast(Any, ray.util).get_node_ip_address()})
+    return args.model_copy(update={"engine_host": cast("Any", ray.util).get_node_ip_address()})
 
 
 def placed_launcher(placement: Placement, notice: Callable[[str], None] | None = None) -> EngineLauncher:

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -109,6 +110,7 @@ CONTROL_KEEPALIVE_S = 2.0
 fail."""
 
 
+@dataclass(eq=False)
 class EngineFanOut:
     """One call to all engines at once; all failures become one EngineError that names the URLs, the HTTP statuses and
     the answers.
@@ -121,22 +123,15 @@ class EngineFanOut:
     given up meanwhile, so that its answer is not waited for. api_key: of engines and router.
     """
 
-    def __init__(
-        self,
-        urls: Callable[[], Sequence[str]],
-        timeout_s: float,
-        *,
-        router_url: str = "",
-        is_gone: Callable[[str, EngineError], bool] | None = None,
-        has_ended: Callable[[str], bool] = lambda url: False,
-        api_key: str | None = None,
-    ) -> None:
-        self._urls = urls
-        self._has_ended = has_ended
-        self.timeout_s = timeout_s
-        self._router_url = router_url
-        self._is_gone = is_gone
-        self._http = HttpSession(timeout_s, api_key, CONTROL_KEEPALIVE_S)
+    urls: Callable[[], Sequence[str]]
+    timeout_s: float
+    router_url: str = ""
+    is_gone: Callable[[str, EngineError], bool] | None = None
+    has_ended: Callable[[str], bool] = lambda url: False
+    api_key: InitVar[str | None] = None
+
+    def __post_init__(self, api_key: str | None) -> None:
+        self._http = HttpSession(self.timeout_s, api_key, CONTROL_KEEPALIVE_S)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -234,7 +229,7 @@ class EngineFanOut:
         timeout_s: float | None = None,
     ) -> dict[str, bytes]:
         timeout_s = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
-        urls = [url for url in self._urls() or await self._urls_of_router() if only is None or url in only]
+        urls = [url for url in self.urls() or await self._urls_of_router() if only is None or url in only]
         bodies = [body[url] if isinstance(body, Mapping) else body for url in urls]
         calls = [
             self._until_ended(url, self._one(method, url + path, own, timeout_s))
@@ -246,10 +241,11 @@ class EngineFanOut:
         answers = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, bytes)}
         failures = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, EngineError)}
         if reachable_only:
-            failures = {url: error for url, error in failures.items() if not _is_out_of_reach(error)}
-        elif answers and self._is_gone is not None:
+            unreached = (aiohttp.ClientError, TimeoutError)  # it could not be reached, or the connection was lost
+            failures = {url: error for url, error in failures.items() if not isinstance(error.__cause__, unreached)}
+        elif answers and self.is_gone is not None:
             failures = {
-                url: error for url, error in failures.items() if not await asyncio.to_thread(self._is_gone, url, error)
+                url: error for url, error in failures.items() if not await asyncio.to_thread(self.is_gone, url, error)
             }
         if len(failures) == 1:
             raise next(iter(failures.values()))
@@ -259,9 +255,9 @@ class EngineFanOut:
         return answers
 
     async def _urls_of_router(self) -> list[str]:
-        if not self._router_url:
+        if not self.router_url:
             return []
-        url = f"{self._router_url}/workers"
+        url = f"{self.router_url}/workers"
         raw = await self._one("GET", url, None, self.timeout_s)
         if isinstance(raw, EngineError):
             raise raw
@@ -276,7 +272,7 @@ class EngineFanOut:
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait([task], timeout=ENDED_POLL_S))[0]:
-                if self._has_ended(url):
+                if self.has_ended(url):
                     return EngineError("it was given up while a call to it was open", where=url)
             return task.result()
         finally:
@@ -296,15 +292,6 @@ class EngineFanOut:
             failure.__cause__ = error
             return failure
         return raw if response.status == 200 else status_error(url, response.status, raw)
-
-
-def _is_out_of_reach(error: EngineError) -> bool:
-    return is_connection_error(error) or isinstance(error.__cause__, TimeoutError)
-
-
-def is_connection_error(error: EngineError) -> bool:
-    """Whether a call failed because the engine could not be reached, or the connection was lost."""
-    return isinstance(error.__cause__, aiohttp.ClientError)
 
 
 def decode_json(raw: bytes, url: str) -> Any:

@@ -143,15 +143,6 @@ DEATH_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 0.02
 
 
-def no_engine_left(death: BufferRLError) -> EngineError:
-    """The error of a fleet whose last engine ended with ``death``."""
-    return EngineError(
-        f"no engine is left: {death.what}",
-        where=death.where,
-        hint="read the log; fleet.log beside it says what came before",
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """The weights that the engines serve. folder: None where they did not come by disk."""

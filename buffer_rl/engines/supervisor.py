@@ -24,19 +24,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.process import STOP_TIMEOUT_S, auth_headers
 from buffer_rl.engines.control import EngineControlClient
-from buffer_rl.engines.registry import PROBED, SERVES, EngineEvent, EngineRegistry, EngineState, Replica, no_engine_left
+from buffer_rl.engines.registry import PROBED, SERVES, EngineEvent, EngineRegistry, EngineState, Replica
 from buffer_rl.engines.router import Router
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 from buffer_rl.kinds.engine import EngineProcess
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 INTERVAL_S = 0.25
 LIST_TIMEOUT_S = 5.0
@@ -54,6 +52,7 @@ PROBES_AT_ONCE = 16
 PROBES_JOIN_TIMEOUT_S = 1.0
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Supervises ``registry``, whose engines ``router`` lists.
 
@@ -61,23 +60,17 @@ class Supervisor:
     is lost or replaced.
     """
 
-    def __init__(
-        self,
-        args: Args,
-        registry: EngineRegistry,
-        router: Router,
-        launch: Callable[[int, str], EngineProcess],
-        say: Callable[[str], None],
-    ) -> None:
-        self._args = args
-        self._registry = registry
-        self._router = router
-        self._launch = launch
-        self._say = say
+    _args: Args
+    _registry: EngineRegistry
+    _router: Router
+    _launch: Callable[[int, str], EngineProcess]
+    _say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._listed = {replica.url for replica in self._wanted()}
-        self._back = set(registry.all())
+        self._back = set(self._registry.all())
         # The run starts none of those that run elsewhere: it waits for them, however often.
-        self._limit = math.inf if args.rollout_external_engine_addrs else args.engine_max_restarts
+        self._limit = math.inf if self._args.rollout_external_engine_addrs else self._args.engine_max_restarts
         self._restarts = 0
         self._replacing = 0
         self._last_death: BufferRLError | None = None
@@ -114,7 +107,9 @@ class Supervisor:
                 self._replace(replica, death)
         self._list()
         if self._last_death is not None and not self._replacing and not self._registry.all():
-            self._registry.over = no_engine_left(self._last_death)
+            what, where = f"no engine is left: {self._last_death.what}", self._last_death.where
+            hint = "read the log; fleet.log beside it says what came before"
+            self._registry.over = EngineError(what, where=where, hint=hint)
 
     # ------------------------------------------------------------------ the router's list
 
@@ -240,9 +235,8 @@ class Supervisor:
                     return
                 # A publication waits ``limit`` for the lock: the engine must be done, or have failed, before.
                 with EngineControlClient([replica.url], timeout_s=limit / 2, api_key=key) as control:
-                    with contextlib.suppress(
-                        EngineError
-                    ):  # there is one where a publication failed, and no new process
+                    # There is one where a publication failed, and no new process.
+                    with contextlib.suppress(EngineError):
                         control.end_weight_update()
                     control.update_weights_from_disk(published.folder, int(published.version))
                     if (found := control.versions()[replica.url]) != published.version:

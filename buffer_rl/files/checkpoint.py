@@ -34,7 +34,6 @@ _SEAL = "manifest_sha256"
 STEP_NAME = re.compile(r"step_(\d{6,})")
 _REPLACED_NAME = re.compile(r"\.(step_(\d{6,}))\.replaced")
 _UNFINISHED_NAME = re.compile(r"\.(step_\d{6,}|load)\.(?!replaced$)\w+")
-_HASH_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +231,9 @@ def _chosen(path: str | Path) -> Path:
     chosen = Path(local_path(str(path)))
     if not chosen.is_dir():
         raise CheckpointError("there is no such folder", where=f"--load {mask_url(str(path))}")
-    return chosen if (chosen / MANIFEST).exists() else _newest(chosen)
+    if (chosen / MANIFEST).exists():
+        return chosen
+    return max(_steps(chosen, where=f"--load {chosen}").items())[1]
 
 
 def _read_manifest(chosen: Path) -> Manifest:
@@ -265,11 +266,7 @@ def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:
         return "", parse_manifest(content, remote.where(MANIFEST))
     for _, name, content in _remote_checkpoints(remote, remote.names()):
         return name, parse_manifest(content, remote.where(name, MANIFEST))
-    raise CheckpointError(
-        "the folder holds no checkpoint",
-        where=f"--load {remote.where()}",
-        expected=f"folders step_NNNNNN with a {MANIFEST}",
-    )
+    raise _holds_none(f"--load {remote.where()}")
 
 
 def _remote_checkpoints(remote: RemoteFolder, names: Sequence[str]) -> Iterator[tuple[int, str, bytes]]:
@@ -309,11 +306,6 @@ def _temporary_folder(base: Path, prefix: str, *, replaces: Path | None = None) 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _newest(root: Path) -> Path:
-    steps = _steps(root, where=f"--load {root}")
-    return steps[max(steps)]
-
-
 def _steps_in(root: Path) -> dict[int, Path]:
     children = list(root.iterdir())
     # A run that was killed between the two renames of ``_swap`` left the earlier checkpoint of the step, whole, there.
@@ -322,12 +314,14 @@ def _steps_in(root: Path) -> dict[int, Path]:
 
 
 def _steps(root: Path, where: str) -> dict[int, Path]:
-    steps = _steps_in(root)
-    if not steps:
-        raise CheckpointError(
-            "the folder holds no checkpoint", where=where, expected=f"folders step_NNNNNN with a {MANIFEST}"
-        )
+    if not (steps := _steps_in(root)):
+        raise _holds_none(where)
     return steps
+
+
+def _holds_none(where: str) -> CheckpointError:
+    expected = f"folders step_NNNNNN with a {MANIFEST}"
+    return CheckpointError("the folder holds no checkpoint", where=where, expected=expected)
 
 
 def _verify(path: Path, size: int, sha256: str, where: str = "") -> None:
@@ -353,12 +347,8 @@ def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
     folder.chmod(0o755)  # mkdtemp makes it private
 
 
-def _replaced(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
-
-
 def _swap(temporary: Path, target: Path) -> None:
-    old = _replaced(target)
+    old = target.with_name(f".{target.name}.replaced")
     if target.exists():  # else ``old``, if it is there, is the one checkpoint of the step until the next rename
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
@@ -376,11 +366,8 @@ def _sync(path: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _seal_of(manifest: Mapping[str, Any]) -> str:

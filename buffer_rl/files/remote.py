@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -87,27 +88,24 @@ class RemoteFolder:
         manifest = orjson.loads((folder / self._manifest_name).read_bytes())
         content = orjson.dumps({**manifest, FOLDER_KEY: attempt}, option=orjson.OPT_INDENT_2)
         try:
-            self._put_files(folder, f"{target}/{attempt}", manifest["files"])
-            # One object. A store makes it visible whole; elsewhere a torn manifest is none, because it is no JSON.
-            self._system.pipe_file(f"{target}/{self._manifest_name}", content)
-        except Exception as error:  # fault boundary: every backend raises errors of its own
+            with self._naming("the checkpoint cannot be uploaded", name):
+                self._put_files(folder, f"{target}/{attempt}", manifest["files"])
+                # One object. A store makes it visible whole; elsewhere a torn manifest is none, because it is no JSON.
+                self._system.pipe_file(f"{target}/{self._manifest_name}", content)
+        except CheckpointError:
             self._remove(f"{target}/{attempt}")
-            raise self._error("the checkpoint cannot be uploaded", error, name) from error
+            raise
         self._remove_others(target, attempt)
 
     def names(self, *, missing_ok: bool = False) -> list[str]:
         """The names of everything in the folder, whether whole or not. Raises CheckpointError, also for a folder that
         is not there unless ``missing_ok``."""
-        try:
+        with self._naming("the folder cannot be read"), contextlib.suppress(FileNotFoundError):
             self._system.invalidate_cache()
-            entries = self._system.ls(self._root, detail=False)
-        except FileNotFoundError:
-            if missing_ok:
-                return []
-            raise CheckpointError("there is no such folder", where=f"--load {mask_url(self._url)}") from None
-        except Exception as error:  # fault boundary: every backend raises errors of its own
-            raise self._error("the folder cannot be read", error) from error
-        return [PurePosixPath(str(entry)).name for entry in entries]
+            return [PurePosixPath(str(entry)).name for entry in self._system.ls(self._root, detail=False)]
+        if missing_ok:
+            return []
+        raise CheckpointError("there is no such folder", where=f"--load {mask_url(self._url)}")
 
     def manifest(self, name: str = "") -> bytes | None:
         """The manifest of ``URL/name``, or of the URL itself; None where there is none. Raises CheckpointError."""
@@ -116,21 +114,15 @@ class RemoteFolder:
     def content(self, name: str, file: str) -> bytes | None:
         """One small file of ``URL/name``; None where it is not there. Raises CheckpointError."""
         path = "/".join(part for part in (self._root, name, file) if part)
-        try:
+        with self._naming("the file cannot be read", name, file), contextlib.suppress(FileNotFoundError):
             self._system.invalidate_cache()
-            content: bytes = self._system.cat_file(path)
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # fault boundary: every backend raises errors of its own
-            raise self._error("the file cannot be read", error, name, file) from error
-        return content
+            return bytes(self._system.cat_file(path))
+        return None
 
     def put(self, name: str, file: str, content: bytes) -> None:
         """Write one small file beside the manifest of ``URL/name``. Raises CheckpointError."""
-        try:
+        with self._naming("the file cannot be written", name, file):
             self._system.pipe_file(f"{self._root}/{name}/{file}", content)
-        except Exception as error:  # fault boundary: every backend raises errors of its own
-            raise self._error("the file cannot be written", error, name, file) from error
 
     def remove(self, name: str) -> None:
         """Remove ``URL/name``: its manifest is none first, and goes last. Raises CheckpointError."""
@@ -141,13 +133,11 @@ class RemoteFolder:
     def download(self, name: str, file: str, target: Path) -> None:
         """Copy one file of ``URL/name`` to ``target``. Raises CheckpointError."""
         path = "/".join(part for part in (self._root, name, file) if part)
-        try:
+        with self._naming("the file cannot be downloaded", name, file), contextlib.suppress(FileNotFoundError):
             target.parent.mkdir(parents=True, exist_ok=True)
             self._system.get_file(path, str(target))
-        except FileNotFoundError:
-            raise CheckpointError("the file is missing", where=self.where(name, file)) from None
-        except Exception as error:  # fault boundary: every backend raises errors of its own
-            raise self._error("the file cannot be downloaded", error, name, file) from error
+            return
+        raise CheckpointError("the file is missing", where=self.where(name, file))
 
     def where(self, *parts: str) -> str:
         """The URL of a file in the folder, as it may be shown."""
@@ -173,5 +163,10 @@ class RemoteFolder:
         with contextlib.suppress(Exception):  # fault boundary: another error may be on its way
             self._system.rm(path, recursive=True)
 
-    def _error(self, what: str, error: Exception, *parts: str) -> CheckpointError:
-        return CheckpointError(f"{what}: {type(error).__name__}: {mask_url(str(error))}", where=self.where(*parts))
+    @contextlib.contextmanager
+    def _naming(self, what: str, *parts: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # fault boundary: every backend raises errors of its own
+            text = f"{what}: {type(error).__name__}: {mask_url(str(error))}"
+            raise CheckpointError(text, where=self.where(*parts)) from error

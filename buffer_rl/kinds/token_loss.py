@@ -68,6 +68,7 @@ class TokenLoss:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LossInputs:
     """What a policy loss sees: the response tokens of one micro-batch, padded to ``[num_rows, max_response]``.
 
@@ -77,24 +78,14 @@ class LossInputs:
     the others, or ``[num_rows]`` where it has a number a row. Raises TrainError for a column that is not there.
     """
 
-    def __init__(
-        self,
-        *,
-        log_probs: Any,
-        entropy: Any,
-        loss_mask: Any,
-        row_ids: list[RowId],
-        column: Callable[[str], Any],
-        values: Any = None,
-    ) -> None:
-        """column: the tensor of a column by its name, None where the batch has no such column; asked once a name."""
-        self.log_probs = log_probs
-        self.entropy = entropy
-        self.loss_mask = loss_mask
-        self.values = values
-        self.row_ids = row_ids
-        self._column = column
-        self._known: dict[str, Any] = {}
+    log_probs: Any
+    entropy: Any
+    loss_mask: Any
+    row_ids: list[RowId]
+    column: Callable[[str], Any]
+    """The tensor of a column by its name, None where the batch has no such column; asked once a name."""
+    values: Any = None
+    _known: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __getitem__(self, name: str) -> Any:
         tensor = self.get(name)
@@ -110,7 +101,7 @@ class LossInputs:
     def get(self, name: str) -> Any:
         """The column, or None where the batch has none."""
         if name not in self._known:
-            self._known[name] = self._column(name)
+            self._known[name] = self.column(name)
         return self._known[name]
 
     @property

@@ -82,7 +82,6 @@ class FieldRole(Protocol):
     def compute(self, batch: TrainBatch) -> Mapping[str, Column]:
         """The role's fields for some finished groups: of each a list of ``[response_length]`` arrays or an array
         ``[num_rows]``. Called again for rows whose process died; losses and estimators read the fields by name."""
-        ...
 
 
 class ModelConverter(Protocol):

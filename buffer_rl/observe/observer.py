@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import ROLLOUT_PHASES, Progress
 from buffer_rl.observe.run_folder import SampleDump, add_facts, write_facts
@@ -19,10 +19,6 @@ from buffer_rl.options.section import Options
 from buffer_rl.plan.roles import ACTOR, CRITIC
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 FIRST_REQUEST = "first request"
 
@@ -74,11 +70,9 @@ class RunObserver:
         self._stack.enter_context(self._progress)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._say(self._incidents.summary())
-        self._stack.__exit__(kind, error, trace)
+        self._stack.__exit__(*raised)
 
     def went_back(self, step: int | None) -> None:
         """The run goes on from the checkpoint after ``step`` steps, or from the start (None), and does again what came

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -140,9 +140,7 @@ class Progress:
             self._say(self._board.title)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.phase("done" if kind is None else _STOPPED)
         if self._live is not None:
             self._live.stop()

@@ -14,18 +14,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import jsonlines
 
 from buffer_rl import __version__
+from buffer_rl.args import Args
 from buffer_rl.errors import DataError
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.options.section import flag_of
 from buffer_rl.records.groups import Sample
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
@@ -206,7 +204,7 @@ def write_facts(run_dir: str | Path, args: Args, provenance: Mapping[str, Any] |
         **(provenance or {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8", errors=SURROGATES)
+    _write(path, facts)
     return path
 
 
@@ -214,8 +212,11 @@ def add_facts(run_dir: str | Path, **more: Any) -> None:
     """Add JSON values to ``run_dir/run.json``, if it is there. Raises ``OSError``."""
     path = Path(run_dir) / RUN_FILE
     if path.exists():
-        facts = json.loads(path.read_text(encoding="utf-8")) | more
-        path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8", errors=SURROGATES)
+        _write(path, json.loads(path.read_text(encoding="utf-8")) | more)
+
+
+def _write(path: Path, facts: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(facts, ensure_ascii=False, indent=2) + "\n", encoding="utf-8", errors=SURROGATES)
 
 
 def read_facts(run_dir: str | Path) -> RunFacts:

@@ -10,12 +10,9 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from buffer_rl.args import Args
 from buffer_rl.observe.run_folder import set_aside
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 class TensorBoardLogger:

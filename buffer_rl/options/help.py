@@ -61,8 +61,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser, sections: Sequence[str | type[Section]]) -> None:
     """Add a flag for each option, grouped by section. Values stay text; ``sources.resolve`` converts them."""
-    for given in sections:
-        section = load_section(given) if isinstance(given, str) else given
+    for section in map(load_section, sections):
         group = parser.add_argument_group(section.heading or section.__name__)
         for name, field in section.model_fields.items():
             add_option(group, name, field)
@@ -96,8 +95,7 @@ class _Help(argparse.Action):
         self._sections = sections
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, flag: object = None) -> None:
-        loaded = [load_section(each) if isinstance(each, str) else each for each in self._sections]
-        print(_help_page(parser, loaded, _slug(str(values or ""))), end="")
+        print(_help_page(parser, [*map(load_section, self._sections)], _slug(str(values or ""))), end="")
         parser.exit()
 
 
@@ -219,7 +217,7 @@ def set_flag(namespace: argparse.Namespace, name: str, value: Raw) -> None:
 def take_items(namespace: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     """Move the items of mappings (``option(prefix=…)``) from the arguments ``extra``, which no flag took, to their
     options: a flag without value is True, one with several is a list. Returns the other arguments."""
-    sections = [load_section(each) if isinstance(each, str) else each for each in getattr(namespace, "sections", ())]
+    sections = map(load_section, getattr(namespace, "sections", ()))
     known = {name: field for section in sections for name, field in section.model_fields.items()}
     items: dict[str, dict[str, list[str]]] = {}
     own: dict[str, list[str]] = {}
@@ -262,11 +260,11 @@ def by_flag(extra: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
         if token.startswith("--") or (token.startswith("-") and not _is_number(token)):
             flag, equals, value = token.partition("=")
             groups.append((flag, [token], [value] if equals else []))
-        elif groups:
-            groups[-1][1].append(token)
-            groups[-1][2].append(token)
-        else:
-            groups.append(("", [token], [token]))
+            continue
+        if not groups:
+            groups.append(("", [], []))
+        for tokens in groups[-1][1:]:
+            tokens.append(token)
     return groups
 
 

@@ -17,18 +17,16 @@ import json
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic.fields import FieldInfo
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.user_args import UserArgs
 from buffer_rl.plugin.calls import contained, error_name
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 T = TypeVar("T")
 ENV_PREFIX = "BUFFER_RL_"
@@ -115,7 +113,7 @@ def compose(sections: Sequence[str | type[Section]]) -> type[Args]:
     sections: classes, or their references ``module:Class``. Raises ConfigError for a reference that does not
     resolve and for a name that two sections declare (naming both).
     """
-    return cast("type[Args]", _compose(tuple(load_section(s) if isinstance(s, str) else s for s in sections)))
+    return cast("type[Args]", _compose(tuple(map(load_section, sections))))
 
 
 @functools.cache
@@ -142,8 +140,10 @@ def section_reference(section: type[Section]) -> str:
     return f"{section.__module__}:{section.__qualname__}"
 
 
-def load_section(reference: str) -> type[Section]:
-    """The section class that ``module:Class`` names. Raises ConfigError if there is none."""
+def load_section(reference: str | type[Section]) -> type[Section]:
+    """The section class that ``module:Class`` names, or the given one. Raises ConfigError if there is none."""
+    if not isinstance(reference, str):
+        return reference
     module_name, _, class_name = reference.partition(":")
     try:
         with contained():

@@ -12,24 +12,30 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.options.help import by_flag, given_flags, set_flag
 from buffer_rl.options.redaction import MASK, holds_credentials, is_secret, mask_secrets, mask_url
-from buffer_rl.options.section import ENV_PREFIX, declared, did_you_mean, env_of, flag_of, item_of_mapping, load_section
+from buffer_rl.options.section import (
+    ENV_PREFIX,
+    compose,
+    declared,
+    did_you_mean,
+    env_of,
+    flag_of,
+    item_of_mapping,
+    load_section,
+)
 from buffer_rl.options.values import Raw, convert, mapping_of, option_type, read_yaml
 from buffer_rl.plugin.calls import returned
 from buffer_rl.plugin.hookspecs import FlagMeaning
 from buffer_rl.plugin.old_names import with_new_names
 from buffer_rl.plugin.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 # Variables of the program itself, which are no options.
 RESERVED_VARIABLES = ("BUFFER_RL_TRACEBACK", "BUFFER_RL_DISABLE_PLUGIN_AUTOLOAD", "BUFFER_RL_FORK_SERVER")
@@ -117,6 +123,12 @@ def resolve(
     if errors + wrong:
         raise all_of(errors + wrong)
     return Resolved(args=args, origins=origins, notices=notices)
+
+
+def resolve_namespace(namespace: argparse.Namespace) -> Resolved:
+    """The options of a command line: ``resolve`` for its ``sections``, flags and files. Raises ConfigError."""
+    flags, options_class = given_flags(namespace), compose(namespace.sections)
+    return resolve(options_class, flags=flags, environ=os.environ, config_paths=namespace.config)
 
 
 def _converted(field: FieldInfo, raw: Raw) -> Any:
@@ -217,33 +229,24 @@ def _explain(
     options_class: type[Args], raws: Mapping[str, Raw], origins: Mapping[str, Origin], error: ValidationError
 ) -> list[ConfigError]:
     """One error for each option with a wrong value."""
-    lines = {}
+    lines: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""
-        if name not in lines:
-            lines[name] = _explain_one(options_class, raws, origins, name, detail)
+        if name not in options_class.model_fields:
+            lines.setdefault(name, mask_url(detail["msg"]))
+        if name in lines:
+            continue
+        wanted = option_type(options_class.model_fields[name])
+        given: Any = raws.get(name, detail["input"])
+        shown: Any = MASK if is_secret(name) else mask_secrets(given)
+        line = f"{flag_of(name)}: {shown!r} is not {_article(str(wanted))} ({origins[name]})"
+        if isinstance(shown, str) and wanted.choices and not is_secret(name):
+            hint = did_you_mean(shown, [str(choice) for choice in wanted.choices])
+            line += f"; {hint}" if hint else ""
+        if detail["type"] in ("value_error", "assertion_error"):
+            line += "" if is_secret(name) else f": {mask_url(detail['msg'])}"
+        lines[name] = line
     return [ConfigError(line) for line in lines.values()]
-
-
-def _explain_one(
-    options_class: type[Args],
-    raws: Mapping[str, Raw],
-    origins: Mapping[str, Origin],
-    name: str,
-    detail: ErrorDetails,
-) -> str:
-    if name not in options_class.model_fields:
-        return mask_url(detail["msg"])
-    wanted = option_type(options_class.model_fields[name])
-    given: Any = raws.get(name, detail["input"])
-    shown: Any = MASK if is_secret(name) else mask_secrets(given)
-    line = f"{flag_of(name)}: {shown!r} is not {_article(str(wanted))} ({origins[name]})"
-    if isinstance(shown, str) and wanted.choices and not is_secret(name):
-        hint = did_you_mean(shown, [str(choice) for choice in wanted.choices])
-        line += f"; {hint}" if hint else ""
-    if detail["type"] in ("value_error", "assertion_error"):
-        line += "" if is_secret(name) else f": {mask_url(detail['msg'])}"
-    return line
 
 
 def _article(words: str) -> str:
@@ -314,7 +317,7 @@ def _blocked_owner(flag: str, plugins: Sequence[str]) -> str:
     name = flag.lstrip("-").replace("-", "_")
     for plugin, sections in PluginRegistry.from_flags(wanted).call_hook("buffer_rl_add_options"):
         for section in sections if isinstance(sections, list | tuple) else ():
-            fields = (load_section(section) if isinstance(section, str) else section).model_fields
+            fields = load_section(section).model_fields
             if name in fields or item_of_mapping(fields, name)[0]:
                 return f"an option of the plugin {plugin}, which -p no:... blocks"
     return ""

@@ -66,24 +66,13 @@ def slime_values(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ABSENT: dict[str, Any] = {
-    "ci_test": False,
-    "context_parallel_size": 1,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "dump_details": None,
-    "use_wandb": False,
-    "use_tensorboard": False,
-    "wandb_always_use_train_step": False,
+    **dict.fromkeys(("ci_test", "use_wandb", "use_tensorboard", "wandb_always_use_train_step"), False),
     "use_rollout_routing_replay": False,
-    "rollout_sample_hook_path": None,
-    "rollout_data_postprocess_path": None,
-    "router_policy": None,
+    **dict.fromkeys(("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),
     "sglang_dp_size": 1,
-    "sglang_model_routers": None,
-    "sglang_speculative_algorithm": None,
-    "sglang_tool_call_parser": None,
-    "sglang_reasoning_parser": None,
-    "eval_min_new_tokens": None,
+    **dict.fromkeys(("dump_details", "rollout_sample_hook_path", "rollout_data_postprocess_path", "router_policy")),
+    **dict.fromkeys(("sglang_model_routers", "sglang_speculative_algorithm", "sglang_tool_call_parser")),
+    **dict.fromkeys(("sglang_reasoning_parser", "eval_min_new_tokens")),
 }
 """What slime has and this program may not have, such as routing replay: switched off, unless it is an option of a
 plugin."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
@@ -164,17 +163,9 @@ def _json_or_text(text: str) -> Any:
 
 
 def _limits(field: FieldInfo) -> tuple[str, ...]:
-    words = []
-    for limit in field.metadata:
-        if isinstance(limit, annotated_types.Ge):
-            words.append(f">= {limit.ge}")
-        elif isinstance(limit, annotated_types.Gt):
-            words.append(f"> {limit.gt}")
-        elif isinstance(limit, annotated_types.Le):
-            words.append(f"<= {limit.le}")
-        elif isinstance(limit, annotated_types.Lt):
-            words.append(f"< {limit.lt}")
-    return tuple(words)
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    found = ((sign, getattr(limit, name, None)) for limit in field.metadata for name, sign in signs.items())
+    return tuple(f"{sign} {value}" for sign, value in found if value is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,39 +194,28 @@ def read_yaml(
     values: dict[str, YamlValue] = {}
     errors: list[ConfigError] = []
     for key, node in root.value:
+        where, name = where_of(path, key), str(key.value).replace("-", "_")
+        fill = _filler(str(Path(path).absolute().parent), environ, where)
+        owner, item = ("", "") if name in known else item_of_mapping(known, name)
         try:
-            name, value = _option_of(path, key, node, values, known, environ)
-            values[name] = value
+            if owner:
+                earlier = values.get(owner, YamlValue(raw={}, where=where, items=True))
+                others = mapping_of(known[owner], earlier.raw, where)
+                if item in others:
+                    raise ConfigError(f"the option {key.value!r} is set twice", where=where)
+                raw = {**others, item: _construct(node, fill, where)}
+                values[owner] = YamlValue(raw=raw, where=where, items=earlier.items)
+            elif name not in known:
+                hint = did_you_mean(name, known) or "buffer-rl train --help lists the options"
+                raise ConfigError(f"unknown option {key.value!r}", where=where, hint=_KEYS * is_secret(name) + hint)
+            elif name in values:  # or items of it
+                hint = f"see {values[name].where}"
+                raise ConfigError(f"the option {key.value!r} is set twice", where=where, hint=hint)
+            else:
+                values[name] = YamlValue(raw=_raw(node, fill, where), where=where)
         except ConfigError as error:
             errors.append(error)
     return values, errors
-
-
-def _option_of(
-    path: str,
-    key: yaml.Node,
-    node: yaml.Node,
-    before: Mapping[str, YamlValue],
-    known: Mapping[str, FieldInfo],
-    environ: Mapping[str, str],
-) -> tuple[str, YamlValue]:
-    """The option of one key and its value, with the items of it that the file gave before. Raises ConfigError."""
-    where = where_of(path, key)
-    name = str(key.value).replace("-", "_")
-    fill = _filler(str(Path(path).absolute().parent), environ, where)
-    owner, item = ("", "") if name in known else item_of_mapping(known, name)
-    if owner:
-        earlier = before.get(owner, YamlValue(raw={}, where=where, items=True))
-        others = mapping_of(known[owner], earlier.raw, where)
-        if item in others:
-            raise ConfigError(f"the option {key.value!r} is set twice", where=where)
-        return owner, YamlValue(raw={**others, item: _construct(node, fill, where)}, where=where, items=earlier.items)
-    if name not in known:
-        hint = did_you_mean(name, known) or "buffer-rl train --help lists the options"
-        raise ConfigError(f"unknown option {key.value!r}", where=where, hint=_KEYS * is_secret(name) + hint)
-    if name in before:  # or items of it
-        raise ConfigError(f"the option {key.value!r} is set twice", where=where, hint=f"see {before[name].where}")
-    return name, YamlValue(raw=_raw(node, fill, where), where=where)
 
 
 def parse_yaml(path: str) -> yaml.Node | None:

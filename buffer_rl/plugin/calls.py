@@ -10,7 +10,7 @@ import asyncio
 import difflib
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from buffer_rl.errors import BufferRLError, EndedBySignal, PluginError, short_repr
@@ -85,9 +85,7 @@ class contained:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         common = isinstance(error, Exception) and not isinstance(error, StopIteration)
         if error is not None and not common and not isinstance(error, self._passing):
             raise UncommonError(error_name(error)) from error
@@ -217,6 +215,7 @@ def construct(
     return Guarded(kind, reference, built, error_class, row.methods)
 
 
+@dataclass(eq=False, repr=False)
 class Guarded:
     """An object of a constructed kind; whatever a method of the kind raises names the plugin and the method, and so
     does a PluginError that it raises without a place.
@@ -225,19 +224,11 @@ class Guarded:
     methods: those that are guarded.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        reference: object,
-        built: Any,
-        error_class: type[BufferRLError],
-        methods: tuple[str, ...],
-    ) -> None:
-        self.kind = kind
-        self.reference = reference
-        self.built = built
-        self._error_class = error_class
-        self._methods = methods
+    kind: str
+    reference: object
+    built: Any
+    _error_class: type[BufferRLError]
+    _methods: tuple[str, ...]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.built, name)

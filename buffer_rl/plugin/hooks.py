@@ -20,17 +20,17 @@ from buffer_rl.plugin.signature import describe
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Adapter:
     """The small plugin that stands for one reference: it provides one object under that reference."""
 
-    def __init__(self, origin: Origin, obj: object) -> None:
-        self.origin = origin
-        self.object = obj
+    origin: Origin
+    held: object
 
     @hookimpl
     def buffer_rl_provide(self, kind: str) -> Mapping[str, object]:
         """The object, for its kind."""
-        return {self.origin.reference: self.object} if kind == self.origin.kind else {}
+        return {self.origin.reference: self.held} if kind == self.origin.kind else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,9 @@ class HookPlugins:
         answers: list[tuple[str, object]] = []
         for implementation in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
             name, plugin = implementation.plugin_name, implementation.plugin
-            others = [other for _, other in self.manager.list_name_plugin() if other not in (None, plugin)]
-            caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
             try:
                 with contained():
-                    answers.extend((name, answer) for answer in caller(**facts))
+                    answers.extend((name, answer) for answer in self._caller(hook, plugin)(**facts))
             except BufferRLError:
                 raise
             except Exception as error:  # fault boundary: code of others
@@ -167,12 +165,10 @@ class HookPlugins:
     def _ask(self, provider: str, plugin: object, kind: str) -> Mapping[str, object]:
         """What one plugin provides for a kind, asked once. One that fails is unloaded; others go on."""
         if (provider, kind) not in self._provided:
-            others = [other for _, other in self.manager.list_name_plugin() if other not in (None, plugin)]
-            caller = self.manager.subset_hook_caller("buffer_rl_provide", remove_plugins=others)
             answer: Mapping[str, object] = {}
             try:
                 with contained():
-                    parts = caller(kind=kind)
+                    parts = self._caller("buffer_rl_provide", plugin)(kind=kind)
                 for part in parts:
                     if not isinstance(part, Mapping):
                         raise TypeError(f"buffer_rl_provide returned {short_repr(part)}, not a mapping")
@@ -185,6 +181,10 @@ class HookPlugins:
                 self._skip(provider, problem)
             self._provided[provider, kind] = answer
         return self._provided[provider, kind]
+
+    def _caller(self, hook: str, plugin: object) -> pluggy.HookCaller:
+        others = [other for _, other in self.manager.list_name_plugin() if other not in (None, plugin)]
+        return self.manager.subset_hook_caller(hook, remove_plugins=others)
 
     def _skip(self, name: str, problem: str) -> None:
         self.broken[name] = problem

@@ -44,7 +44,6 @@ class Hooks(Protocol):
 
         Called once a process and kind; return an empty mapping for kinds that the plugin has nothing for.
         """
-        ...
 
     @hookspec
     def buffer_rl_add_options(self) -> Sequence[type | str]:
@@ -53,13 +52,11 @@ class Hooks(Protocol):
 
         Called before the command line is parsed. Give every option a prefix of the plugin.
         """
-        ...
 
     @hookspec
     def buffer_rl_explain_flag(self, name: str, values: Sequence[str]) -> FlagMeaning | None:
         """What a flag that no option takes means, or None. Called where a command line has such a flag; the first
         answer counts. name: without leading dashes, with ``-`` for ``_``. values: what follows it."""
-        ...
 
     @hookspec
     def buffer_rl_local_paths(self, config: Any, facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -67,25 +64,20 @@ class Hooks(Protocol):
         are none. Called once, before models and data are looked at: every process of the run gets these values.
 
         config: the options. facts: of the checkpoint that the run goes on from (``options`` among them), else empty."""
-        ...
 
     @hookspec
     def buffer_rl_configure(self, config: Any) -> None:
         """The options are parsed and checked: ``config`` is the frozen ``args``. Called before Ray is started, and by
         a dry run: check options here, and start nothing."""
-        ...
 
     @hookspec
     def buffer_rl_on_rollout_end(self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float]) -> None:
         """A rollout (or an evaluation) ended; ``metrics`` are flat numbers, as they are logged."""
-        ...
 
     @hookspec
     def buffer_rl_on_train_step(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
         """The optimizer took step ``step`` on the groups of ``rollout_id`` and the Buffer committed them."""
-        ...
 
     @hookspec
     def buffer_rl_on_weight_update(self, version: int, metrics: Mapping[str, float]) -> None:
         """Every engine serves weight version ``version``: the weights after ``version`` training steps."""
-        ...

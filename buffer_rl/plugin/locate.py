@@ -13,8 +13,9 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -63,15 +64,7 @@ class Search:
         found = self.module(module, attr, separator=":" if form is Form.MODULE else ".")
         if reference == self.shown:  # an entry point means the module that is installed
             self._refuse_hidden(module, attr, found)
-        origin = Origin(
-            kind=self.kind.name if self.kind else "",
-            reference=self.shown,
-            form=form,
-            module=module,
-            attr=attr,
-            file=found.file,
-        )
-        return self._with_attribute(origin, found)
+        return self._with_attribute(form, attr, found.file, module, found)
 
     def module(self, name: str, attr: str = "", *, separator: str = ":") -> FoundModule:
         """The module ``name``. Raises PluginError with the nearest module that exists."""
@@ -117,17 +110,10 @@ class Search:
                 hint=_hidden_hint(file, attr),
             )
 
-    def error(
-        self,
-        what: str,
-        *,
-        origin: str = "",
-        suggestion: str | None = None,
-        known: Iterable[str] = (),
-        hint: str = "",
-    ) -> PluginError:
-        """A PluginError about this reference."""
-        return plugin_error(self.kind, self.shown, what, origin=origin, suggestion=suggestion, known=known, hint=hint)
+    @property
+    def error(self) -> partial[PluginError]:
+        """A PluginError about this reference: ``plugin_error`` from ``what`` on."""
+        return partial(plugin_error, self.kind, self.shown)
 
     def _split_dotted(self, reference: str) -> tuple[str, str]:
         """Module and attribute of ``a.b.c``: the longest prefix that is a module."""
@@ -143,40 +129,30 @@ class Search:
         if file is None:
             raise self._no_file(path, attr)
         if not attr:
-            functions = sorted(self._names(str(file)).public)
-            raise self.error(
-                "it names a file, but nothing in it",
-                origin=shorten(str(file)),
-                suggestion=f"{path}:{functions[0]}" if len(functions) == 1 else None,
-                known=functions,
-                hint=f"write {path}:function",
-            )
-        origin = Origin(
-            kind=self.kind.name if self.kind else "",
-            reference=self.shown,
-            form=Form.FILE,
-            attr=attr,
-            file=str(file),
-        )
-        return self._with_attribute(origin, None)
+            raise self._names_nothing("a file", path, str(file))
+        return self._with_attribute(Form.FILE, attr, str(file))
 
-    def _with_attribute(self, origin: Origin, found: FoundModule | None) -> Origin:
+    def _with_attribute(
+        self, form: Form, attr: str, file: str, module: str = "", found: FoundModule | None = None
+    ) -> Origin:
         """The origin with the attribute's line, where the source shows it. Raises PluginError where there is none."""
-        names = self._names(origin.file)
-        head, _, rest = origin.attr.partition(".")
+        kind = self.kind.name if self.kind else ""
+        origin = Origin(kind=kind, reference=self.shown, form=form, module=module, attr=attr, file=file)
+        names = self._names(file)
+        head, _, rest = attr.partition(".")
         if head in names.lines:
             return replace(origin, line=names.lines[head], verified=not rest)
         if names.is_open or (found is not None and find_module(f"{found.name}.{head}", self.folders) is not None):
             return origin
         suggestion = nearest(head, names.lines)
-        base = self.shown[: len(self.shown) - len(origin.attr)] if self.shown.endswith(origin.attr) else ""
-        hidden = [file for file in files_named(origin.module, self.folders) if file != origin.file]
+        base = self.shown[: len(self.shown) - len(attr)] if self.shown.endswith(attr) else ""
+        hidden = [other for other in files_named(module, self.folders) if other != file]
         raise self.error(
-            f"{f'the module {origin.module!r}' if origin.module else 'the file'} has no {head!r}",
-            origin=shorten(origin.file),
+            f"{f'the module {module!r}' if module else 'the file'} has no {head!r}",
+            origin=shorten(file),
             suggestion=f"{base}{suggestion}" if suggestion else None,
             known=names.public,
-            hint=_hidden_hint(hidden[0], origin.attr) if hidden else "",
+            hint=_hidden_hint(hidden[0], attr) if hidden else "",
         )
 
     def _names(self, file: str) -> SourceNames:
@@ -212,17 +188,19 @@ class Search:
         )
 
     def _malformed(self, module: str, attr: str) -> PluginError:
-        if module and not attr and find_module(module, self.folders) is not None:
-            found = self.module(module)
-            functions = sorted(self._names(found.file).public)
-            return self.error(
-                "it names a module, but nothing in it",
-                origin=shorten(found.file),
-                suggestion=f"{module}:{functions[0]}" if len(functions) == 1 else None,
-                known=functions,
-                hint=f"write {module}:function",
-            )
+        if module and not attr and (found := find_module(module, self.folders)) is not None:
+            return self._names_nothing("a module", module, found.file)
         return self.error("it is no reference", hint="write module:function, ./file.py:function or a registered name")
+
+    def _names_nothing(self, what: str, place: str, file: str) -> PluginError:
+        functions = sorted(self._names(file).public)
+        return self.error(
+            f"it names {what}, but nothing in it",
+            origin=shorten(file),
+            suggestion=f"{place}:{functions[0]}" if len(functions) == 1 else None,
+            known=functions,
+            hint=f"write {place}:function",
+        )
 
 
 def _hidden_hint(file: str, attr: str) -> str:
@@ -330,21 +308,13 @@ def _guarded(search: Search, load: Callable[[], ModuleType], file: str) -> Modul
     except PluginError:
         raise
     except Exception as error:
+        text = f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else error_name(error)
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
         raise search.error(
-            f"its own import failed: {_describe(error)}",
+            f"its own import failed: {text}",
             origin=_place_of(original(error), file),
-            hint=_import_hint(error),
+            hint=f"install what provides {missing!r}, or mend the import" if missing else "",
         ) from error
-
-
-def _describe(error: BaseException) -> str:
-    return f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else error_name(error)
-
-
-def _import_hint(error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"install what provides {error.name!r}, or mend the import"
-    return ""
 
 
 def _place_of(error: BaseException, file: str) -> str:

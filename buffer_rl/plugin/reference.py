@@ -118,7 +118,7 @@ def find_module(name: str, folders: Sequence[str]) -> FoundModule | None:
     if not all(part.isidentifier() for part in name.split(".")):
         return None  # finders may raise on what cannot be a name
     for part in name.split("."):
-        found = _find_top(part, folders) if found is None else _find_child(found, part)
+        found = _find(part if found is None else f"{found.name}.{part}", found, folders)
         if found is None:
             return None
     return found
@@ -162,47 +162,29 @@ def files_named(module: str, folders: Sequence[str]) -> list[str]:
     return [str(path) for path in candidates if path.is_file()]
 
 
-def _find_top(name: str, folders: Sequence[str]) -> FoundModule | None:
+def _find(name: str, parent: FoundModule | None, folders: Sequence[str]) -> FoundModule | None:
     loaded = sys.modules.get(name)
     if loaded is not None:
-        return FoundModule(name=name, file=getattr(loaded, "__file__", None) or "", folders=_package_folders(loaded))
-    for finder in sys.meta_path:  # an editable install may bring a finder of its own
-        find_spec = getattr(finder, "find_spec", None)
-        spec = find_spec(name, None) if find_spec is not None else None
-        if spec is not None:
-            return _from_spec(name, spec)
-    spec = PathFinder.find_spec(name, list(folders))
-    return _from_spec(name, spec) if spec is not None else None
-
-
-def _find_child(parent: FoundModule, part: str) -> FoundModule | None:
-    name = f"{parent.name}.{part}"
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        return FoundModule(name=name, file=getattr(loaded, "__file__", None) or "", folders=_package_folders(loaded))
-    for finder in sys.meta_path:  # one that makes modules which no folder has (buffer_rl.plugin.import_names)
-        if getattr(finder, "provided_name", None) == name.partition(".")[0]:
-            with suppress(ModuleNotFoundError):
-                spec = finder.find_spec(name, parent.folders)
-                if spec is not None:
-                    return _from_spec(name, spec)
-    if not parent.folders:
+        file, folders = getattr(loaded, "__file__", None) or "", getattr(loaded, "__path__", ())
+        return FoundModule(name=name, file=file, folders=tuple(folders))
+    spec = next(filter(None, _specs_of(name, parent, folders)), None)
+    if spec is None:
         return None
-    # The last component alone: under its full name, a namespace package would ask for its imported parent.
-    spec = PathFinder.find_spec(part, list(parent.folders))
-    return _from_spec(name, spec) if spec is not None else None
+    file, folders = spec.origin if spec.has_location else "", spec.submodule_search_locations or ()
+    return FoundModule(name=name, file=file or "", folders=tuple(folders))
 
 
-def _from_spec(name: str, spec: ModuleSpec) -> FoundModule:
-    return FoundModule(
-        name=name,
-        file=(spec.origin or "") if spec.has_location else "",
-        folders=tuple(spec.submodule_search_locations or ()),
-    )
-
-
-def _package_folders(module: object) -> tuple[str, ...]:
-    return tuple(getattr(module, "__path__", ()))
+def _specs_of(name: str, parent: FoundModule | None, folders: Sequence[str]) -> Iterator[ModuleSpec | None]:
+    for finder in sys.meta_path:
+        if parent is None:  # an editable install may bring a finder of its own
+            yield finder.find_spec(name, None) if hasattr(finder, "find_spec") else None
+        elif getattr(finder, "provided_name", None) == name.partition(".")[0]:
+            # One that makes modules which no folder has (buffer_rl.plugin.import_names).
+            with suppress(ModuleNotFoundError):
+                yield finder.find_spec(name, parent.folders)
+    if parent is None or parent.folders:
+        # The last component alone: under its full name, a namespace package would ask for its imported parent.
+        yield PathFinder.find_spec(name.rpartition(".")[2], list(parent.folders if parent else folders))
 
 
 def _nearest_child(parent: FoundModule | None, part: str, folders: Sequence[str]) -> str | None:
@@ -232,11 +214,11 @@ def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 def _writes_namespace(node: ast.AST) -> bool:
     """Whether the node may bind names that the source does not show: globals(), vars(), exec(...), sys.modules."""
     match node:
-        case ast.Call(func=ast.Name(id="globals" | "exec")):
-            return True
-        case ast.Call(func=ast.Name(id="vars" | "locals"), args=[]):
-            return True
-        case ast.Attribute(value=ast.Name(id="sys"), attr="modules"):
+        case (
+            ast.Call(func=ast.Name(id="globals" | "exec"))
+            | ast.Call(func=ast.Name(id="vars" | "locals"), args=[])
+            | ast.Attribute(value=ast.Name(id="sys"), attr="modules")
+        ):
             return True
     return False
 

@@ -124,8 +124,8 @@ class PluginRegistry:
         row = kind_named(kind)
         name = reference if isinstance(reference, str) else describe(reference)
         known = self._resolved.get((kind, name))
-        if known is not None and (isinstance(reference, str) or known.object is reference):
-            return known.object
+        if known is not None and (isinstance(reference, str) or known.held is reference):
+            return known.held
         origin = self.locate(kind, reference)
         obj = self._load(row, reference, origin)
         try:
@@ -162,7 +162,7 @@ class PluginRegistry:
     def is_written_for_others(self, obj: object) -> bool:
         """Whether the source of a function imports a package whose names a plugin provides, installed or not."""
         try:
-            file = inspect.getsourcefile(inspect.unwrap(cast(Any, inner_function(obj))))
+            file = inspect.getsourcefile(inspect.unwrap(cast("Any", inner_function(obj))))
         except TypeError:  # an object that is no function: its class says it
             file = inspect.getsourcefile(type(obj))
         return self._import_names.are_asked_by(file or "")

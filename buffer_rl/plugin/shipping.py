@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -237,15 +238,11 @@ def shipped_file(path: str) -> Path | None:
 
 
 def _listing(folder: str) -> dict[str, Any]:
-    try:
-        listing: dict[str, Any] = json.loads(Path(folder, LIST_NAME).read_bytes())
-    except FileNotFoundError:
-        return {}
-    return listing
+    file = Path(folder, LIST_NAME)
+    return dict(json.loads(file.read_bytes())) if file.is_file() else {}
 
 
 def _is_here(file: Mapping[str, str]) -> bool:
-    try:
+    with suppress(OSError):
         return hashlib.sha256(Path(file["source"]).read_bytes()).hexdigest() == file["sha256"]
-    except OSError:
-        return False
+    return False

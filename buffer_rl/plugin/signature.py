@@ -84,9 +84,7 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
     # inspect looks through a functools.partial by itself; other callable objects are what their __call__ is.
     called = function.__call__
     if any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in (function, called)):
-        raise plugin_error(
-            row, reference, "it is a generator: it must return, not yield", actual=signature_of(function)
-        )
+        raise _wrong(row, reference, "it is a generator: it must return, not yield", function)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     if is_async and not row.may_be_async:
         raise plugin_error(
@@ -104,9 +102,7 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
         problem = None
     if problem:
         asked = ", ".join(row.positional)
-        raise plugin_error(
-            row, reference, f"it cannot be called with ({asked}): {problem}", actual=signature_of(function)
-        )
+        raise _wrong(row, reference, f"it cannot be called with ({asked}): {problem}", function)
 
 
 def _check_class(row: PluginKind, cls: type, reference: str) -> None:
@@ -114,17 +110,11 @@ def _check_class(row: PluginKind, cls: type, reference: str) -> None:
         _check_construction(row, cls, reference, row.positional)
         return
     if row.name != "rollout":
-        raise plugin_error(
-            row,
-            reference,
-            "it is a class",
-            actual=signature_of(cls),
-            hint="name a function, or an instance of the class",
-        )
+        raise _wrong(row, reference, "it is a class", cls, hint="name a function, or an instance of the class")
     _check_construction(row, cls, reference, ("args",))
     call = _unbound_method(cls, "__call__")
     if call is None:
-        raise plugin_error(row, reference, "the class has no __call__", actual=signature_of(cls))
+        raise _wrong(row, reference, "the class has no __call__", cls)
     _check_function(row, call, reference)
 
 
@@ -139,7 +129,7 @@ def _check_constructed(row: PluginKind, factory: Any, reference: str) -> None:
     hint = row.changed_hint(factory)
     if missing or hint:
         what = f"the class lacks {', '.join(missing)}" if missing else "the class is of an earlier contract"
-        raise plugin_error(row, reference, what, actual=signature_of(factory), hint=hint)
+        raise _wrong(row, reference, what, factory, hint=hint)
     for name in row.methods:
         _check_method(row, factory, name, reference)
 
@@ -147,13 +137,12 @@ def _check_constructed(row: PluginKind, factory: Any, reference: str) -> None:
 def _check_construction(row: PluginKind, factory: Any, reference: str, positional: tuple[str, ...]) -> None:
     if inspect.isabstract(factory):
         missing = ", ".join(sorted(factory.__abstractmethods__))
-        raise plugin_error(row, reference, f"the class is abstract: {missing}", actual=signature_of(factory))
+        raise _wrong(row, reference, f"the class is abstract: {missing}", factory)
     signature = _signature(factory)
     problem = signature and _bind_error(signature, len(positional))
     if problem:
-        asked = ", ".join(positional)
-        what = f"it cannot be constructed with ({asked}): {problem}"
-        raise plugin_error(row, reference, what, actual=signature_of(factory), hint=row.newest_hint)
+        what = f"it cannot be constructed with ({', '.join(positional)}): {problem}"
+        raise _wrong(row, reference, what, factory, hint=row.newest_hint)
 
 
 def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None:
@@ -170,7 +159,11 @@ def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None
     if problem:
         names = ", ".join(p.name for p in asked)
         what = f"its method {name} cannot be called with ({names}): {problem}"
-        raise plugin_error(row, reference, what, actual=signature_of(method), hint=row.newest_hint)
+        raise _wrong(row, reference, what, method, hint=row.newest_hint)
+
+
+def _wrong(row: PluginKind, reference: str, what: str, found: Any, hint: str = "") -> PluginError:
+    return plugin_error(row, reference, what, actual=signature_of(found), hint=hint)
 
 
 def _unbound_method(cls: type, name: str) -> Any:

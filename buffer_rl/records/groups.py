@@ -92,7 +92,7 @@ class SampleGroup(Sequence[Sample]):
 
     def as_prompts(self, **changes: Any) -> SampleGroup:
         """A copy with the prompts alone: responses, rewards and versions are gone. changes: its other fields."""
-        samples = cast(Any, self.samples).unmade() if self.is_fresh else [s.as_prompt() for s in self if s.part == 0]
+        samples = cast("Any", self.samples).unmade() if self.is_fresh else [s.as_prompt() for s in self if s.part == 0]
         return replace(self, samples=samples, **changes)
 
 
@@ -246,11 +246,10 @@ class TrainBatch:
         """The rows whose column ``name`` has NaN, which stands for a value that the rollout did not give, where a token
         is trained on. None for a column that is not there, or does not hold fractions."""
         masks = self.columns.get("loss_mask", self.row_ids)
+        columns = map(np.asarray, self.columns.get(name, ()))
         return [
             row_id
-            for row_id, values, mask in zip(
-                self.row_ids, map(np.asarray, self.columns.get(name, ())), masks, strict=False
-            )
+            for row_id, values, mask in zip(self.row_ids, columns, masks, strict=False)
             if values.dtype.kind == "f"
             and np.isnan(values if values.shape != np.shape(mask) else values[np.asarray(mask) != 0]).any()
         ]

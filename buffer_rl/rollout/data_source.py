@@ -65,7 +65,7 @@ def start_data_source(args: Args, log_dir: str) -> Any:
     """Start the data source's process, on this node while it is there: that has the files of a run that is started
     here. Returns its handle; the user's class is constructed once ``setup`` has answered."""
     here = near(ray.get_runtime_context().get_node_id())
-    remote = cast(Any, ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts, **here)
+    remote = cast("Any", ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts, **here)
     return remote(DataSourceActor).remote(dump_args(args), f"{log_dir}/data_source.log")
 
 

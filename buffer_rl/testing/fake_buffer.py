@@ -1,20 +1,12 @@
-"""A Buffer in memory for tests of rollout functions: leases given groups and records every report.
-
-And the real Buffer without its process: a rollout's client calls the state itself.
-"""
+"""A Buffer in memory for tests of rollout functions: leases given groups and records every report."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.rollout_client import GroupEncoder, RolloutClient
-from buffer_rl.buffer.state import BufferState
-from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid, SampleGroup, Ticket
 
@@ -131,33 +123,3 @@ class FakeBuffer:
             raise BufferStateError(f"group {group.uid} is not leased", where=self._ticket.task)
         self._live.discard(group.uid)
         self.progressed_at = time.monotonic()
-
-
-class DirectCalls:
-    """The calls of a ``BufferClient``, executed on ``state`` at once."""
-
-    def __init__(self, state: BufferState) -> None:
-        self._state = state
-
-    def call(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._state, operation.__name__)(*args, **kwargs)
-
-    async def acall(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.call(operation, *args, **kwargs)
-
-
-def local_state(args: Any, ledger: Ledger, **options: Any) -> BufferState:
-    """A Buffer of ``args.prompt_data``, with ``args.rollout_batch_size`` groups a step and payloads in this process.
-
-    options: others of ``BufferState``."""
-    return BufferState(
-        PromptDataSource(args),
-        ledger=ledger,
-        groups_per_step=args.rollout_batch_size,
-        **options,
-    )
-
-
-def local_client(state: BufferState, ticket: Ticket, encoder: GroupEncoder) -> RolloutClient:
-    """The ``buffer`` of the ticket's rollout."""
-    return RolloutClient(cast(BufferClient, DirectCalls(state)), ticket, encoder)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.buffer.columns import RowSizes, concat_columns, sample_sizes
+from buffer_rl.errors import BufferRLError
 from buffer_rl.records.groups import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch
 
 
@@ -74,6 +75,32 @@ def column_forms(names: Iterable[str]) -> Iterator[dict[str, str]]:
     ordered = sorted(names)
     for forms in itertools.islice(itertools.product(("token", "row"), repeat=len(ordered)), 16):
         yield dict(zip(ordered, forms, strict=True))
+
+
+def try_forms(
+    declared: frozenset[str],
+    undeclared: set[str],
+    forms: Mapping[str, str] | None,
+    call: Callable[[dict[str, str]], str],
+    missing: Callable[[Exception], set[str]],
+) -> str:
+    """What ``call`` says of the first form of the columns ``declared`` with which it does not fail; those that are
+    ``missing`` by its error are added to ``undeclared``, and it is tried again. Else the last error."""
+    text = ""
+    for _ in range(4):
+        lacks: set[str] = set()
+        named = declared | undeclared
+        for form in [{**dict.fromkeys(named, "token"), **forms}] if forms else column_forms(named):
+            try:
+                return call(form)
+            except (BufferRLError, RuntimeError) as error:
+                text, lacks = str(error).splitlines()[0], missing(error)
+                if lacks:
+                    break
+        if not lacks:
+            break
+        undeclared |= lacks
+    return text
 
 
 LAYOUT: tuple[Mapping[int, tuple[int, ...]], ...] = (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.errors import PluginError
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of
 from buffer_rl.kinds.objective import AdvantageEstimator
@@ -18,7 +19,6 @@ from buffer_rl.testing.lint import (
     Finding,
     Result,
     checked,
-    column_forms,
     finding_of_needs,
     first_difference,
     first_infinite,
@@ -26,11 +26,8 @@ from buffer_rl.testing.lint import (
     halves,
     lint_rows,
     mixed,
+    try_forms,
 )
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 SET = ("advantages", "returns")
 OTHERS = ("ref_log_probs", "old_log_probs", "values")
@@ -109,24 +106,19 @@ class _Run:
 
     def find_form(self, forms: dict[str, str] | None) -> str:
         """Call it with the columns that it declares, then also with those whose absence it complains of."""
-        error = PluginError("")
-        for _ in range(4):
-            named = self._declared | self.undeclared
-            for self._forms in [{**dict.fromkeys(named, "token"), **forms}] if forms else column_forms(named):
-                self._absent.clear()
-                try:
-                    self._batch, self._other = self._rows(0), self._rows(1)
-                    self._wanted = self._columns_of(self._batch)
-                    return self._wrong_form()
-                except PluginError as found:
-                    error = found
-                    if isinstance(found.__cause__, KeyError) and self._absent.intersection(found.__cause__.args):
-                        break
+
+        def call_with(form: dict[str, str]) -> str:
+            self._forms = form
+            self._absent.clear()
+            self._batch, self._other = self._rows(0), self._rows(1)
+            self._wanted = self._columns_of(self._batch)
+            return self._wrong_form()
+
+        def missing(error: Exception) -> set[str]:
             cause = error.__cause__
-            if not isinstance(cause, KeyError) or not (absent := self._absent.intersection(cause.args)):
-                break
-            self.undeclared |= absent
-        return f"{error}".splitlines()[0]
+            return self._absent.intersection(cause.args) if isinstance(cause, KeyError) else set()
+
+        return try_forms(self._declared, self.undeclared, forms, call_with, missing)
 
     def needs(self) -> Finding:
         """Read but not declared, declared but never read."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, PluginError
 from buffer_rl.kinds.marks import Unit, needs_of, unit_of
 from buffer_rl.kinds.objective import PolicyLoss
@@ -26,7 +27,6 @@ from buffer_rl.testing.lint import (
     Finding,
     Result,
     checked,
-    column_forms,
     finding_of_needs,
     first_difference,
     first_infinite,
@@ -34,13 +34,10 @@ from buffer_rl.testing.lint import (
     halves,
     lint_rows,
     mixed,
+    try_forms,
     with_sizes,
 )
 from buffer_rl.train.objective import Objective
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 OUTPUTS = ("log_probs", "entropy", "critic_values")
 """Of the models; columns of the linter's rows that the loss gets with a gradient."""
@@ -128,25 +125,16 @@ class _Run:
 
     def find_form(self, forms: dict[str, str] | None) -> str:
         """Call it with the columns that it declares, then also with those without which it fails."""
-        text = ""
-        for _ in range(4):
-            named = self._loss.needs | self.undeclared
-            for form in [{**dict.fromkeys(named, "token"), **forms}] if forms else column_forms(named):
-                self._loss.absent.clear()
-                self._batch = lint_rows(2 * self._seed, form, more=OUTPUTS)
-                self._other = lint_rows(2 * self._seed + 1, form, more=OUTPUTS)
-                try:
-                    self._wanted = self._step(self._batch)
-                    self._values = self._answers(self._batch)
-                    return ""
-                except (BufferRLError, RuntimeError) as error:
-                    text = str(error).splitlines()[0]
-                    if self._loss.absent:
-                        break
-            if not self._loss.absent:
-                break
-            self.undeclared |= self._loss.absent
-        return text
+
+        def call_with(form: dict[str, str]) -> str:
+            self._loss.absent.clear()
+            self._batch = lint_rows(2 * self._seed, form, more=OUTPUTS)
+            self._other = lint_rows(2 * self._seed + 1, form, more=OUTPUTS)
+            self._wanted = self._step(self._batch)
+            self._values = self._answers(self._batch)
+            return ""
+
+        return try_forms(self._loss.needs, self.undeclared, forms, call_with, lambda _: set(self._loss.absent))
 
     def needs(self) -> Finding:
         """Read but not declared, declared but never read."""

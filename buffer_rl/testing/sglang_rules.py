@@ -9,9 +9,11 @@ import asyncio
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(kw_only=True, eq=False)
 class SglangRules:
     """The rules of one fake engine, and which ids of requests (rid) it has. Belongs to the engine's event loop.
 
@@ -25,18 +27,12 @@ class SglangRules:
       have the one seed.
     """
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 2**31,
-        abort_s: float = 0.03,
-        disconnect_s: float = 1.0,
-        deterministic: bool = False,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.abort_s = abort_s
-        self.disconnect_s = disconnect_s
-        self.deterministic = deterministic
+    vocab_size: int = 2**31
+    abort_s: float = 0.03
+    disconnect_s: float = 1.0
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
         self._draws = itertools.count(1)
         self._free_at: dict[str, float] = {}  # on the clock of the event loop; infinity for a request that lives on
         self._queued: set[str] = set()  # since the pause

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 DEFAULT_CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -64,14 +66,14 @@ def make_tiny_model(
     import torch
     import transformers
 
-    if architecture not in ARCHITECTURES:
+    if (wanted := ARCHITECTURES.get(architecture)) is None:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
     tokenizer = make_char_tokenizer(characters)
     tokenizer.chat_template = chat_template
     size = len(tokenizer) if vocab is None else vocab
     if size < len(tokenizer):
         raise ValueError(f"vocab is {size}, but the tokenizer has {len(tokenizer)} tokens")
-    config = ARCHITECTURES[architecture](size, overrides)
+    config = transformers.AutoConfig.for_model(**{**SIZES, "vocab_size": size, **deepcopy({**wanted}), **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         maker: Any = getattr(transformers, auto_class)
@@ -91,9 +93,8 @@ def make_tiny_model(
     return str(folder)
 
 
-def _sizes(vocab: int, overrides: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab,
+SIZES: Mapping[str, Any] = MappingProxyType(
+    {
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -104,70 +105,37 @@ def _sizes(vocab: int, overrides: Mapping[str, Any], **more: Any) -> dict[str, A
         "bos_token_id": None,
         "eos_token_id": 1,
     }
-    return {**sizes, **more, **overrides}
-
-
-def _qwen3(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**_sizes(vocab, overrides, **({"head_dim": 16, "tie_word_embeddings": True})))
-
-
-def _qwen2(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**_sizes(vocab, overrides, **({"tie_word_embeddings": True})))
-
-
-def _llama(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    from transformers import LlamaConfig
-
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    return LlamaConfig(**_sizes(vocab, overrides, **({"tie_word_embeddings": False, "rope_parameters": rope})))
-
-
-def _gpt_neox(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    from transformers import GPTNeoXConfig
-
-    sizes = _sizes(vocab, overrides, tie_word_embeddings=False)
-    sizes.pop("num_key_value_heads")
-    return GPTNeoXConfig(**sizes)
-
-
-def _gemma3(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    from transformers import Gemma3TextConfig
-
-    layers = ["sliding_attention", "full_attention"]
-    more = {"head_dim": 16, "sliding_window": 8, "layer_types": layers, "query_pre_attn_scalar": 16}
-    return Gemma3TextConfig(**_sizes(vocab, overrides, **(more)))
-
-
-def _qwen3_moe(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    from transformers import Qwen3MoeConfig
-
-    more = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return Qwen3MoeConfig(**_sizes(vocab, overrides, **more))
-
-
-def _glm4(vocab: int, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    from transformers import Glm4Config
-
-    return Glm4Config(**_sizes(vocab, overrides, **({"head_dim": 16, "tie_word_embeddings": False})))
-
-
-ARCHITECTURES: Mapping[str, Callable[[int, Mapping[str, Any]], PreTrainedConfig]] = {
-    "qwen3": _qwen3,
-    "qwen2": _qwen2,
-    "llama": _llama,
-    "gpt_neox": _gpt_neox,
-    "gemma3": _gemma3,
-    "qwen3_moe": _qwen3_moe,
-    "glm4": _glm4,
+)
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
+_GEMMA_LAYERS = ["sliding_attention", "full_attention"]
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+        "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+        "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_parameters": _LLAMA3_ROPE},
+        "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4, "tie_word_embeddings": False},
+        "gemma3": {
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": _GEMMA_LAYERS,
+            "query_pre_attn_scalar": 16,
+        },
+        "qwen3_moe": {
+            "model_type": "qwen3_moe",
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        "glm4": {"model_type": "glm4", "head_dim": 16, "tie_word_embeddings": False},
+    }
+)
+"""What ``transformers.AutoConfig`` makes the configuration of."""

@@ -166,7 +166,7 @@ class VirtualRuntime:
         await self._changed.wait()
 
     async def answer(self, task: Task, timeout_s: float) -> Any:
-        mine = cast(VirtualTask, task)
+        mine = cast("VirtualTask", task)
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(mine.work)

@@ -270,7 +270,7 @@ class ModelFactory:
             self._provider = registry.resolve("model_provider", self._provider_name)
         if name := self._converter_name:
             self._converter = cast(
-                ModelConverter, construct("converter", name, registry.resolve("converter", name), args)
+                "ModelConverter", construct("converter", name, registry.resolve("converter", name), args)
             )
 
     def build(self, path: str | None, flag: str) -> PreTrainedModel:
@@ -343,7 +343,7 @@ class ModelFactory:
         torch.nn.Module.to(model, self._device, torch.float32)
         torch.nn.Module.eval(model)  # without dropout, as in load_model
         self._try_out(model)
-        return cast(PreTrainedModel, model)
+        return cast("PreTrainedModel", model)
 
     def _try_out(self, model: Any) -> None:
         """Two tokens through the model: a model that cannot do it is refused before the run."""

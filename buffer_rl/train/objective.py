@@ -63,8 +63,8 @@ class Objective:
         self.critic = role == CRITIC
         self._loss_name = "value_loss" if self.critic else loss_of(args)
         self._estimator_name = estimator_of(args)[1]
-        self._loss = value_loss if self.critic else cast(PolicyLoss, registry.resolve("loss", self._loss_name))
-        self._estimator = cast(AdvantageEstimator, registry.resolve("advantage", self._estimator_name))
+        self._loss = value_loss if self.critic else cast("PolicyLoss", registry.resolve("loss", self._loss_name))
+        self._estimator = cast("AdvantageEstimator", registry.resolve("advantage", self._estimator_name))
         self.supervised = is_supervised(args)
         sampled = not self.supervised and args.rollout_temperature > 0
         self.temperature = float(args.rollout_temperature) if sampled else 1.0
@@ -100,7 +100,7 @@ class Objective:
         """The loss of a micro-batch, summed over ``rows`` and not divided, and its sums (see
         ``buffer_rl.kinds.objective.Objective``). Raises PluginError if the loss raises or returns something else,
         TrainError for a column that is needed and not there."""
-        mask_bt = response_mask(rows, cast(torch.Tensor, values if self.critic else log_probs))
+        mask_bt = response_mask(rows, cast("torch.Tensor", values if self.critic else log_probs))
         inputs = self._inputs(log_probs, entropy, rows, values, mask_bt)
         loss = self._checked_loss(inputs)
         tokens_b, parts_b = sample_sizes(rows, mask_bt)
@@ -282,7 +282,7 @@ class Objective:
     def _checked_correction(self, inputs: LossInputs) -> torch.Tensor:
         """What the values are multiplied by ``[num_rows, max_response]``; a number for each row takes the mean."""
         kind, name = "correction", self._correction_name
-        answer: object = call(kind, name, cast(Correction, self._correction), self._args, inputs)
+        answer: object = call(kind, name, cast("Correction", self._correction), self._args, inputs)
         shape = inputs.log_probs.shape
         if not isinstance(answer, torch.Tensor) or answer.shape != shape:
             hint = f"the weights are {_shown(answer)}" if isinstance(answer, torch.Tensor) else ""
@@ -341,7 +341,7 @@ def _correction_of(args: Args, registry: PluginRegistry) -> Correction | None:
     if not args.use_tis or is_supervised(args):
         return None
     if path := args.custom_tis_function_path:
-        return cast(Correction, registry.resolve("correction", path))
+        return cast("Correction", registry.resolve("correction", path))
     return truncated_weights
 
 

@@ -115,7 +115,7 @@ class Rendezvous:
         listener, self._listener = self._listener, None
         if listener is not None and rank != 0:
             listener.close()
-        store = cast(Any, dist).TCPStore(
+        store = cast("Any", dist).TCPStore(
             address,
             port,
             world_size,

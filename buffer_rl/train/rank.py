@@ -94,7 +94,7 @@ class TrainRank:
 
     def host(self) -> tuple[str, int]:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
-        return self._rendezvous.open(str(cast(Any, ray.util).get_node_ip_address()))
+        return self._rendezvous.open(str(cast("Any", ray.util).get_node_ip_address()))
 
     def setup(self, master: str, port: int) -> None:
         """Join the other ranks, which meet at ``master:port``, and build the model."""
@@ -262,11 +262,11 @@ class TrainRank:
 
     def sleep(self) -> None:
         """Have the trainer free its device's memory until ``wake_up``."""
-        cast(Any, self._trainer).sleep()
+        cast("Any", self._trainer).sleep()
 
     def wake_up(self) -> None:
         """The inverse of ``sleep``."""
-        cast(Any, self._trainer).wake_up()
+        cast("Any", self._trainer).wake_up()
 
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder in the number format of ``--save-dtype``."""
@@ -310,10 +310,10 @@ class TrainRank:
 
     def load_ref(self, path: str) -> None:
         """Have the trainer's reference model take the weights in the Hugging Face folder ``path``."""
-        cast(Any, self._trainer).load_ref(path)
+        cast("Any", self._trainer).load_ref(path)
 
     def _outputs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
-        return cast(Any, self._trainer).values(batch) if model == CRITIC else self._trainer.log_probs(model, batch)
+        return cast("Any", self._trainer).values(batch) if model == CRITIC else self._trainer.log_probs(model, batch)
 
     def _share(self, rollout_id: int) -> TrainBatch:
         place = self._trainer.topology
@@ -344,7 +344,7 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             expected="a trainer with values(batch)",
             hint="an advantage estimator without a critic, such as grpo",
         )
-    return cast(Trainer, built)
+    return cast("Trainer", built)
 
 
 def check_groups(args: Args, unit: Unit, dp_size: int) -> None:

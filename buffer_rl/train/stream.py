@@ -232,7 +232,7 @@ def gradient_stage(
         before = set(batch.columns)
         computed = {FIELD_OF_MODEL[model]: outputs(batch) for model, outputs in models.items()}
         if None not in computed.values():  # else the rank does not call the objective
-            batch.columns.update(cast(dict[str, Column], computed))
+            batch.columns.update(cast("dict[str, Column]", computed))
             objective.compute_advantages(batch)
         accumulated(trainer.accumulate(batch))
         added = sorted(batch.columns.keys() - before) if produces and writes else []

@@ -1,25 +1,23 @@
 """The command line: one file a verb, named as the verb.
 
-table                  the verbs, in the order of ``--help``
-init                   ``init``: a project to begin with, whose files are in project/
-train                  ``train``: checks, then trains
-dry_run                what ``--dry-run`` shows
-eval                   ``eval``: a model or a checkpoint
-generate               ``generate``: responses to prompts
-plugins                ``plugins``: list, check, new
-plugin_trial           ``plugins check --on``: one function called on rows of a file
-plugin_templates       what ``plugins new`` writes
-plugin_template_tests  the tests that ``plugins new`` writes beside it
-data                   ``data``: validate, show and count data files
-report                 ``report``: the HTML page of a run
-ledger                 ``ledger``: where each group of a run is
-checkpoint             ``checkpoint``: check that checkpoints are whole
-export                 ``export``: the model of a checkpoint
-completion             ``completion``: a script for the shell
-engine_checks          what the engines of a run can do of what it asks for
-preflight              what a run needs of this machine and of its folders
-resources              what a run needs in numbers: rows for ranks, cores, space
-row_sources            the rows that a run reads, with file and line
-trial                  a trial of a few rows before a run: rendered, encoded, made training rows
-reward_trial           a trial of the reward on answers to a few rows
+table           the verbs, in the order of ``--help``
+init            ``init``: a project to begin with, whose files are in project/
+train           ``train``: checks, then trains
+dry_run         what ``--dry-run`` shows
+eval            ``eval``: a model or a checkpoint
+generate        ``generate``: responses to prompts
+plugins         ``plugins``: list, check, new; what it writes is in plugin/
+plugin_trial    ``plugins check --on``: one function called on rows of a file
+data            ``data``: validate, show and count data files
+report          ``report``: the HTML page of a run
+ledger          ``ledger``: where each group of a run is
+checkpoint      ``checkpoint``: check that checkpoints are whole
+export          ``export``: the model of a checkpoint
+completion      ``completion``: a script for the shell
+engine_checks   what the engines of a run can do of what it asks for
+preflight       what a run needs of this machine and of its folders
+resources       what a run needs in numbers: rows for ranks, cores, space
+row_sources     the rows that a run reads, with file and line
+trial           a trial of a few rows before a run: rendered, encoded, made training rows
+reward_trial    a trial of the reward on answers to a few rows
 """

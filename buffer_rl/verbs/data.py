@@ -5,32 +5,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
 from buffer_rl.data.options import DataOptions
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import DataError
 from buffer_rl.observe.terminal import say
-from buffer_rl.options.help import add_config_flag, add_option, given_flags
-from buffer_rl.options.section import compose
-from buffer_rl.options.sources import resolve
+from buffer_rl.options.help import add_config_flag, add_option
+from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.records.groups import Prompt
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.train.options import TrainOptions
 from buffer_rl.verbs.row_sources import RowSource, at_row, encode_row
 from buffer_rl.verbs.table import print_notices
 from buffer_rl.verbs.train import sections_of
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 _FILE_HELP = "a .jsonl or .parquet file, or a folder of Hugging Face datasets; file@[start:end] is a slice"
 _FIELDS = ("input_key", "label_key", "metadata_key", "tool_key", "id_key", "decode_json", "multimodal_keys")
@@ -218,8 +213,8 @@ def _canonical(value: object) -> str:
 
 def _options(namespace: argparse.Namespace) -> Args:
     """The options of a run, of which the flags here are a few."""
-    flags, sections = given_flags(namespace), sections_of(())
-    return resolve(compose(sections), flags=flags, environ=os.environ, config_paths=namespace.config).args
+    namespace.sections = sections_of(())
+    return resolve_namespace(namespace).args
 
 
 def _row_keys(namespace: argparse.Namespace) -> RowKeys:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.engines.control import EngineControlClient
@@ -25,10 +26,6 @@ from buffer_rl.records.groups import Prompt
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.verbs.row_sources import RowSource, encode_row, is_evaluation
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 ASK_TIMEOUT_S = 20.0
 MAX_REPORTED = 10

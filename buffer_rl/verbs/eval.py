@@ -6,7 +6,6 @@ It is ``train`` for no step: the same options, checks, files and rewards.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.driver.folders import AUTO
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.help import given_flags, keep_in_help, set_flag
-from buffer_rl.options.section import compose
-from buffer_rl.options.sources import resolve
+from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.verbs import train
 
 _DESCRIPTION = """\
@@ -53,8 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 def run(namespace: argparse.Namespace) -> int:
     """Evaluate. Returns the exit status; raises BufferRLError."""
     flags = given_flags(namespace)
-    resolved = resolve(compose(namespace.sections), flags=flags, environ=os.environ, config_paths=namespace.config)
-    args = resolved.args
+    args = resolve_namespace(namespace).args
     sets = eval_sets_of(args)
     if not sets:
         raise ConfigError(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import tempfile
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.environment import direct_variables, variables
 from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.dataset import RowKeys
@@ -19,9 +19,9 @@ from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.checkpoint import opened_checkpoint
 from buffer_rl.files.hf_config import max_positions, read_config
 from buffer_rl.observe.terminal import say
-from buffer_rl.options.help import add_config_flag, add_help, add_options, given_flags, keep_in_help
-from buffer_rl.options.section import compose, required
-from buffer_rl.options.sources import resolve
+from buffer_rl.options.help import add_config_flag, add_help, add_options, keep_in_help
+from buffer_rl.options.section import required
+from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.plan.counts import with_counts
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, prompt_copies
@@ -33,8 +33,6 @@ from buffer_rl.verbs.table import print_notices
 from buffer_rl.verbs.train import plugins_named, sections_of
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.engines.client import EngineClient
     from buffer_rl.engines.fleet import EngineFleet
 
 T = TypeVar("T")
@@ -75,9 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Start an engine, ask it, print, and stop it. Raises BufferRLError."""
-    resolved = resolve(
-        compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
-    )
+    resolved = resolve_namespace(namespace)
     print_notices(resolved.notices)
     with ExitStack() as stack:
         args = with_counts(resolved.args)
@@ -180,47 +176,36 @@ async def _answers_of_engine(args: Args, samples: Sequence[Sample], encoder: Pro
     args: with ``router_url`` and ``engine_urls``. Raises EngineError and DeadlineError.
     """
     from buffer_rl.engines.client import EngineClient
-    from buffer_rl.rollout.generate import sampling_params_for
+    from buffer_rl.rollout.generate import room_for, sampling_params_for
+    from buffer_rl.rollout.requests import sampling_seed
 
     gate = asyncio.Semaphore(args.rollout_concurrency)
     params = sampling_params_for(args, evaluation=False)
     async with EngineClient.from_args(args) as client:
-        tasks = [
-            asyncio.create_task(_answer_of_engine(args, client, gate, encoder, params, sample)) for sample in samples
-        ]
+
+        async def answer(sample: Sample) -> dict[str, Any]:
+            prompt_ids = encoder.encode(sample)
+            room = room_for(args, sample, len(prompt_ids), params["max_new_tokens"])
+            seed = sampling_seed(args.rollout_seed, sample.row_id.uid, sample.sample_index)
+            async with gate:
+                chosen = {**params, "max_new_tokens": room, "sampling_seed": seed}
+                result = await client.agenerate(f"ask:{sample.row_id}", prompt_ids, chosen)
+            return {
+                "uid": str(sample.uid),
+                "sample_index": sample.sample_index,
+                "prompt": sample.prompt,
+                "label": sample.label,
+                "response": result.text,
+                "status": str(result.status),
+                "tokens": len(result.output_ids),
+            }
+
+        tasks = [asyncio.create_task(answer(sample)) for sample in samples]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:  # after the first error the others need not end
                 task.cancel()
-
-
-async def _answer_of_engine(
-    args: Args,
-    client: EngineClient,
-    gate: asyncio.Semaphore,
-    encoder: PromptEncoder,
-    params: dict[str, Any],
-    sample: Sample,
-) -> dict[str, Any]:
-    from buffer_rl.rollout.generate import room_for
-    from buffer_rl.rollout.requests import sampling_seed
-
-    seed = sampling_seed(args.rollout_seed, sample.row_id.uid, sample.sample_index)
-    prompt_ids = encoder.encode(sample)
-    room = room_for(args, sample, len(prompt_ids), params["max_new_tokens"])
-    async with gate:
-        chosen = {**params, "max_new_tokens": room, "sampling_seed": seed}
-        result = await client.agenerate(f"ask:{sample.row_id}", prompt_ids, chosen)
-    return {
-        "uid": str(sample.uid),
-        "sample_index": sample.sample_index,
-        "prompt": sample.prompt,
-        "label": sample.label,
-        "response": result.text,
-        "status": str(result.status),
-        "tokens": len(result.output_ids),
-    }
 
 
 def _print(answer: dict[str, Any], *, as_json: bool) -> None:

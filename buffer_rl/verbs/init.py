@@ -18,7 +18,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
 
-TEMPLATES = Path(__file__).with_name("project")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _DESCRIPTION = """\
 Write a small project that trains as it stands: run.yaml, my_reward.py with its test, and prepare.py, which makes sample
@@ -80,8 +79,15 @@ def write_project(folder: Path, model: str | None = None) -> list[Path]:
 
 def project_files(model: str | None = None) -> dict[str, str]:
     """The text of each file of a project, by name."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+    value = model and yaml.safe_dump(model, width=10_000).removesuffix("\n").removesuffix("\n...")
+    names = ("run.yaml", "my_reward.py", "test_my_reward.py", "prepare.py")
+    return {name: templates("project").get_template(f"{name}.jinja").render(model=value) for name in names}
+
+
+def templates(folder: str) -> Environment:
+    """The templates of files that verbs write, in a folder beside this module."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).with_name(folder)),
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
@@ -92,6 +98,3 @@ def project_files(model: str | None = None) -> dict[str, str]:
         comment_start_string="<#",
         comment_end_string="#>",
     )
-    value = model and yaml.safe_dump(model, width=10_000).removesuffix("\n").removesuffix("\n...")
-    names = ("run.yaml", "my_reward.py", "test_my_reward.py", "prepare.py")
-    return {name: environment.get_template(f"{name}.jinja").render(model=value) for name in names}

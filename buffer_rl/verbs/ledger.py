@@ -130,24 +130,20 @@ def _print_newest(facts: dict[str, Any]) -> None:
     if tickets := facts["newest_tickets"]:
         names = ("leased", "finished", "requeued", "rejected", "quarantined")
         say("\nnewest tickets")
-        rows = [[_task(row["rollout_id"]), *(str(row[name]) for name in names)] for row in tickets]
+        rows = [[f"train_{row['rollout_id']}", *(str(row[name]) for name in names)] for row in tickets]
         print_table(["rollout", *names], rows)
     if selections := facts["newest_selections"]:
         say("\nnewest selections")
         rows = [
             [
-                _task(row["rollout_id"]),
+                f"train_{row['rollout_id']}",
                 str(row["num_groups"]),
                 "" if row["step"] is None else str(row["step"]),
-                ", ".join(map(_task, row["tickets"])),
+                ", ".join(f"train_{ticket}" for ticket in row["tickets"]),
             ]
             for row in selections
         ]
         print_table(["rollout", "groups", "trained at step", "tickets"], rows)
-
-
-def _task(rollout_id: int) -> str:
-    return f"train_{rollout_id}"
 
 
 def _print_group(facts: dict[str, Any]) -> None:

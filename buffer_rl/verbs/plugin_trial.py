@@ -7,11 +7,12 @@ engine that answers each prompt with the row's label. Answers are checked as a r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptRow, RowKeys
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import BufferRLError, ConfigError, PluginError
@@ -32,7 +33,6 @@ from buffer_rl.verbs.reward_trial import NUM_SCORED, answers_to, judged, label_t
 from buffer_rl.verbs.row_sources import RowSource, TriedRow
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.testing.fake_engine import FakeEngine
 
 CALL_S = 30.0
@@ -48,7 +48,7 @@ def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, a
     args: the options of a run, which name the fields of the rows. Raises ConfigError for a kind that cannot be tried,
     DataError for the file, and PluginError or RolloutError for a function that fails or answers what it must not.
     """
-    trials: Mapping[str, Callable[..., Awaitable[list[str]]]] = {
+    trials: Mapping[str, Callable[..., Coroutine[Any, Any, list[str]]]] = {
         "reward": _try_reward,
         "group_reward": _try_reward,
         "filter": _try_filter,
@@ -59,11 +59,7 @@ def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, a
             f"a plugin of the kind {kind!r} is not called on rows", where="--on", expected=", ".join(trials)
         )
     source = RowSource(use="answers", path=path, dataset=read_dataset(path, RowKeys.from_args(args)))
-    return asyncio.run(_tried(trials[kind], registry, kind, reference, source, args))
-
-
-async def _tried(trial: Callable[..., Awaitable[list[str]]], *arguments: Any) -> list[str]:
-    return await trial(*arguments)
+    return asyncio.run(trials[kind](registry, kind, reference, source, args))
 
 
 async def _try_reward(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:

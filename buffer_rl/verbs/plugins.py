@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import keyword
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.kinds.table import KINDS, kind_named
@@ -27,39 +24,12 @@ from buffer_rl.plugin.registry import PluginInfo, PluginRegistry
 from buffer_rl.plugin.signature import fitting_kinds, signature_of
 from buffer_rl.testing.lint import Finding, failures
 from buffer_rl.testing.lint_estimator import lint_estimator
+from buffer_rl.verbs.init import templates
 from buffer_rl.verbs.table import print_table
 
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
-
-_TEMPLATES_MODULE = "buffer_rl.verbs.plugin_templates"
-_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _CHECK = """Import one plugin and check its signature. A loss and an advantage estimator are also called, on rows made
 from a seed, and checked for what their unit or scope and needs promise: one line a property; the exit status is 1 where
 one fails. With --on FILE a reward, a filter or a generate function is called, too, on rows of the file."""
-_PLUGIN = '''\
-"""A $kind for buffer_rl: $signature."""
-
-from __future__ import annotations
-
-${imports}
-
-$code'''
-
-_TEST = """\
-from __future__ import annotations
-
-${imports}
-from $module import $name
-
-
-def test_${module}_meets_its_contract():
-    check_contract("$kind", $name)
-
-
-def test_${module}_works(tmp_path):
-$test"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -154,50 +124,10 @@ def object_name(kind: PluginKind, name: str) -> str:
 
 def plugin_texts(kind: PluginKind, name: str) -> tuple[str, str]:
     """The plugin's file and its test's."""
-    template, named = object_name(kind, f"my_{kind.name}"), object_name(kind, name)
-    code_imports, code = _template("plugin_templates.py", template)
-    test_imports, test = _template("plugin_template_tests.py", f"test_my_{kind.name}")
-    checker = "from buffer_rl.plugin.registry import check_contract"
-    plugin = Template(_PLUGIN).substitute(
-        kind=kind.name, signature=kind.signature, imports=_sorted(code_imports), code=_renamed(code, template, named)
-    )
-    tested = Template(_TEST).substitute(
-        kind=kind.name,
-        module=name,
-        name=named,
-        imports=_sorted([*test_imports, checker]),
-        test=_renamed(test.partition("\n")[2], template, named),
-    )
-    return plugin, tested
-
-
-def _template(file: str, name: str) -> tuple[list[str], str]:
-    """A function or class of a template file: the import lines that it needs, and its text."""
-    source = resources.files("buffer_rl.verbs").joinpath(file).read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    node = next(each for each in tree.body if isinstance(each, _DEFINITIONS) and each.name == name)
-    start = min(part.lineno for part in (node, *node.decorator_list))
-    used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-    imports = []
-    for statement in tree.body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            statement.names = [alias for alias in statement.names if (alias.asname or alias.name) in used]
-            if statement.names and getattr(statement, "module", "") != _TEMPLATES_MODULE:
-                imports.append(ast.unparse(statement))
-    return imports, "\n".join(source.splitlines()[start - 1 : node.end_lineno]) + "\n"
-
-
-def _renamed(text: str, template: str, name: str) -> str:
-    return re.sub(rf"\b{template}\b", name, text)
-
-
-def _sorted(imports: Iterable[str]) -> str:
-    """Import lines in three blocks: the standard library's, others', buffer_rl's."""
-    lines = sorted(imports, key=lambda line: (not line.startswith("import"), line))
-    others = [line for line in lines if line.split()[1].partition(".")[0] in ("numpy", "safetensors", "torch")]
-    own = [line for line in lines if line.split()[1].startswith("buffer_rl")]
-    standard = [line for line in lines if line not in others and line not in own]
-    return "\n\n".join("\n".join(block) for block in (standard, others, own) if block)
+    values = {"kind": kind, "module": name, "name": object_name(kind, name)}
+    files = (f"{kind.name}.py.jinja", f"test_{kind.name}.py.jinja")
+    plugin, test = (templates("plugin").get_template(file).render(values) for file in files)
+    return plugin, test
 
 
 def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:

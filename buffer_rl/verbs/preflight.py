@@ -6,10 +6,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.devices import Node
 from buffer_rl.cluster.requirements import counts_devices, plan_devices
 from buffer_rl.driver.folders import check_lineage
@@ -25,10 +26,6 @@ from buffer_rl.plan.roles import CRITIC
 from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.prompts import load_tokenizer
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.process import starts_engines
 from buffer_rl.errors import ConfigError
 from buffer_rl.files.hf_config import read_config, text_config
@@ -23,10 +23,6 @@ from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.verbs.preflight import nearest_folder, weight_files
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 WEIGHT_BYTES, STATE_BYTES = 4, 8
 """Of a parameter in the built-in trainer: float32, and the two float32 moments of Adam."""
@@ -75,7 +71,10 @@ def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None)
     processes, cores = _processes(args), num_cores()
     disk = sum(space.most for space in spaces)
     needs = Needs(parameters=parameters, disk=disk, processes=processes, cores=cores, rows=rows)
-    return needs, [*_core_notices(args, needs), *_disk_notices(spaces, free_bytes or _free_bytes)]
+    return needs, [
+        *_core_notices(args, needs),
+        *_disk_notices(spaces, free_bytes or (lambda folder: shutil.disk_usage(folder).free)),
+    ]
 
 
 def rows_of_step(args: Args) -> int:
@@ -227,7 +226,3 @@ def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> lis
                 "--save-interval writes fewer checkpoints, and --keep-last keeps fewer)"
             )
     return notices
-
-
-def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.options.section import dump_args
 from buffer_rl.plugin.registry import PluginRegistry
@@ -20,10 +21,6 @@ from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.scoring import MODEL
 from buffer_rl.rollout.user_functions import is_async
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedRow, at_row
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 NUM_SCORED = 3
 """Rows of a source whose answers are scored."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
 from buffer_rl.data.eval_sets import EvalSet, eval_sets_of
 from buffer_rl.data.reader import read_dataset
@@ -14,9 +15,6 @@ from buffer_rl.data.source import make_group, read_sources
 from buffer_rl.errors import BufferRLError, DataError
 from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout.prompts import PromptEncoder
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

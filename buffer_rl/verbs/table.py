@@ -97,9 +97,8 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], styles: 
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row, style in zip(rows, styles or [""] * len(rows), strict=True):
-        table.add_row(
-            *(Text(printable(cell), style=style) for cell in row)
-        )  # Text, not markup: a cell may hold square brackets
+        # Text, not markup: a cell may hold square brackets.
+        table.add_row(*(Text(printable(cell), style=style) for cell in row))
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.args import CORE_SECTIONS, Args
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
 from buffer_rl.data.dataset import PromptDataset
 from buffer_rl.driver.checks import check_options, notices
@@ -32,10 +32,10 @@ from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.kinds.marks import is_for_rows
 from buffer_rl.observe.startup import StartUp
-from buffer_rl.options.help import add_config_flag, add_help, add_options, given_flags
+from buffer_rl.options.help import add_config_flag, add_help, add_options
 from buffer_rl.options.redaction import mask_url
-from buffer_rl.options.section import Section, compose, dump_args, plugin_kind_of
-from buffer_rl.options.sources import Resolved, resolve
+from buffer_rl.options.section import Section, dump_args, plugin_kind_of
+from buffer_rl.options.sources import Resolved, resolve_namespace
 from buffer_rl.plan.counts import derived_counts, with_counts, with_steps
 from buffer_rl.plugin.calls import returned
 from buffer_rl.plugin.registry import PluginRegistry
@@ -55,10 +55,6 @@ from buffer_rl.verbs.preflight import (
 from buffer_rl.verbs.resources import check_resources
 from buffer_rl.verbs.row_sources import RowSource, Trial, read_rows
 from buffer_rl.verbs.table import print_notices
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 TRIAL_S = 300.0
 """Deadline of the trial in a process of its own; rewards and masks have shorter ones within it."""
@@ -100,9 +96,7 @@ def run(namespace: argparse.Namespace) -> int:
     for flag in ("all", "json"):
         if getattr(namespace, flag) and not namespace.dry_run:
             raise ConfigError(f"--{flag} goes with --dry-run", where=f"--{flag}")
-    resolved = resolve(
-        compose(namespace.sections), flags=given_flags(namespace), environ=os.environ, config_paths=namespace.config
-    )
+    resolved = resolve_namespace(namespace)
     given = resolved.args
     args = with_start(with_steps(with_counts(given)))
     if args.load != given.load:
@@ -194,15 +188,8 @@ def locate_plugins(resolved: Resolved, registry: PluginRegistry) -> list[PluginU
             continue
         for reference in [value] if isinstance(value, str) else value:
             place = registry.locate(kind, reference)
-            uses.append(
-                PluginUse(
-                    option=name,
-                    kind=kind,
-                    reference=reference,
-                    place=str(place),
-                    origin=str(resolved.origins[name]),
-                )
-            )
+            origin = str(resolved.origins[name])
+            uses.append(PluginUse(option=name, kind=kind, reference=reference, place=str(place), origin=origin))
     return uses
 
 

@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptRow
 from buffer_rl.data.reader import MAX_PROBLEMS
 from buffer_rl.errors import BufferRLError, ConfigError, DataError
@@ -29,10 +30,6 @@ from buffer_rl.verbs.engine_checks import check_eval_prompts
 from buffer_rl.verbs.preflight import MODEL_FOLDERS
 from buffer_rl.verbs.reward_trial import score_sources
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation, read_rows
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 MAX_WALKED = 50_000
 """Rows of a source among which the longest is looked for."""
@@ -64,7 +61,35 @@ def try_rows(
         check_vocabulary(args, tokenizer, trial)
     if args.data_source_path is not None and args.num_rollout != 0:
         trial.unchecked.append("training prompts (--data-source-path gives them)")
-    asyncio.run(_try_all(args, registry, tokenizer, sources, engines, trial))
+
+    async def try_all() -> None:
+        context = RolloutContext.build(args, registry=registry, engine=None, tokenizer=tokenizer)
+        limits = prompt_limits(args, () if _is_sft(args, registry) else engines)
+        own, scored = args.custom_generate_function_path, []
+        try:
+            for source in sources:
+                if not is_evaluation(source) and args.num_rollout == 0:
+                    continue
+                if reason := _own_function(args, registry, source):
+                    trial.unchecked.append(f"prompts and rewards of {source.use} ({reason})")
+                    continue
+                supervised = not is_evaluation(source) and _is_sft(args, registry)
+                try:
+                    if supervised:
+                        trial.prompts.append(try_answers(context, source, limits, trial))
+                        continue
+                    trial.prompts.append(try_prompts(context, source, () if is_evaluation(source) else limits))
+                    scored.append(source)
+                except DataError as error:
+                    if own is None or supervised:
+                        raise
+                    trial.unchecked.append(f"prompts of {source.use} ({own} may encode what fails here: {error.what})")
+            check_lengths(limits, trial)
+            await score_sources(context, registry, scored, trial)
+        finally:
+            await context.aclose()
+
+    asyncio.run(try_all())
     return trial
 
 
@@ -93,41 +118,6 @@ def check_vocabulary(args: Args, tokenizer: Any, trial: Trial) -> None:
                 f"{where}: the model has {rows} embedding rows, and none for {len(beyond)} special tokens, such as "
                 f"{beyond[0][1]!r}: a prompt that holds one cannot be computed"
             )
-
-
-async def _try_all(
-    args: Args,
-    registry: PluginRegistry,
-    tokenizer: Any,
-    sources: Sequence[RowSource],
-    engines: Sequence[tuple[int, str]],
-    trial: Trial,
-) -> None:
-    context = RolloutContext.build(args, registry=registry, engine=None, tokenizer=tokenizer)
-    limits = prompt_limits(args, () if _is_sft(args, registry) else engines)
-    own, scored = args.custom_generate_function_path, []
-    try:
-        for source in sources:
-            if not is_evaluation(source) and args.num_rollout == 0:
-                continue
-            if reason := _own_function(args, registry, source):
-                trial.unchecked.append(f"prompts and rewards of {source.use} ({reason})")
-                continue
-            supervised = not is_evaluation(source) and _is_sft(args, registry)
-            try:
-                if supervised:
-                    trial.prompts.append(try_answers(context, source, limits, trial))
-                    continue
-                trial.prompts.append(try_prompts(context, source, () if is_evaluation(source) else limits))
-                scored.append(source)
-            except DataError as error:
-                if own is None or supervised:
-                    raise
-                trial.unchecked.append(f"prompts of {source.use} ({own} may encode what fails here: {error.what})")
-        check_lengths(limits, trial)
-        await score_sources(context, registry, scored, trial)
-    finally:
-        await context.aclose()
 
 
 def _is_sft(args: Args, registry: PluginRegistry) -> bool:

@@ -108,7 +108,7 @@ def start(ray_cluster: None, make_options: Callable[..., Any], folders: list[str
 
 
 def of_members(role: ActorGroup, look: Callable[[Any], Any]) -> list[Any]:
-    calls = [cast(Any, actor).__ray_call__.remote(look) for actor in role.actors]
+    calls = [cast("Any", actor).__ray_call__.remote(look) for actor in role.actors]
     return list(ray.get(calls, timeout=60))
 
 
@@ -172,7 +172,7 @@ def test_a_process_that_is_killed_at_any_bucket_is_passed_over_and_the_replaceme
     arrived = broadcasts.update(2)
     assert not before
     assert not arrived or bucket == NUM_BUCKETS, "the last bucket may have arrived"
-    left = ray.get(cast(Any, role.actors[0]).version.remote(), timeout=60)
+    left = ray.get(cast("Any", role.actors[0]).version.remote(), timeout=60)
     assert left == "2" if arrived else left in ("", "2"), "weights of no whole version have none"
     with pytest.raises(WorkerDiedError, match="actor_fwd 1"):
         role.call("ready", timeout_s=120)

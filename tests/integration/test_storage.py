@@ -83,7 +83,7 @@ def stopped(*actors: Any) -> Iterator[None]:
 
 
 def start_producer(buffer: Any, storage: list[StorageUnit]) -> Any:
-    return cast(Any, ray.remote)(num_cpus=0, max_restarts=0)(Producer).remote(buffer, storage)
+    return cast("Any", ray.remote)(num_cpus=0, max_restarts=0)(Producer).remote(buffer, storage)
 
 
 @contextmanager

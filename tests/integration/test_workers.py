@@ -158,7 +158,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def pid_of(actor: Any) -> int:
-    function = cast(Any, actor).__ray_call__
+    function = cast("Any", actor).__ray_call__
     return int(ray.get(function.remote(lambda self: os.getpid()), timeout=60))
 
 

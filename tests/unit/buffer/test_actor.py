@@ -93,7 +93,7 @@ def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number
         kind: SimpleNamespace(remote=partial(lambda *call: sent.append(call), kind)) for kind in ("change", "read")
     }
     client = BufferClient(SimpleNamespace(**methods), timeout_s=1)
-    client._answers = cast(Any, SimpleNamespace(wait=lambda name, submit: submit()))
+    client._answers = cast("Any", SimpleNamespace(wait=lambda name, submit: submit()))
     client.generate(3, evaluation=True)
     client.call(BufferState.get_source_state)
     client.call(BufferState.plan_data, 3, num_steps=2)

@@ -16,7 +16,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.custom import Delivery, DeliveryRequest
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid, QueueHeader, Sample, SampleGroup
-from buffer_rl.testing.fake_buffer import DirectCalls
+from harness.local_buffer import DirectCalls
 
 WHO: ContextVar[str] = ContextVar("who", default="no one")
 

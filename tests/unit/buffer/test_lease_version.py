@@ -18,7 +18,7 @@ from buffer_rl.errors import RolloutError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status, Ticket, VersionSpan
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.testing.fake_buffer import local_client, local_state
+from harness.local_buffer import local_client, local_state
 
 
 class Publishing(BufferState):

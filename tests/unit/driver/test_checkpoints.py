@@ -49,8 +49,8 @@ class SavingBuffer:
 
 def checkpoints(folder: Path, *ranks: Ranks, **options: Any) -> RunCheckpoints:
     args: Any = compose(CORE_SECTIONS)(save=str(folder), save_timeout_s=17.0, lr=0.5, **options)
-    trained = cast(Any, dict(zip(("train", "critic"), ranks, strict=False)))
-    return RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained)
+    trained = cast("Any", dict(zip(("train", "critic"), ranks, strict=False)))
+    return RunCheckpoints(args, buffer=cast("Any", SavingBuffer()), trained=trained)
 
 
 def save(writer: RunCheckpoints, step: int) -> None:
@@ -82,8 +82,8 @@ def test_a_reference_that_was_updated_has_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     reference = FolderUpdates(os.mkdir, lambda path, version: Path(path, "weights").touch() is None, folder)
     reference.update(3)
-    trained = cast(Any, {"train": Ranks()})
-    save(RunCheckpoints(args, buffer=cast(Any, SavingBuffer()), trained=trained, reference=reference), 4)
+    trained = cast("Any", {"train": Ranks()})
+    save(RunCheckpoints(args, buffer=cast("Any", SavingBuffer()), trained=trained, reference=reference), 4)
     assert (open_checkpoint(tmp_path / "saves").folder / "ref" / "weights").is_file()
 
 

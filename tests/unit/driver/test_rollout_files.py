@@ -16,7 +16,7 @@ from buffer_rl.errors import DataError
 from buffer_rl.files.row_file import read_rollout, write_rollout
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-from buffer_rl.testing.fake_buffer import local_state
+from harness.local_buffer import local_state
 from harness.tickets import close_rollout
 
 
@@ -66,7 +66,7 @@ def test_a_recorded_sample_counts_once_whatever_its_parts(tmp_path: Path) -> Non
     batch.columns["raw_reward"] = np.asarray([1.0, 0.0, 0.0], dtype=np.float32)
     template = str(tmp_path / "r{rollout_id}.safetensors")
     write_rollout(rollout_path(template, 0), batch)
-    ticket, buffer = state.generate(0), cast(BufferClient, state)
+    ticket, buffer = state.generate(0), cast("BufferClient", state)
     with pytest.raises(DataError, match="recorded without it, and have no kept tokens"):
         RecordedRollouts(template, buffer, replays=True).run(ticket)
     metrics, _ = RecordedRollouts(template, buffer).run(ticket)

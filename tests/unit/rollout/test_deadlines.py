@@ -19,7 +19,8 @@ from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.user_rollout import GRACE_S, run_user_rollout
-from buffer_rl.testing.fake_buffer import FakeBuffer, local_client, local_state
+from buffer_rl.testing.fake_buffer import FakeBuffer
+from harness.local_buffer import local_client, local_state
 
 POISON = str(Path(__file__).with_name("poison.py"))
 TIMEOUT_S, GAP_S = 60.0, 100.0

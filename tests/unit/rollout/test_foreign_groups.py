@@ -17,7 +17,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, RolloutOutput, RowId, Sample, SampleGroup, Status, VersionSpan
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.user_rollout import run_user_rollout
-from buffer_rl.testing.fake_buffer import local_client, local_state
+from harness.local_buffer import local_client, local_state
 from harness.tickets import close_rollout
 
 MINE = GroupUid("my-env", 7, 0)

@@ -22,9 +22,10 @@ from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import end_of_straddling_stop, generate, response_text, sampling_params_for
 from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope
-from buffer_rl.testing.fake_buffer import FakeBuffer, local_client, local_state
+from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine
 from harness.ledger_contents import count_states
+from harness.local_buffer import local_client, local_state
 from harness.tickets import close_rollout, schedule_of
 
 PROMPT = 2  # tokens of "p0", "p1", …

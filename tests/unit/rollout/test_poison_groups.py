@@ -22,7 +22,8 @@ from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.failure_policy import QUARANTINE_FILE, Canary, FailurePolicy
 from buffer_rl.rollout.failures import STALE_WEIGHTS, AttemptFailure, Domain, FailureKind, failure_of, kind_of
 from buffer_rl.rollout.stats import RolloutStats
-from buffer_rl.testing.fake_buffer import FakeBuffer, local_client, local_state
+from buffer_rl.testing.fake_buffer import FakeBuffer
+from harness.local_buffer import local_client, local_state
 from harness.tickets import close_rollout
 
 POISON = str(Path(__file__).with_name("poison.py"))

@@ -22,9 +22,9 @@ from buffer_rl.records.groups import GroupUid
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.failure_policy import QUARANTINE_FILE
-from buffer_rl.testing.fake_buffer import local_client, local_state
 from buffer_rl.testing.tiny import make_char_tokenizer
 from harness.ledger_contents import count_states
+from harness.local_buffer import local_client, local_state
 from harness.tickets import close_rollout
 
 BEHAVIOURS = ["raise", "nan", "inf", "none", "short_list", "string", "hang", "http_500"]

@@ -19,13 +19,13 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.user_rollout import run_user_rollout
-from buffer_rl.testing.fake_buffer import local_client, local_state
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl_rollout_service import options as plugin
 from buffer_rl_rollout_service.rollout import ServiceRollout, kept_from
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
 from harness.asgi import serving_app
+from harness.local_buffer import local_client, local_state
 from harness.tickets import close_rollout, schedule_of
 
 TOKEN = "a-token-of-32-characters-or-more"

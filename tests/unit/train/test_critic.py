@@ -58,7 +58,7 @@ def test_values_are_those_of_a_linear_layer_on_the_hidden_state_before_each_toke
     with torch.no_grad():
         assert not response_values(model, micro).any()
         weight = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        cast(Any, model.get_output_embeddings()).weight.copy_(weight)
+        cast("Any", model.get_output_embeddings()).weight.copy_(weight)
         found_bt = response_values(model, micro)
         for row, (tokens, length) in enumerate(
             zip(batch.columns["tokens"], batch.columns["response_length"], strict=True)
@@ -101,7 +101,7 @@ def test_an_output_layer_that_is_not_linear_is_refused() -> None:
             return torch.nn.Bilinear(2, 2, 3)
 
     with pytest.raises(ConfigError, match=r"output layer of Provided is a Bilinear"):
-        with_value_head(cast(Any, Provided()))
+        with_value_head(cast("Any", Provided()))
 
 
 def test_a_critic_learns_the_returns(make_args: MakeArgs, make_batch: MakeBatch) -> None:

@@ -227,7 +227,7 @@ class Backend:
 )
 def test_a_backend_that_answers_otherwise_is_named(tmp_path: Path, sums: Any, answer: Any, what: str) -> None:
     with pytest.raises(TrainError, match=what):
-        take_step(cast(Any, Backend(answer)), sums, NonFiniteGuard(tmp_path, 0, 3), StepReport(), batch, 0)
+        take_step(cast("Any", Backend(answer)), sums, NonFiniteGuard(tmp_path, 0, 3), StepReport(), batch, 0)
 
 
 def foreign(mask: list[int]) -> TrainBatch:

@@ -162,7 +162,7 @@ def test_the_next_batch_is_fetched_while_one_is_worked_on_where_enough_is_ready(
 def deals_of(store: Store, replica: int, num_rows: int) -> Generator[tuple[RowsMeta, TrainBatch], None, None]:
     """What replica 0 or 1 of the task ``ref`` reads."""
     request = ReadRequest(reader="ref", fields=SAMPLED_FIELDS, num_rows=num_rows, replica=replica, num_replicas=2)
-    return read_deals(cast(Any, store), "train_0", request, timeout_s=1.0)
+    return read_deals(cast("Any", store), "train_0", request, timeout_s=1.0)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -266,7 +266,7 @@ def test_a_deal_without_rows_is_worked_on_only_by_replicas_in_step_and_not_writt
         store.pool.select([uid])
     reports = [
         run_stage(
-            replace(REF, compute=compute), cast(Any, store), 0,
+            replace(REF, compute=compute), cast("Any", store), 0,
             rows_per_batch=2, replica=replica, num_replicas=2, together=together, in_step=together,
             timeout_s=1.0,
         )
@@ -330,7 +330,7 @@ def test_peers_hear_of_a_rank_that_cannot_go_on_before_the_next_pass(while_writi
             raise error
 
     with pytest.raises(BufferRestartedError):
-        run_stage(REF, cast(Any, store), 0, rows_per_batch=2, meet=meet, timeout_s=1.0)
+        run_stage(REF, cast("Any", store), 0, rows_per_batch=2, meet=meet, timeout_s=1.0)
     assert met == [None, BufferRestartedError]
 
 
@@ -347,7 +347,7 @@ def test_a_rank_whose_peer_cannot_go_on_computes_no_further() -> None:
             raise TrainError("another rank cannot go on")
 
     with pytest.raises(TrainError):
-        run_stage(replace(REF, compute=compute), cast(Any, store), 0, rows_per_batch=2, meet=meet, timeout_s=1.0)
+        run_stage(replace(REF, compute=compute), cast("Any", store), 0, rows_per_batch=2, meet=meet, timeout_s=1.0)
     assert seen == [2]
 
 
@@ -384,7 +384,7 @@ def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compu
         uid = of_converter(store, 1) if given else store.add(1)
         store.pool.select([uid])
         sums: list[Sums] = []
-        stage = gradient_stage("train", cast(Any, trainer), objective_of(), {}, frozenset(), sums.append)
+        stage = gradient_stage("train", cast("Any", trainer), objective_of(), {}, frozenset(), sums.append)
         run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
         assert trainer.used == expected
         assert sums == [Sums(divisor=1.0)]
@@ -397,7 +397,7 @@ def test_a_critic_that_streams_gives_its_values_and_the_advantages_that_it_makes
     store.pool.select([uid])
     objective = objective_of("critic", advantage_estimator="gae", use_critic=True, lambd=0.0)
     models = {"critic": lambda batch: [np.full(len(row), 0.25, dtype=np.float32) for row in batch.columns["loss_mask"]]}
-    stage = gradient_stage("critic", cast(Any, trainer), objective, models, frozenset(), lambda _: None)
+    stage = gradient_stage("critic", cast("Any", trainer), objective, models, frozenset(), lambda _: None)
     run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
     batch = assemble(store.pool.plan())
     assert batch.columns["values"][0].tolist() == [0.25, 0.25]

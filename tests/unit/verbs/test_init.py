@@ -17,7 +17,8 @@ from buffer_rl.cli import main
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.verbs.init import TEMPLATES, project_files
+from buffer_rl.verbs import init
+from buffer_rl.verbs.init import project_files
 
 FILES = ["run.yaml", "my_reward.py", "test_my_reward.py", "prepare.py"]
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +43,9 @@ def test_init_writes_the_files_that_it_names_and_prints_the_next_three_commands(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sorted(path.name for path in project.iterdir()) == sorted(FILES)
-    assert {f"{name}.jinja" for name in FILES} == {path.name for path in TEMPLATES.iterdir()}
+    assert {f"{name}.jinja" for name in FILES} == {
+        path.name for path in Path(init.__file__).with_name("project").iterdir()
+    }
     monkeypatch.chdir(project.parent)
     capsys.readouterr()
     assert main(["init", "an other"]) == 0

@@ -6,24 +6,19 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from buffer_rl.cli import main
 from buffer_rl.kinds.table import KINDS
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.verbs import plugin_template_tests, plugin_templates
+from buffer_rl.verbs import plugins
 from buffer_rl.verbs.plugins import object_name, write_plugin
 
 
 def test_there_is_a_skeleton_for_every_kind() -> None:
-    assert defined_in(plugin_templates) == {object_name(row, f"my_{kind}") for kind, row in KINDS.items()}
-    assert defined_in(plugin_template_tests) == {f"test_my_{kind}" for kind in KINDS}
-
-
-def defined_in(module: ModuleType) -> set[str]:
-    return {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    found = {path.name for path in Path(plugins.__file__).with_name("plugin").iterdir()}
+    assert found == {f"{start}{kind}.py.jinja" for kind in KINDS for start in ("", "test_")}
 
 
 @pytest.mark.slow
