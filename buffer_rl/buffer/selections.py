@@ -200,8 +200,9 @@ class Selections:
         """See ``BufferState.release``."""
         if version < self._record.version:
             raise BufferStateError(f"version {version} is older than the published version {self._record.version}")
-        for step in range(self._record.version, version):
-            if step not in self._record.committed:
+        opened = {pool.rollout_id for pool in self._of_steps(0, version)} | self._record.inherited
+        for step in sorted(opened - self._record.committed.keys()):
+            if step < version:
                 raise BufferStateError(f"version {version} cannot be released: step {step} is not committed")
         self._record.set_version(version)
         for pool in self._of_steps(0, version):

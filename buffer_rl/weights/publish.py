@@ -134,7 +134,7 @@ class Publisher:
         if self._is_held:
             found["perf/publish_drain"] = self._paused_at - self._prepared_at
         if self._retracted is not None:
-            found["perf/retracted_tokens"] = self._retracted
+            found["perf/retracted_tokens"] = float(self._retracted)
         return found
 
     def try_retraction(self) -> bool:

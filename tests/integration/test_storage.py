@@ -125,6 +125,7 @@ def wait_until_stored(megabytes: int, what: str) -> None:
 
 def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
     ticket = client.generate(rollout_id)
+    client.open_selection(rollout_id)
     for group in client.call(BufferState.get_samples, ticket, ticket.num_groups):
         ray.get(producer.finish.remote(ticket, group), timeout=60)
     close_rollout(client, ticket)
@@ -141,6 +142,7 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
             producer = start_producer(buffer, units)
             pid, lost = ray.get(producer.pid_and_payload.remote(), timeout=60)
             ticket = client.generate(rollout_id)
+            client.open_selection(rollout_id)
             groups = client.call(BufferState.get_samples, ticket, ticket.num_groups)
             answers = [producer.finish.remote(ticket, group) for group in groups]
             ray.get(answers, timeout=60)
@@ -190,6 +192,7 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
         client.release(1)
         ray.kill(storage[1].actor)  # for good
         ticket = client.generate(1)
+        client.open_selection(1)
         seventh, eighth = client.call(BufferState.get_samples, ticket, 2)
         ray.get(producer.finish.remote(ticket, seventh), timeout=60)
         with pytest.raises(WorkerError, match=r"storage-1.*died"):  # the processes take turns
@@ -202,6 +205,7 @@ def test_a_blocking_report_from_the_event_loop_goes_to_the_store_too(
 ) -> None:
     with with_storage(make_options()) as (buffer, storage, client):
         ticket = client.generate(0)
+        client.open_selection(0)
         for number, units in enumerate([storage, []], start=1):
             producer = start_producer(buffer, units)
             group = client.call(BufferState.get_samples, ticket, 1)[0]
@@ -218,6 +222,7 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
 ) -> None:
     with with_storage(make_options()) as (buffer, storage, client):
         ticket = client.generate(0)
+        client.open_selection(0)
         wait_until_stored(0, "the store is empty at first")
         for number, owner in enumerate([storage[0].actor, buffer]):
             sequence = 2 * number
@@ -245,6 +250,7 @@ def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_ask
     with with_storage(make_options(), timeout_s=1) as (buffer, storage, client):
         producer = start_producer(buffer, storage)
         ticket = client.generate(0)
+        client.open_selection(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         ray.get(storage[0].actor.ready.remote(), timeout=60)
         pid = client.get_progress()["pid"]
@@ -264,6 +270,7 @@ def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
+        client.open_selection(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
         revision = client.call(BufferState.take, ticket.task, request)[0].revision
@@ -284,6 +291,7 @@ def test_a_reader_that_waits_for_longer_than_it_may_is_told_what_it_waited_for(
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
+        client.open_selection(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
         request = ReadRequest(reader="train", fields=frozenset({"tokens", "ref_log_probs"}), num_rows=8)
@@ -303,6 +311,7 @@ def test_a_replica_whose_part_of_a_deal_is_empty_gets_a_batch_without_rows_and_l
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
+        client.open_selection(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
         request = ReadRequest(reader="train", fields=frozenset({"tokens"}), num_rows=8, num_replicas=2, together=True)
