@@ -264,6 +264,7 @@ def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
+        client.open_selection(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
         revision = client.call(BufferState.take, ticket.task, request)[0].revision
@@ -284,6 +285,7 @@ def test_a_reader_that_waits_for_longer_than_it_may_is_told_what_it_waited_for(
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
+        client.open_selection(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
         request = ReadRequest(reader="train", fields=frozenset({"tokens", "ref_log_probs"}), num_rows=8)
@@ -303,6 +305,7 @@ def test_a_replica_whose_part_of_a_deal_is_empty_gets_a_batch_without_rows_and_l
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
         ticket = client.generate(0)
+        client.open_selection(0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
         request = ReadRequest(reader="train", fields=frozenset({"tokens"}), num_rows=8, num_replicas=2, together=True)
