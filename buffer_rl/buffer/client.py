@@ -149,6 +149,7 @@ class BufferClient:
     pass_on = _facade(BufferState.pass_on)
     end_ticket = _facade(BufferState.end_ticket)
     open_selection = _facade(BufferState.open_selection)
+    close_selection = _facade(BufferState.close_selection)
     requeue_for_readers = _facade(BufferState.requeue_for_readers)
     abandon = _facade(BufferState.abandon)
     clear = _facade(BufferState.clear)
@@ -210,15 +211,13 @@ class BufferClient:
                 )
             self._wait_change(meta.revision, left)
 
-    def close_selection(
-        self, rollout_id: int, last_ticket: int | None = None, timeout_s: float = 60.0
-    ) -> RolloutReport:
-        """Close the selection of a step once its groups are finished; see ``BufferState.close_selection``.
+    def await_selection(self, rollout_id: int, last_ticket: int, timeout_s: float) -> RolloutReport:
+        """``close_selection`` once the groups of the step are finished.
 
         Raises DeadlineError if that takes longer than ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while True:
-            report, revision = self.call(BufferState.close_selection, rollout_id, last_ticket)
+            report, revision = self.close_selection(rollout_id, last_ticket)
             if report is not None:
                 return report
             if (left := deadline - time.monotonic()) <= 0:

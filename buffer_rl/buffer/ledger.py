@@ -206,6 +206,11 @@ class Ledger:
         """The step of each rollout that was committed."""
         return dict(self._db.execute("SELECT rollout_id, step FROM commits ORDER BY rollout_id"))
 
+    def num_committed(self, first: int) -> dict[int, int]:
+        """The number of groups of each rollout from ``first`` on that was committed."""
+        rows = "SELECT rollout_id, num_groups FROM commits WHERE rollout_id >= ?"
+        return dict(self._db.execute(rows, (first,)))
+
     def remember(self, key: str, value: str) -> None:
         """Store a note, such as the position of a data source, within the transaction of the block if there is one."""
         with self.transaction():
@@ -337,6 +342,11 @@ class RunRecord:
         self._ledger.commit(uids, rollout_id, step)
         self.committed[rollout_id] = step
         self.inherited.discard(rollout_id)
+
+    def selected_since(self, version: int) -> dict[int, int]:
+        """The number of groups of each step from ``version`` on that is committed, or that a Buffer that died had
+        selected."""
+        return self._ledger.num_committed(version) | {step: len(self._ledger.selected(step)) for step in self.inherited}
 
     def set_version(self, version: int) -> None:
         """Another version is published."""

@@ -1,7 +1,7 @@
 """What a requeued group keeps: its prompts alone, or the tokens that were generated so far.
 
 With tokens kept, the next lease goes on where the last one ended: finished samples stay as they are, aborted ones
-are continued. Tokens of weights older than the leasing rollout's may have to be context alone (``mask_older``).
+are continued. Tokens of weights older than those at the lease may have to be context alone (``mask_older``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RequeueRule:
     """How groups go back to the queue and come from it.
 
     keep_tokens: with their responses so far; else as prompts. mask_older: on the next lease, tokens of weights
-    before that rollout's get a loss mask of 0, so that every trained token is of exactly the version that trains.
+    before those at the lease get a loss mask of 0, so that every trained token is of exactly that version.
     reward_key: which entry of a mapping is the reward that buffer filters see. replays: the run replays kept tokens.
     """
 
@@ -72,7 +72,7 @@ class RequeueRule:
         return kept
 
     def on_lease(self, group: SampleGroup, version: int) -> SampleGroup:
-        """The queued ``group`` as a rollout of ``version`` gets it."""
+        """The queued ``group`` as it is leased while ``version`` is published."""
         if self.mask_older:
             for sample in group:
                 mask_older(sample, version)
@@ -159,20 +159,25 @@ def _span_fault(sample: Sample) -> str:
     return ""
 
 
-def check_versions(ticket: Ticket, group: SampleGroup) -> None:
-    """Every token that is trained on must be of weights that the ticket allows. Raises RolloutError naming the row.
+def check_versions(ticket: Ticket, group: SampleGroup, version: int | None) -> None:
+    """Every token that is trained on must be of the weights that were published at the group's lease, or of later ones
+    if the ticket mixes versions. Raises RolloutError naming the row.
 
+    version: the one at the lease; None without a lease. Such a group is of the ticket's version, or of any if the
+    ticket mixes versions: its age is then looked at when a step takes it.
     A sample without version spans, which a generate function of the user's may leave out, cannot be checked; those of
     one that has some must pass ``check_spans``.
     """
     if ticket.evaluation or ticket.max_staleness is None:
         return
     check_spans(group)
-    oldest = ticket.version - ticket.max_staleness
+    if version is None:
+        if ticket.mixes_versions:
+            return
+        version = ticket.version
     for sample in group:
         for span in sample.weight_versions if not sample.remove_sample else ():
-            allowed = span.version >= oldest and (ticket.max_staleness > 0 or span.version == ticket.version)
-            if allowed:
+            if span.version == version or (ticket.mixes_versions and span.version > version):
                 continue
             mask = sample.loss_mask
             trained = span.end > span.start if mask is None else any(mask[span.start : span.end])
@@ -180,8 +185,8 @@ def check_versions(ticket: Ticket, group: SampleGroup) -> None:
                 raise RolloutError(
                     f"response tokens {span.start} to {span.end} are of weight version {span.version}",
                     where=f"row {sample.row_id}, {ticket.task}",
-                    expected=f"version {ticket.version}, which the step trains"
-                    + (f", or one from {oldest} on" if ticket.max_staleness else ""),
+                    expected=f"version {version}, which was published when the group was leased"
+                    + (", or a later one" if ticket.mixes_versions else ""),
                     hint="an engine has other weights, or the rollout function unmasked an older response",
                 )
 

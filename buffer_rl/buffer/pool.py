@@ -18,7 +18,7 @@ from buffer_rl.buffer.readers import Reader, Selection, Splitting, balanced_part
 from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.errors import BufferStateError
 from buffer_rl.plan.roles import DERIVED_FIELDS
-from buffer_rl.records.groups import Column, GroupUid, RowId, take_rows
+from buffer_rl.records.groups import Column, GroupUid, RolloutReport, RowId, take_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ class Writer:
 class DataPool:
     """The groups of one task's selection, in the order of their uids, and their readers.
 
-    num_groups: how many groups the step trains on, None for all; a final reader never gets more.
+    num_groups: how many groups the step trains on, None for all; a final reader never gets more. report: what the
+    selection was closed with.
     first_generation: of its readers (see ``RowsMeta``). Writes of an earlier one are of a pool that was given up.
     """
 
@@ -61,6 +62,7 @@ class DataPool:
         self.rollout_id = rollout_id
         self.task = task
         self.selection = Selection(num_groups)
+        self.report: RolloutReport | None = None
         self._store = store
         self._first_generation = first_generation
         self._readers: dict[str, Reader] = {}

@@ -46,6 +46,8 @@ class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.kinds.rollout.RolloutBuffer``).
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself.
+    finished: the groups that were reported. versions: by uid, the version at the newest lease; rollout functions may
+    report groups that they built themselves. progressed_at: see ``RolloutBuffer``.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class RolloutClient:
         self._choose = None if ticket.evaluation else choose
         self._source = source
         self.finished: dict[GroupUid, SampleGroup] = {}
+        self.versions: dict[GroupUid, int | None] = {}
+        self.progressed_at = 0.0
 
     @property
     def ticket(self) -> Ticket:
@@ -75,7 +79,10 @@ class RolloutClient:
             chosen = await asyncio.to_thread(self._choose, headers, num_samples)
         while True:  # each round delivers a batch, which is not empty, or has the source restored
             try:
-                return await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
+                groups = await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
+                self.versions.update((group.uid, group.version) for group in groups)
+                self._progressed()
+                return groups
             except DeliveryNeeded as needed:
                 if self._source is None:
                     raise
@@ -91,7 +98,7 @@ class RolloutClient:
 
     def encode(self, group: SampleGroup) -> EncodedGroup:
         """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
-        check_versions(self._ticket, group)
+        check_versions(self._ticket, group, self.versions.get(group.uid))
         row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
         return EncodedGroup(row_ids=RowIds(row_ids), columns=Columns(columns), sizes=RowSizes.of(columns, len(row_ids)))
 
@@ -102,18 +109,24 @@ class RolloutClient:
             BufferState.finish, self._ticket, group.uid, group.attempt, rows.row_ids, rows.columns, rows.sizes
         )
         self.finished[group.uid] = group
+        self._progressed()
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group."""
         await self._client.acall(BufferState.reject, self._ticket, group.uid, group.attempt, reason)
+        self._progressed()
 
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group for good."""
         await self._client.acall(BufferState.quarantine, self._ticket, group.uid, group.attempt, reason)
+        self._progressed()
 
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
         return await self._client.acall(BufferState.count_failure, self._ticket, group.uid, kind)
+
+    def _progressed(self) -> None:
+        self.progressed_at = asyncio.get_running_loop().time()
 
     get_samples = blocking(aget_samples)
     add_samples = blocking(aadd_samples)

@@ -135,14 +135,17 @@ class Rollouts:
         """What a buffer filter sees: the queue's groups, the next one first."""
         return self.queue.headers(self._rule)
 
-    def lease(self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None) -> list[SampleGroup]:
+    def lease(
+        self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None, version: int
+    ) -> list[SampleGroup]:
+        """Lease groups of the queue, then of the data source. version: the published one."""
         rollout = self.of(ticket)
         if num_samples < 0:
             raise BufferStateError(f"{num_samples} groups were asked for", where=ticket.task)
         if ticket.evaluation:
             waiting = rollout.waiting.first(num_samples)
             rollout.waiting.remove([entry.group.uid for entry in waiting])
-            return [self._lease(rollout, entry, attempt=1) for entry in waiting]
+            return [self._lease(rollout, entry, attempt=1, version=version) for entry in waiting]
         if self._is_limited and num_samples > 0:
             num_samples = min(num_samples, self._num_allowed(rollout))
         queued = self.queue.first(num_samples, chosen)
@@ -155,7 +158,8 @@ class Rollouts:
             raise
         self._admitted += len(fresh)
         self.queue.remove([entry.group.uid for entry in queued])
-        return [self._lease(rollout, *pair) for pair in zip([*queued, *fresh], attempts, strict=True)]
+        pairs = zip([*queued, *fresh], attempts, strict=True)
+        return [self._lease(rollout, entry, attempt, version) for entry, attempt in pairs]
 
     def requeue(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
@@ -394,17 +398,15 @@ class Rollouts:
             for uid, attempt in attempts.items():
                 self._ledger.requeue(uid, attempt)
 
-    def _lease(self, rollout: OpenRollout, entry: Admitted, attempt: int) -> SampleGroup:
-        ticket, uid = rollout.ticket, entry.group.uid
-        prompts = entry.group.as_prompts(attempt=attempt, incarnation=self._ledger.fencing_token)
+    def _lease(self, rollout: OpenRollout, entry: Admitted, attempt: int, version: int) -> SampleGroup:
+        uid, token = entry.group.uid, self._ledger.fencing_token
+        prompts = entry.group.as_prompts(attempt=attempt, incarnation=token, version=version)
         rollout.leases[uid] = Lease(
-            group=prompts, number=entry.number, order=self._count_lease(), ticket=ticket.rollout_id
+            group=prompts, number=entry.number, order=self._count_lease(), ticket=rollout.ticket.rollout_id
         )
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
-        return self._rule.on_lease(
-            replace(entry.group, attempt=attempt, incarnation=self._ledger.fencing_token), ticket.version
-        )
+        return self._rule.on_lease(replace(entry.group, attempt=attempt, incarnation=token, version=version), version)
 
     def _admit(self, num_samples: int) -> list[Admitted]:
         """New groups of the data source."""

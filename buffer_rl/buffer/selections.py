@@ -56,6 +56,7 @@ class Selections:
         if schedule is not None and schedule.by_window:
             self._window = Window(groups_per_step, schedule.window(groups_per_step))
         self._restarted = restarted
+        self._lost = restarted  # what was finished and not selected, until production starts again
         self._stores = {False: ColumnStore(), True: ColumnStore()}  # by whether it is of evaluations
         self._pools: dict[str, DataPool] = {}
         self._cleared: deque[str] = deque(maxlen=REMEMBERED)
@@ -119,11 +120,11 @@ class Selections:
         if schedule is None:
             return per_step
         held = self._rollouts.num_unreleased
-        for step in {*self._record.committed, *self._record.inherited} - {rollout_id}:
-            if step >= version and f"train_{step}" not in self._pools:
-                held += per_step  # which an earlier Buffer selected
-        if num_groups := schedule.num_admitted(rollout_id, version, held, per_step):
-            return num_groups
+        for step, num_groups in self._record.selected_since(version).items():  # by an earlier Buffer
+            if step != rollout_id and f"train_{step}" not in self._pools:
+                held += num_groups
+        if admitted := schedule.num_admitted(rollout_id, version, held, per_step):
+            return admitted
         raise BufferStateError(
             f"train_{rollout_id} cannot open: version {version} is published, and {held} groups are not released",
             where="generate",
@@ -155,10 +156,13 @@ class Selections:
 
     def close(self, step: int, last_ticket: int | None) -> RolloutReport | None:
         """See ``BufferState.close_selection``."""
+        task = f"train_{step}"
+        if self._lost and (self._window is not None or step > self._rollouts.newest_ticket):
+            raise BufferRestartedError(f"{task} was lost with an earlier Buffer", hint="it is produced again")
         self.open(step)
-        pool = self._pools[f"train_{step}"]
-        if pool.selection.closed:
-            raise BufferStateError(f"the selection of step {step} is closed already", where=pool.task)
+        pool = self._pools[task]
+        if pool.report is not None:  # a repeat, of a caller that did not get the answer
+            return pool.report
         if (choice := self._choose(pool, last_ticket)) is None:
             return None
         chosen, surplus = choice
@@ -169,13 +173,14 @@ class Selections:
         num_queued = self._rollouts.select(step, chosen, surplus)
         if self._window is not None:
             self._window.take(chosen)
-        return RolloutReport(
+        pool.report = RolloutReport(
             num_groups=len(chosen),
             num_rows=self._close(pool, chosen),
             drops={SURPLUS: num_foreign} if num_foreign else {},
             surplus=num_queued,
             staleness=staleness,
         )
+        return pool.report
 
     def commit(self, rollout_id: int, step: int) -> None:
         """See ``BufferState.commit``."""
@@ -227,6 +232,7 @@ class Selections:
             self._stores[False].drop(uid)
         if self._window is not None:
             self._window = self._window.empty()
+        self._lost = False
         self.revision += 1
 
     def give_up_inherited(self, step: int) -> None:

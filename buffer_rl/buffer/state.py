@@ -71,8 +71,8 @@ class BufferState:
         self._rule = rule or RequeueRule()
         self._schedule = schedule
         self._record = RunRecord(ledger)
-        by_window = schedule is not None and schedule.by_window
-        self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule, is_limited=by_window)
+        is_limited = schedule is not None and schedule.by_window
+        self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule, is_limited=is_limited)
         self._selections = Selections(
             self._rollouts,
             self._record,
@@ -101,6 +101,7 @@ class BufferState:
             version=self._record.version,
             incarnation=self.ledger.fencing_token,
             max_staleness=None if self._schedule is None else self._schedule.max_staleness,
+            mixes_versions=self._schedule is not None and self._schedule.mixes_versions,
             keeps_tokens=self._rule.keep_tokens,
         )
         if ticket.task in self._rollouts.open or (evaluation and ticket.task in self._selections):
@@ -131,7 +132,7 @@ class BufferState:
         those that replace rejected or returned ones. Raises BufferStateError if it has all of them, and DeliveryNeeded,
         with nothing leased, where a data source of the user's own must ``deliver`` first.
         """
-        groups = self._rollouts.lease(ticket, num_samples, chosen)
+        groups = self._rollouts.lease(ticket, num_samples, chosen, self._record.version)
         self._selections.leased(ticket, [group.uid for group in groups])
         return groups
 
@@ -286,7 +287,8 @@ class BufferState:
 
         last_ticket: the last one of the run. In an asynchronous run a step is short only if all tickets that may open
         have ended and its own version is published. Returns the report, or None if the selection must wait, and the
-        revision of the Buffer then. Raises BufferStateError if it is closed, or if its groups have different fields."""
+        revision of the Buffer then; of a selection that is closed the same report again. Raises BufferStateError if its
+        groups have different fields, BufferRestartedError if they were lost with an earlier Buffer."""
         return self._selections.close(rollout_id, last_ticket), self.revision
 
     # -- pools ---------------------------------------------------------------------------------------

@@ -82,12 +82,14 @@ ENDING_BY_DEFAULT = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)  # of sched
 
 class StopRequest:
     """A signal that asks a run to end well. The first one is noted while ``can_wait``; another one, and any while not,
-    raises EndedBySignal. number: of the signal; None before. at: when it came, by ``time.monotonic``."""
+    raises EndedBySignal. number: of the signal; None before. at: when it came, by ``time.monotonic``. notify: called
+    with the first one, in the handler of the signal."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.at = 0.0
         self.can_wait = False
+        self.notify: Callable[[], object] = lambda: None
 
     @property
     def after_step(self) -> bool:
@@ -99,6 +101,7 @@ class StopRequest:
         if self.number is not None or not self.can_wait:
             raise EndedBySignal(number)
         self.number, self.at = number, time.monotonic()
+        self.notify()
 
 
 @contextmanager

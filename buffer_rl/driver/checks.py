@@ -10,6 +10,7 @@ from buffer_rl.cluster.locality import require_local_engines
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
 from buffer_rl.driver.algorithm_checks import check_algorithm
+from buffer_rl.driver.async_checks import async_notices, check_async
 from buffer_rl.driver.offload import check_offload
 from buffer_rl.engines.external import urls_of
 from buffer_rl.engines.router import router_arguments
@@ -55,6 +56,7 @@ def check_options(args: Args) -> None:
     _check_optimizer(args)
     check_role_options(args)
     check_offload(args)
+    check_async(args)
     router_arguments(args.router_args)
     if args.early_stop is not None:
         metric = parse_early_stop(args.early_stop).metric
@@ -371,7 +373,7 @@ def notices(args: Args) -> list[str]:
                     f"--schedule {args.schedule} overlaps nothing with generation here: with {flag}, {what} sees the "
                     "whole rollout, so no group is finished before all are"
                 )
-    return found
+    return found + async_notices(args, [flag for _, flag, path in whole_rollout_functions(args) if path is not None])
 
 
 def _is_alone_in_its_group(args: Args) -> bool:

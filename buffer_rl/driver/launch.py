@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,11 +24,11 @@ from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, check_lineage, folder_lock, save_lock
-from buffer_rl.driver.local_roles import EngineFeed, RecordedRollouts, RolloutRecorder, RunCheckpoints
+from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints, Selections
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
-from buffer_rl.engines.fleet import EngineFleet
+from buffer_rl.engines.fleet import EngineFleet, slots_notice
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
@@ -65,6 +64,7 @@ from buffer_rl.train.learning_rate import with_decay_iters
 from buffer_rl.train.rank import start_train_group
 from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
 from buffer_rl.train.role_worker import start_roles
+from buffer_rl.weights.follow import FollowFolder
 from buffer_rl.weights.options import engines_may_differ
 from buffer_rl.weights.publish import LogProbCheck, Publisher
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts, RolePublisher
@@ -230,18 +230,16 @@ class _Run:
             targets["rollout"] = local("rollout", RecordedRollouts(template, self.buffer, replays=replays))
         targets.update(self.trained)
         targets.update(self.roles)
-        feeds: list[Callable[[], None]] = []
         publisher = self._publisher()
         if publisher is not None:
             targets["publish"] = publishing = local("publish", publisher, end_s=lambda: PUBLISH_END_S)
             self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
-            if self.fleet is not None:
-                start, limit = partial(publishing.start, "publish"), self._publish_timeout_s
-                busy = self._trainer_is_busy or args.offload_train
-                feeds.append(EngineFeed(self.fleet, start, limit, self.observer.notice, trainer_is_busy=busy))
         if self.reference is not None:
             targets["reference"] = local("reference", self.reference)
         plan = self._plan()
+        if plan.schedule.by_window:
+            waiting = BufferClient(self.buffer.actor, timeout_s=args.buffer_timeout_s, caller="selection")
+            targets["selection"] = local("selection", Selections(waiting))
         if plan.saves:
             facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
             facts[LINEAGE] = self.session.lineage
@@ -259,10 +257,8 @@ class _Run:
         if self.reward is not None:
             watchers.append(RewardModelWatch(self.reward.actors, args, self.observer.notice))
         self.observer.planned(plan.num_rollouts)
-        watchers.append(lambda: driver.watch_stop(in_rollout=False))
-        feeds.append(lambda: driver.watch_stop(in_rollout=True))
-        driver = Driver(plan, RayRuntime(targets, watchers, feeds), self.observer, stop)
-        return driver
+        starved = self.fleet.starved_version if self.fleet is not None and publisher is not None else lambda: None
+        return Driver(plan, RayRuntime(targets, watchers), self.observer, stop, starved)
 
     def _publisher(self) -> Publisher | RolePublisher | None:
         """The publisher to the engines and to the roles that need the actor's weights; None without any."""
@@ -271,15 +267,7 @@ class _Run:
             return None
         senders = Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s)
         if self.engines is not None:
-            publisher = Publisher(
-                self._transport(),
-                senders,
-                self.engines,
-                compare=args.check_weight_update_equal,
-                check=LogProbCheck.from_args(args, train),
-                timeout_s=2 * args.update_weights_timeout_s + args.engine_start_timeout_s,
-                notice=self.observer.notice,
-            )
+            publisher = self._engine_publisher(senders, train)
         if "actor_fwd" not in self.roles:
             return publisher
         role = self.roles["actor_fwd"]
@@ -288,6 +276,46 @@ class _Run:
             limit, busy = args.update_weights_timeout_s, self._trainer_is_busy
             updates = RoleBroadcasts(role, transport, senders, timeout_s=limit, trainer_is_busy=busy)
         return RolePublisher(publisher, "actor_fwd", updates.update, self.observer.notice)
+
+    def _engine_publisher(self, senders: Senders, train: ActorGroup) -> Publisher:
+        args, schedule = self.args, Schedule.of(self.args)
+        assert self.engines is not None
+        follow = FollowFolder.from_args(args, self.save_hf)
+        publisher = Publisher(
+            self._transport(),
+            senders,
+            self.engines,
+            compare=args.check_weight_update_equal,
+            check=LogProbCheck.from_args(args, train),
+            timeout_s=2 * args.update_weights_timeout_s + args.engine_start_timeout_s,
+            notice=self.observer.notice,
+            hold=lambda: self._of_workers("hold", self._drain_timeout_s),
+            unhold=lambda: self._of_workers("unhold"),
+            drains=schedule.by_window and schedule.drains,
+            follow=None if follow is None else follow.write,
+        )
+        if schedule.max_staleness:
+            self._tell_staleness(schedule)
+            if schedule.by_window and not schedule.drains:
+                publisher.try_retraction()
+        return publisher
+
+    def _tell_staleness(self, schedule: Schedule) -> None:
+        target, bound, per_step = schedule.target, schedule.max_staleness, self.args.rollout_batch_size
+        line = f"target staleness {target}, at most {bound}"
+        if schedule.by_window:
+            line += f"; a group is trained on before {schedule.window(per_step)} younger ones have passed it"
+        self.observer.notice(f"--schedule {schedule.mode}: {line}")
+        self.observer.notice(slots_notice(self.args))
+
+    @property
+    def _drain_timeout_s(self) -> float:
+        """For the requests that run to end: each has a deadline of its own."""
+        return float(self.args.rollout_timeout_s)
+
+    def _of_workers(self, method: str, *args: object) -> None:
+        if self.rollout is not None:
+            self.rollout.call(method, *args, timeout_s=self._drain_timeout_s + GRACE_S)
 
     def _transport(self) -> WeightTransport:
         name = self.args.weight_sync_mode
@@ -302,7 +330,9 @@ class _Run:
 
     @property
     def _publish_timeout_s(self) -> float:
-        return 3 * self.args.update_weights_timeout_s + self.args.engine_start_timeout_s + GRACE_S
+        schedule = Schedule.of(self.args)
+        drain_s = self._drain_timeout_s if schedule.by_window and schedule.max_staleness else 0.0
+        return 3 * self.args.update_weights_timeout_s + self.args.engine_start_timeout_s + GRACE_S + drain_s
 
     def save_hf(self, path: str) -> None:
         """Write the actor's weights as a Hugging Face folder in the number format of ``--save-dtype``."""

@@ -1,9 +1,9 @@
-"""Roles in the driver's own process: checkpoints, files with the rows of rollouts, weights for starved engines."""
+"""Roles in the driver's own process: checkpoints, files with the rows of rollouts, the closing of selections."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,20 +15,18 @@ from buffer_rl import __version__
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.driver.folders import retain
-from buffer_rl.errors import BufferRLError, DataError, DeadlineError, WorkerDiedError
+from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.files.checkpoint import new_checkpoint
 from buffer_rl.files.row_file import read_rollout, write_rollout
 from buffer_rl.observe.run_folder import changed_options
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.plan.roles import ACTOR
-from buffer_rl.records.groups import Ticket, sample_means
+from buffer_rl.records.groups import RolloutReport, Ticket, sample_means
 from buffer_rl.train.stream import longest_wait
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-    from buffer_rl.cluster.actor_group import Call
-    from buffer_rl.engines.fleet import EngineFleet
     from buffer_rl.weights.role_weights import FolderUpdates
 
 OWES_EVALUATION = "owes_evaluation"
@@ -175,35 +173,13 @@ class RecordedRollouts:
         return metrics, []
 
 
-class EngineFeed:
-    """While the driver waits for a rollout: publishes its version once more if every engine that is left is a
-    replacement that lacks it. Such a rollout waits for an engine, and the next publication for the rollout.
+class Selections:
+    """Closes the selections of steps, each as soon as its groups are finished. Calls wait for that, so they have a
+    thread and a client of their own."""
 
-    publish: starts the publication of a version. timeout_s: its deadline. trainer_is_busy: the trainer works while a
-    rollout runs, and cannot send weights then, so that a global restart begins in place of the publication.
-    """
+    def __init__(self, buffer: BufferClient) -> None:
+        self._buffer = buffer
 
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        publish: Callable[[int], Call],
-        timeout_s: float,
-        notice: Callable[[str], None],
-        *,
-        trainer_is_busy: bool,
-    ) -> None:
-        self._fleet = fleet
-        self._publish = publish
-        self._timeout_s = timeout_s
-        self._notice = notice
-        self._trainer_is_busy = trainer_is_busy
-
-    def __call__(self) -> None:
-        version = self._fleet.starved_version()
-        if version is None:
-            return
-        if self._trainer_is_busy:
-            what = f"no engine has the weights of version {version}, and the trainer cannot send them during a rollout"
-            raise WorkerDiedError(what, where="engine", hint="--weight-sync-mode disk has them for replacements")
-        self._notice(f"version {version} is published again, as every engine that had it is gone")
-        self._publish(version).wait(self._timeout_s)
+    def close(self, rollout_id: int, last_ticket: int, timeout_s: float) -> RolloutReport:
+        """See ``BufferClient.await_selection``."""
+        return self._buffer.await_selection(rollout_id, last_ticket, timeout_s)

@@ -10,7 +10,7 @@ A run begins with the trainer's turn: engines release once they answer, before t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -57,16 +57,16 @@ class MemoryTurns:
     """The turns of a run; without either option nothing is called.
 
     timed: counts a block's seconds under a name. on_trained: calls a method of all trained roles. call: the same of
-    another role. publish: the newest version, after a call of ``publication``. All of them wait.
+    another role. publish: the newest version, after a call of ``publication``.
     """
 
     def __init__(
         self,
         plan: RunPlan,
         timed: Callable[[str], AbstractContextManager[None]],
-        on_trained: Callable[[str], object],
-        call: Callable[..., object],
-        publish: Callable[[], object],
+        on_trained: Callable[[str], Awaitable[object]],
+        call: Callable[..., Awaitable[object]],
+        publish: Callable[[], Awaitable[object]],
     ) -> None:
         self._plan = plan
         self._timed, self._on_trained, self._call, self._publish = timed, on_trained, call, publish
@@ -82,36 +82,36 @@ class MemoryTurns:
         """Whether trained roles take calls."""
         return not self._plan.offload_train or self._turn is not Turn.ENGINES
 
-    def trainer(self) -> None:
+    async def trainer(self) -> None:
         """Before a call that needs the trainer. Weights that were just published stay where they are."""
         if self._turn is Turn.ENGINES:
-            self._of_engines("release_memory")
-            self._of_trainer("wake_up")
+            await self._of_engines("release_memory")
+            await self._of_trainer("wake_up")
             self._turn = Turn.TRAINER
 
-    def publication(self) -> None:
+    async def publication(self) -> None:
         """Before a publication."""
-        self.trainer()
+        await self.trainer()
         if self._turn is Turn.TRAINER:
-            self._of_engines("resume_memory", WEIGHTS)
+            await self._of_engines("resume_memory", WEIGHTS)
         self._turn = Turn.PUBLICATION
 
-    def engines(self, *, evaluation: bool) -> None:
+    async def engines(self, *, evaluation: bool) -> None:
         """Before a rollout or an evaluation: publishes once more where the engines have lost the weights."""
         if self._turn is Turn.ENGINES or not (evaluation or self._plan.publish_each_step):
             return  # rollouts that never ask an engine leave the memory where it is
         if self.engines_lack_weights:
-            self._publish()
-        self._of_trainer("sleep")
-        self._of_engines("resume_memory", CACHE)
+            await self._publish()
+        await self._of_trainer("sleep")
+        await self._of_engines("resume_memory", CACHE)
         self._turn = Turn.ENGINES
 
-    def _of_trainer(self, method: str) -> None:
+    async def _of_trainer(self, method: str) -> None:
         if self._plan.offload_train:
             with self._timed("offload"):
-                self._on_trained(method)
+                await self._on_trained(method)
 
-    def _of_engines(self, method: str, *args: object) -> None:
+    async def _of_engines(self, method: str, *args: object) -> None:
         if self._plan.offload_rollout:
             with self._timed("offload"):
-                self._call("engines", method, *args, timeout_s=self._plan.publish_timeout_s)
+                await self._call("engines", method, *args, timeout_s=self._plan.publish_timeout_s)

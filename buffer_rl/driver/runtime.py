@@ -1,22 +1,26 @@
 """The runtime with processes: calls go to Ray actors, or to local objects on a thread of their own.
 
-Who waits for whom: the driver's thread waits in ``wait_any``, which wakes every ``POLL_S`` to run the
-watchers (engine health, progress display); a watcher that raises ends the wait. Nothing waits for the driver.
-Watchers ask other processes, so a call that is answered sooner than they are due does not wait for them.
+Who waits for whom: coroutines wait for calls, each with a deadline; nothing waits for the event loop. An answer wakes
+the loop from the thread that has it. Watchers (engine health, progress display) have a thread of their own, since they
+ask other processes; the loop learns of their errors.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from buffer_rl.cluster.actor_group import Call
-from buffer_rl.driver.tasks import Task
+from buffer_rl.driver.tasks import Task, run_to_end
 from buffer_rl.errors import DeadlineError, WorkerError
+
+R = TypeVar("R")
 
 POLL_S = 1.0
 """Each look is a call or a request to several processes, which does not pay more often."""
@@ -72,56 +76,114 @@ def _work(calls: SimpleQueue[_Work | None]) -> None:
 class RayRuntime:
     """Implements ``buffer_rl.driver.tasks.Runtime``; its tasks are ``Call``s.
 
-    watchers: called about once a second while the driver waits, over all its calls; what one raises ends the wait.
-    rollout_watchers: the same, while the call that it waits for is a rollout, so that the trainer takes no step.
+    watchers: called every ``poll_s`` seconds while the coroutine of ``run`` is at work; what one raises is passed on.
     """
 
-    def __init__(
-        self,
-        targets: Mapping[str, Target],
-        watchers: Sequence[Callable[[], None]] = (),
-        rollout_watchers: Sequence[Callable[[], None]] = (),
-    ) -> None:
+    def __init__(self, targets: Mapping[str, Target], watchers: Sequence[Callable[[], None]] = ()) -> None:
+        self.poll_s = POLL_S
         self._targets = dict(targets)
         self._watchers = list(watchers)
-        self._rollout_watchers = list(rollout_watchers)
-        self._watch_at = 0.0
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, R]], look: Callable[[BaseException | None], None]) -> R:
+        loop = asyncio.new_event_loop()
+        over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(loop, look, over), name="watchers", daemon=True)
+        try:
+            watch.start()
+            if not _in_a_running_loop():
+                return run_to_end(loop, main)
+            return _run_in_a_thread(loop, main)
+        finally:
+            over.set()  # a watcher may hang, so its thread is not waited for
 
     def submit(self, role: str, method: str, *args: Any) -> Call:
         return self._targets[role].start(method, *args)
 
-    def wait_any(self, tasks: Sequence[Task], timeout_s: float, *, watches: bool = True) -> Task:
-        deadline = self.now() + timeout_s
-        mine = [cast(Call, task) for task in tasks]
-        while True:
-            if ended := next((task for task in mine if task.ended()), None):
-                return ended
-            if watches:
-                self._watch(mine[0].role)
-            left = deadline - self.now()
-            if left <= 0:
-                waited_for = ", ".join(f"{task.role}.{task.method}" for task in mine)
-                raise DeadlineError(f"no answer within {timeout_s:g} s", where=waited_for)
-            pending = [future for task in mine for future in task.futures if not future.done()]
-            until_watch = max(0.0, self._watch_at - self.now()) if watches else left
-            wait(pending, timeout=min(until_watch, left), return_when=FIRST_COMPLETED)
+    async def answer(self, task: Task, timeout_s: float) -> Any:
+        call = cast(Call, task)
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
 
-    def result(self, task: Task) -> Any:
-        return cast(Call, task).result()
+        def look() -> None:
+            if call.ended() and not ended.done():
+                ended.set_result(None)
 
-    def restart(self, role: str) -> None:
-        restart = getattr(self._targets[role], "restart", None)
-        if restart is None:
-            raise WorkerError("the role's processes cannot be replaced", where=role)
-        restart()
+        def wake(_: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the answer came too late
+                loop.call_soon_threadsafe(look)
 
-    def _watch(self, role: str) -> None:
-        """Call the watchers, unless they were called less than ``POLL_S`` ago. role: whose call is waited for."""
-        if self.now() < self._watch_at:
-            return
-        for watcher in (*self._watchers, *(self._rollout_watchers if role == "rollout" else ())):
-            watcher()
-        self._watch_at = self.now() + POLL_S
+        for future in call.futures:
+            future.add_done_callback(wake)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ended
+        except TimeoutError:
+            where = f"{call.role}.{call.method}"
+            del call, task, future  # an answer that comes later is not kept by the traceback of the error
+            raise DeadlineError(f"no answer within {timeout_s:g} s", where=where) from None
+        return call.result()
+
+    def restart(self, role: str) -> Call:
+        """On a thread of its own: it waits until the new processes are ready."""
+        target = LocalTarget(role, _Restart(self._targets[role], role))
+        call = target.start("restart")
+        target.stop()
+        return call
 
     def now(self) -> float:
         return time.monotonic()
+
+    def _watch(
+        self, loop: asyncio.AbstractEventLoop, look: Callable[[BaseException | None], None], over: threading.Event
+    ) -> None:
+        while not over.wait(self.poll_s):
+            error: BaseException | None = None
+            try:
+                for watcher in self._watchers:
+                    watcher()
+            except BaseException as caught:  # passed on to the loop
+                error = caught
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(look, error)
+            if error is not None:
+                return
+
+
+class _Restart:
+    def __init__(self, target: Target, role: str) -> None:
+        self._target, self._role = target, role
+
+    def restart(self) -> None:
+        restart = getattr(self._target, "restart", None)
+        if restart is None:
+            raise WorkerError("the role's processes cannot be replaced", where=self._role)
+        restart()
+
+
+def _in_a_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_in_a_thread(loop: asyncio.AbstractEventLoop, main: Callable[[], Coroutine[Any, Any, R]]) -> R:
+    """The same, if this thread runs an event loop already, as in a notebook."""
+    answer: Future[R] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(run_to_end(loop, main))
+        except BaseException as error:  # raised where the answer is waited for
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=work, name="driver", daemon=True)
+    thread.start()
+    try:
+        return answer.result()
+    except BaseException:
+        with suppress(RuntimeError):  # it has ended by itself
+            loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        raise

@@ -1,22 +1,26 @@
-"""The driver's calls: what executes them, those on the roles that add fields to rollouts, and their times.
+"""The driver's calls: what executes them, the replacement of processes that died, and the times of a step.
 
 A runtime with processes and one with virtual time both fit, so that a schedule can be tested without processes."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.errors import BufferRLError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.plan.schedule import RolePlan
+from buffer_rl.plan.schedule import RolePlan, RunPlan
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class Task(Protocol):
@@ -29,24 +33,25 @@ class Task(Protocol):
 
 
 class Runtime(Protocol):
-    """Executes calls on named roles: ``buffer``, ``rollout``, ``train``, ``publish``, ``save``, ``record``, and the
-    roles of ``RolePlan.dedicated_roles``."""
+    """Executes calls on named roles: ``buffer``, ``selection``, ``rollout``, ``train``, ``publish``, ``save``,
+    ``record``, and the roles of ``RolePlan.dedicated_roles``."""
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, R]], look: Callable[[BaseException | None], None]) -> R:
+        """Run a coroutine on an event loop of its own, to its end. look: called in the loop about once a second, with
+        the error of what is watched beside calls if there is one."""
+        ...
 
     def submit(self, role: str, method: str, *args: Any) -> Task:
         """Start a call and return at once."""
         ...
 
-    def wait_any(self, tasks: Sequence[Task], timeout_s: float, *, watches: bool = True) -> Task:
-        """The first of ``tasks`` to end. Raises DeadlineError, naming role and method, after ``timeout_s``. watches:
-        whether what is watched beside calls ends the wait too, with its error."""
+    async def answer(self, task: Task, timeout_s: float) -> Any:
+        """The task's answer. Raises the error of ``buffer_rl.errors`` that it ended with; DeadlineError, naming role
+        and method, after ``timeout_s``. Neither that nor a cancellation ends the call."""
         ...
 
-    def result(self, task: Task) -> Any:
-        """A finished task's answer; raises the error of ``buffer_rl.errors`` that it ended with."""
-        ...
-
-    def restart(self, role: str) -> None:
-        """Replace the processes of a role, which died. Raises WorkerError if the role cannot be restarted."""
+    def restart(self, role: str) -> Task:
+        """Start to replace the processes of a role, which died. The task raises WorkerError if it cannot be done."""
         ...
 
     def now(self) -> float:
@@ -63,6 +68,84 @@ def role_of(error: BufferRLError) -> str:
 def is_worker_death(role: str, error: BufferRLError) -> bool:
     """Whether a process of ``role`` died, and not another one that it was calling."""
     return isinstance(error, WorkerDiedError) and role_of(error) == role
+
+
+def run_to_end(loop: asyncio.AbstractEventLoop, main: Callable[[], Coroutine[Any, Any, R]]) -> R:
+    """Run ``main`` on ``loop``, and close it. If it raises, or a signal's handler does, what is under way is cancelled
+    first."""
+    try:
+        return loop.run_until_complete(main())
+    finally:
+        try:
+            if left := asyncio.all_tasks(loop):
+                for task in left:
+                    task.cancel()
+                loop.run_until_complete(asyncio.wait(left))
+        finally:
+            loop.close()
+
+
+async def unbroken(work: Coroutine[Any, Any, R]) -> R:
+    """Await ``work`` to its end, also if the caller is cancelled meanwhile, which it then is afterwards."""
+    inner = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not inner.done():
+        try:
+            await asyncio.shield(inner)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except BufferRLError:
+            break
+    if cancelled is not None:
+        if not inner.cancelled():
+            inner.exception()  # asked for, or asyncio would report it as one that nothing waited for
+        raise cancelled
+    return inner.result()
+
+
+class Calls:
+    """Calls on roles by the coroutines of one run, and the conditions that they wait for."""
+
+    def __init__(self, plan: RunPlan, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.changed = asyncio.Event()
+        self._plan = plan
+        self._group: asyncio.TaskGroup | None = None
+
+    def begin(self, group: asyncio.TaskGroup) -> None:
+        """The coroutines of the run are those of ``group``, which ends with the first one that fails."""
+        self._group = group
+
+    def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """A coroutine beside the caller. Whatever waits for a condition looks again when it has ended."""
+        assert self._group is not None, "the run has begun"
+        task = self._group.create_task(work)
+        task.add_done_callback(lambda _: self.tell())
+        return task
+
+    def tell(self) -> None:
+        """Something changed that a coroutine may wait for."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds."""
+        while not condition():
+            await self.changed.wait()
+
+    async def call(self, role: str, method: str, *args: Any, timeout_s: float) -> Any:
+        """The answer of a role. Raises what ``Runtime.answer`` raises."""
+        return await self.runtime.answer(self.runtime.submit(role, method, *args), timeout_s)
+
+    async def buffer(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
+        """The answer of an operation of the Buffer, which comes soon."""
+        return cast(R, await self.call("buffer", operation.__name__, *args, timeout_s=self._plan.buffer_timeout_s))
+
+    async def on_trained(self, method: str, *args: Any, roles: Sequence[str] | None = None) -> list[Any]:
+        """The answers of trained roles, of all where none are named, which work at the same time."""
+        chosen = self._plan.roles.trained if roles is None else roles
+        calls = [self.runtime.submit(role, method, *args) for role in chosen]
+        return await asyncio.gather(*(self.runtime.answer(call, self._plan.train_timeout_s) for call in calls))
 
 
 class StepTimes:
@@ -85,7 +168,7 @@ class StepTimes:
         ``perf/rollout_time``."""
         metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
         metrics["perf/step_time"] = self._runtime.now() - self._started
-        if self._seconds["rollout"] > 0 and generated_tokens is not None:
+        if self._seconds.get("rollout", 0.0) > 0 and generated_tokens is not None:
             metrics["perf/tokens_per_s"] = generated_tokens / self._seconds["rollout"]
         return metrics
 
@@ -114,81 +197,35 @@ class StepTimes:
 
 
 @dataclass(slots=True)
-class RoleCalls:
-    """The calls on roles that are under way, by rollout."""
+class Restarts:
+    """Replaces the processes of roles that died: each death once, however many calls ended with it. timeout_s: for one
+    replacement."""
 
     _plan: RolePlan
     _runtime: Runtime
     _observer: RunObserver
-    _calls: dict[int, dict[str, Task]] = field(default_factory=dict)
-    _restarts: Counter[str] = field(default_factory=Counter)
+    _timeout_s: float
+    _counts: Counter[str] = field(default_factory=Counter)
+    _replacing: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
 
-    def start(self, rollout_id: int, *, trainer_too: bool) -> None:
-        """Have the roles work on a rollout; trained ones too, if they are to work while the rollout runs."""
-        calls = {role: self._runtime.submit(role, "stream", rollout_id) for role in self._plan.dedicated_roles}
-        plan = self._plan
-        for role in plan.trained if trainer_too else ():
-            models = plan.models_of(role)
-            if models or plan.stream_gradients:
-                work = (models, plan.awaited_by(role), plan.stream_gradients)
-                calls[role] = self._runtime.submit(role, "stream", rollout_id, *work)
-        self._calls[rollout_id] = calls
+    def count(self, role: str) -> int:
+        """How often the role was replaced: to be noted when a call on it is made."""
+        return self._counts[role]
 
-    def tasks(self, rollout_id: int) -> Iterator[tuple[str, Task]]:
-        """The roles and their calls on a rollout, one after another as they are waited for; then they are forgotten."""
-        calls = self._calls.get(rollout_id, {})
-        while calls:
-            role = next(iter(calls))
-            yield role, calls[role]
-            del calls[role]
-        self._calls.pop(rollout_id, None)
+    async def replace(self, role: str, seen: int, error: BufferRLError) -> None:
+        """Replace the processes of a role, which died with ``error`` in a call that was made at the count ``seen``.
 
-    def all_tasks(self) -> list[Task]:
-        """Every call under way."""
-        return [task for calls in self._calls.values() for task in calls.values()]
-
-    def rollout_of(self, task: Task) -> int | None:
-        """The rollout that a call under way works on; None for any other task."""
-        return next((r for r, calls in self._calls.items() if task in calls.values()), None)
-
-    def forget(self, rollouts: Iterable[int]) -> list[Task]:
-        """Forget the calls on rollouts. Returns the tasks to wait for: the calls, and one behind them on each role,
-        whose processes may not end together."""
-        calls = [task for rollout_id in rollouts for task in self._calls.pop(rollout_id, {}).values()]
-        return [*calls, *(self._runtime.submit(role, "ready") for role in self._plan.dedicated_roles)]
-
-    def restart(self, role: str, error: BufferRLError) -> None:
-        """Replace the processes of a role that died with ``error``; raises it if they are not replaced in place, or
-        were replaced too often."""
-        self._require_restart(role, error)
-        self._restarts[role] += 1
-        count, limit = self._restarts[role], self._plan.max_restarts
-        self._observer.notice(f"{role} died and is replaced ({count} of {limit}): {error.what}")
-        self._runtime.restart(role)
-
-    def _require_restart(self, role: str, error: BufferRLError) -> None:
+        Raises ``error`` if they are not replaced in place, or were replaced too often."""
         if role in self._plan.restarted_globally:
             raise error
-        if (count := self._restarts[role]) >= self._plan.max_restarts:
-            used = f"{count} of {self._plan.max_restarts} were used for {role}"
-            error.hint = error.hint or f"--role-max-restarts: {used}"
-            raise error
-
-    def replace(self, ended: Task, error: BufferRLError, requeue: Callable[[str, str], object]) -> Task:
-        """Replace the role whose process died in the call ``ended``, and have it do again what was lost.
-
-        requeue: makes the rows of a task ready again for a role, both by name.
-        Returns the new call. Raises ``error`` if the call is none of a replaceable role, if it failed otherwise than
-        by a death, or if there were too many restarts."""
-        place = self.rollout_of(ended) if ended.role in self._plan.dedicated_roles else None
-        if place is None or not is_worker_death(ended.role, error):
-            raise error
-        role = ended.role
-        self._require_restart(role, error)
-        # Removed first: the wait for the Buffer below looks at every call, and would find these dead again.
-        lost = [rollout_id for rollout_id, calls in self._calls.items() if calls.pop(role, None) is not None]
-        self.restart(role, error)
-        for rollout_id in lost:
-            requeue(f"train_{rollout_id}", role)
-            self._calls[rollout_id][role] = self._runtime.submit(role, "stream", rollout_id)
-        return self._calls[place][role]
+        if self._counts[role] == seen:
+            if seen >= self._plan.max_restarts:
+                error.hint = error.hint or f"--role-max-restarts: {seen} of {seen} were used for {role}"
+                raise error
+            self._counts[role] += 1
+            self._observer.notice(
+                f"{role} died and is replaced ({seen + 1} of {self._plan.max_restarts}): {error.what}"
+            )
+            restarted = self._runtime.answer(self._runtime.restart(role), self._timeout_s)
+            self._replacing[role] = asyncio.ensure_future(restarted)
+        await asyncio.shield(self._replacing[role])

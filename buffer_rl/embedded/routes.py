@@ -149,8 +149,8 @@ class _Handlers:
 
     async def pause_generation(self, request: HttpRequest) -> Response:
         async def run() -> Response:
-            await self.service.pause(str((await _object(request)).get("mode", "abort")))
-            return json_response({"message": "Generation paused successfully.", "status": "ok"})
+            more = await self.service.pause(str((await _object(request)).get("mode", "abort")))
+            return json_response({"message": "Generation paused successfully.", "status": "ok", **more})
 
         return await _answering_errors(run)
 

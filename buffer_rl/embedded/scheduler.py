@@ -138,6 +138,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running_tokens(self) -> int:
+        """Tokens of the requests with a slot, prompts included: what a retraction has run through the model again."""
+        return sum(len(request.prompt_ids) + len(request.output_ids) for request in self._running.values())
+
+    @property
     def idle(self) -> bool:
         """Nothing is waiting or running."""
         return not self._waiting and not self._running

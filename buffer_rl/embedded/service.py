@@ -205,15 +205,19 @@ class EngineService:
     def _abort_soon(self, chosen: Callable[[Request], bool]) -> Awaitable[Any]:
         return self._thread.tell(lambda: self._thread.finished_between_steps(self.scheduler.abort(chosen)))
 
-    async def pause(self, mode: str) -> None:
-        """Stop decoding; new requests queue. Raises BadRequestError for an unknown mode."""
+    async def pause(self, mode: str) -> dict[str, int]:
+        """Stop decoding; new requests queue. Returns ``retracted_tokens``. Raises BadRequestError for an unknown
+        mode."""
         if mode not in PAUSE_MODES:
             raise BadRequestError(f"unknown pause mode {mode!r}; known: {', '.join(PAUSE_MODES)}")
 
-        def run() -> None:
+        def run() -> dict[str, int]:
+            retracted = self.scheduler.running_tokens if mode == "retract" else 0
             self._thread.finished_between_steps(self.scheduler.pause(mode))
+            return {"retracted_tokens": retracted}
 
-        await self._thread.call(run)
+        answer: dict[str, int] = await self._thread.call(run)
+        return answer
 
     async def resume(self) -> None:
         """End a pause. An update that was begun and not ended is discarded: its sender has failed."""

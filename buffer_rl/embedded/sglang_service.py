@@ -148,9 +148,10 @@ class SGLangService(EngineService):
         if not call.done:
             asyncio.get_running_loop().call_later(DISCONNECT_S, self._abort_soon, call.requests.__contains__)
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: str) -> dict[str, int]:
         await super().pause(mode)
         self._pausing = True
+        return {}
 
     async def resume(self) -> None:
         self._pausing = False

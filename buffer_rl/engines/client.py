@@ -3,6 +3,9 @@
 The router knows nothing of aborts (it answers 404), so those go to the engines. Its own retries are off;
 ``EngineClient`` repeats a request that got lost, under the same ``rid`` and with the same seed, after aborting what may
 be left of the first try.
+
+Who waits for whom: a publication that drains waits for the requests inside the ``RequestGate``; those that come then
+wait at it for the end of the publication, and their deadlines with them.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from buffer_rl.engines.http import EngineFanOut, HttpSession, decode_json, status_error
+from buffer_rl.engines.http import EngineFanOut, HttpSession, RequestGate, decode_json, status_error
 from buffer_rl.engines.protocol import ROWS, RowSeeds, ServerInfo, row_rid
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.section import required
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Status, VersionSpan, tile
 from buffer_rl.records.ids import version_number
 from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
@@ -112,6 +116,16 @@ def parse_answer(answer: Any, url: str) -> GenerateResult:
     return result
 
 
+def request_timeout_s(args: Args) -> float:
+    """Deadline of one request, in seconds: ``--generate-timeout-s``. While S tickets more share the engines, a response
+    may take S + 1 times as long, and publications pause it: each load of weights takes at most
+    ``--update-weights-timeout-s``, and of all that a response may see one is allowed for at its slowest."""
+    schedule = Schedule.of(args)
+    if not schedule.max_staleness:
+        return args.generate_timeout_s
+    return (schedule.target + 1) * args.generate_timeout_s + args.update_weights_timeout_s
+
+
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 # The first retries are for a lost connection; all of them, about 11 s, outlast the time until a dead engine is noticed
 # and taken off the router's list, which is a second or two on an idle machine. Then the router says that it has none.
@@ -143,7 +157,7 @@ class EngineClient:
     that a client lives longer than an engine. timeout_s: deadline of one generation, retries included.
     control_timeout_s: deadline of one abort. api_key: see ``EngineFanOut``. vocab_size: rows of the model's embedding;
     None if that is not known. waits_for_engine: a router without an engine is asked until ``timeout_s``, since the run
-    replaces its engines; its retries do not count.
+    replaces its engines; its retries do not count. ``gate``: closed, requests are held back, and running ones end.
     """
 
     def __init__(
@@ -165,18 +179,19 @@ class EngineClient:
         self._vocab_size = vocab_size
         self._row_seeds: asyncio.Task[RowSeeds] | None = None
         self._generate_url = f"{self.router_url}/generate"
+        self.gate = RequestGate()
         self._http = HttpSession(timeout_s, api_key)
         urls = tuple(url.rstrip("/") for url in engine_urls)
         self._engines = EngineFanOut(lambda: urls, control_timeout_s, router_url=self.router_url, api_key=api_key)
 
     @classmethod
     def from_args(cls, args: Args) -> EngineClient:
-        """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``args.generate_timeout_s`` and the
+        """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``request_timeout_s`` and the
         configuration in ``args.hf_checkpoint``."""
         return cls(
             required(args.router_url, "router_url"),
             args.engine_urls,
-            timeout_s=args.generate_timeout_s,
+            timeout_s=request_timeout_s(args),
             api_key=args.engine_api_key,
             vocab_size=vocab_size(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))),
             waits_for_engine=not args.engine_urls,
@@ -283,8 +298,8 @@ class EngineClient:
         key = orjson.dumps(prompt) if routing_key is None else encodable(routing_key).encode()
         headers = {ROUTING_KEY_HEADER: format(zlib.crc32(key), "08x")}
         try:
-            async with asyncio.timeout(self.timeout_s):
-                return await self._with_retries(rid, rows, body, headers)
+            async with asyncio.timeout(self.timeout_s) as limit:
+                return await self._with_retries(rid, rows, body, headers, limit)
         except TimeoutError as error:
             await self._abort_quietly(rows)
             raise DeadlineError(
@@ -312,12 +327,17 @@ class EngineClient:
             what = f"the router does not forward the sampling parameter {name!r}"
             raise _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
 
-    async def _with_retries(self, rid: str, rows: list[str], body: bytes, headers: Mapping[str, str]) -> Any:
+    async def _with_retries(
+        self, rid: str, rows: list[str], body: bytes, headers: Mapping[str, str], limit: asyncio.Timeout
+    ) -> Any:
         attempt = num_refused = 0
         while True:
             failure: EngineError
             try:
-                async with self._http.session().post(self._generate_url, data=body, headers=headers) as response:
+                async with (
+                    self.gate.passed(limit),
+                    self._http.session().post(self._generate_url, data=body, headers=headers) as response,
+                ):
                     raw = await response.read()
                     status = response.status
                 if status == 200:

@@ -72,9 +72,14 @@ class EngineControlClient:
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
         self._run(lambda engines: engines.post(path, body))
 
-    def pause(self, mode: str = "retract") -> None:
-        """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``."""
-        self._post("/pause_generation", {"mode": mode})
+    def pause(self, mode: str = "retract") -> int | None:
+        """Stop decoding on every engine; mode is ``abort``, ``in_place`` or ``retract``. Returns how many tokens of
+        retracted requests will go through the model again; None where no engine says so."""
+        return self._run(lambda engines: engines.pause(mode))
+
+    def try_retraction(self, url: str, body: Mapping[str, Any], wait_s: float) -> tuple[Any, bool]:
+        """Have the engine at ``url`` flush its cache while a request is retracted: see ``EngineFanOut.retraction``."""
+        return self._run(lambda engines: engines.retraction(url, body, wait_s))
 
     def resume(self, urls: Collection[str] | None = None) -> None:
         """End a pause on the engines at ``urls``; None: on every engine."""
@@ -253,11 +258,11 @@ class FleetControl(EngineControlClient):
                 self._drop(replica)
         return self._drops_failed
 
-    def pause(self, mode: str = "retract") -> None:
+    def pause(self, mode: str = "retract") -> int | None:
         """Begin a publication, or another attempt of it: stop decoding on every engine that answers."""
         self._hold()
         self._folder, self._versions = None, {}
-        super().pause(mode)
+        return super().pause(mode)
 
     def _hold(self) -> None:
         """Fix the engines that calls go to; none joins them before ``end_publication``."""

@@ -16,12 +16,14 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
+from buffer_rl.engines.client import request_timeout_s
 from buffer_rl.engines.control import EngineControlClient, FleetControl
 from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Replica
 from buffer_rl.engines.router import Router
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.calls import Guarded, call, returned
 from buffer_rl.plugin.registry import PluginRegistry
 
@@ -135,7 +137,7 @@ class EngineFleet:
                 self._registry.add(Replica(index=index, engine=engine, on_change=self._changed))
             self._router = Router(
                 self._log_path("router.log"),
-                request_timeout_s=max(int(self._args.generate_timeout_s) + 60, 60),
+                request_timeout_s=int(request_timeout_s(self._args)) + 60,
                 api_key=self._args.engine_api_key,
                 host=self._args.engine_host,
                 policy=self._args.router_policy,
@@ -183,7 +185,8 @@ class EngineFleet:
             raise self._registry.over
 
     def starved_version(self) -> int | None:
-        """See ``EngineRegistry.starved_version``."""
+        """The version that was published last, if all engines that are left wait for weights: then it is to be
+        published again, or a newer one. See ``EngineRegistry.starved_version``."""
         return self._registry.starved_version()
 
     def stop(self) -> None:
@@ -231,6 +234,24 @@ class EngineFleet:
         self._log(line)
         if self._notice is not None:
             self._notice(line)
+
+
+def slots_notice(args: Args) -> str:
+    """A line on how many samples may be in flight, how many of them the rollout workers send, and for how many the
+    engines have slots; with what to change if slots stay empty."""
+    groups = (Schedule.of(args).target + 1) * args.rollout_batch_size
+    samples, sent = groups * args.n_samples_per_prompt, args.num_rollout_workers * args.rollout_concurrency
+    line = f"up to {groups} groups ({samples} samples) are in flight; rollout workers send at most {sent} at a time"
+    if args.engine_urls or args.rollout_external_engine_addrs:  # --router-url is set for engines of the run as well
+        return f"{line}; the slots of engines that run elsewhere are not known"
+    slots = args.rollout_num_engines * args.engine_max_running_requests
+    line += f"; engines have {slots} slots"
+    if sent < min(slots, samples):
+        least = -(-min(slots, samples) // args.num_rollout_workers)
+        return f"{line}, of which at least {slots - sent} stay empty: --rollout-concurrency {least} fills more"
+    if samples < slots:
+        line += f", of which at least {slots - samples} stay empty"
+    return line
 
 
 def _wait_for_all(servers: Sequence[EngineProcess | Router], deadline: float) -> None:

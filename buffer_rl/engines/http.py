@@ -1,11 +1,13 @@
-"""HTTP calls to engines: a session, one call to all engines at once, and an event loop for synchronous callers."""
+"""HTTP calls to engines: a session, a gate for requests, one call to all engines at once, and an event loop for
+synchronous callers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -13,7 +15,7 @@ import orjson
 
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.engines.protocol import ServerInfo
-from buffer_rl.errors import EngineError
+from buffer_rl.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
 
@@ -47,7 +49,61 @@ class HttpSession:
             self._session = None
 
 
+class RequestGate:
+    """Where each try of a request passes on its way to an engine. Closed, it lets none in; those inside end. Belongs to
+    one event loop."""
+
+    def __init__(self) -> None:
+        self._open, self._empty = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._empty.set()
+        self._inside = 0
+
+    @contextlib.asynccontextmanager
+    async def passed(self, limit: asyncio.Timeout | None = None) -> AsyncIterator[None]:
+        """The block begins once the gate is open. limit: a deadline that the wait for it does not count for."""
+        if not self._open.is_set():
+            loop = asyncio.get_running_loop()
+            left = None if limit is None or (when := limit.when()) is None else when - loop.time()
+            if limit is not None:
+                limit.reschedule(None)
+            while not self._open.is_set():
+                await self._open.wait()
+            if limit is not None and left is not None:
+                limit.reschedule(loop.time() + left)
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+    async def close(self, timeout_s: float) -> None:
+        """Let none in from now on, and return when none is inside. Raises DeadlineError, and is open again, if that
+        takes longer than ``timeout_s``."""
+        self._open.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError as error:
+            self.open()
+            what = f"{self._inside} requests still run after {timeout_s:g} s, and the publication waits for them"
+            hint = "lower the response length, or take --publication retract"
+            raise DeadlineError(what, where="the rollout worker", hint=hint) from error
+        except BaseException:
+            self.open()
+            raise
+
+    def open(self) -> None:
+        """Let all in that wait, and those that come."""
+        self._open.set()
+
+
 ENDED_POLL_S = 0.5
+RETRACTION_S = 60.0
+"""For one call while a retraction is tried: a scheduler that ended in it answers nothing."""
 CONTROL_KEEPALIVE_S = 2.0
 """Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
 fail."""
@@ -104,6 +160,37 @@ class EngineFanOut:
         """``post`` with a body for each of the engines at the URLs ``bodies``. timeout_s: a deadline of its own."""
         by_url = {url: orjson.dumps(dict(body)) for url, body in bodies.items()}
         await self._all("POST", path, by_url, only=by_url, timeout_s=timeout_s)
+
+    async def pause(self, mode: str) -> int | None:
+        """Stop decoding. Returns how many tokens the engines retracted; None where none of them says so."""
+        found = await self._all("POST", "/pause_generation", orjson.dumps({"mode": mode}))
+        answers = [decode_json(raw, f"{url}/pause_generation") for url, raw in found.items()]
+        told = [answer["retracted_tokens"] for answer in answers if "retracted_tokens" in answer]
+        return sum(map(int, told)) if told else None
+
+    async def retraction(self, url: str, body: Mapping[str, Any], wait_s: float) -> tuple[Any, bool]:
+        """Have the engine at ``url`` answer the request ``body``, and, after ``wait_s``, retract it, flush the cache
+        and continue. Returns the answer, and whether it came before the retraction.
+
+        Raises EngineError if the engine refuses a call, ends, or takes longer than ``RETRACTION_S`` for one."""
+
+        async def post(path: str, what: Mapping[str, Any], reachable_only: bool = False) -> bytes:
+            raw, limit = orjson.dumps(dict(what)), RETRACTION_S
+            found = await self._all("POST", path, raw, only=[url], timeout_s=limit, reachable_only=reachable_only)
+            return found.get(url, b"")
+
+        generating = asyncio.ensure_future(post("/generate", body))
+        try:
+            early, _ = await asyncio.wait([generating], timeout=wait_s)
+            try:
+                await post("/pause_generation", {"mode": "retract"})
+                await post("/flush_cache", {})
+            finally:
+                await post("/continue_generation", {}, reachable_only=True)
+            return decode_json(await generating, f"{url}/generate"), bool(early)
+        finally:
+            generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)  # of two errors the other one is raised
 
     async def sample(self, urls: Collection[str], body: Mapping[str, Any]) -> dict[str, Any]:
         """End the pause of the engines at ``urls`` and have each answer the request ``body``; the answers by URL."""

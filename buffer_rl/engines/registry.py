@@ -229,8 +229,11 @@ class EngineRegistry:
             time.sleep(POLL_INTERVAL_S)
 
     def starved_version(self) -> int | None:
-        """The version that an engine waits for while no other one serves and none is published; None if it is not so.
-        A rollout would wait for it, and the next publication for the rollout."""
+        """The version that was published last, if engines wait for weights, none serves, and no publication is under
+        way; else None. Requests would wait for an engine, and the next publication for their samples.
+
+        It is what the engines that are gone served, and says nothing of what the trainer has: a trainer that has taken
+        a step since has newer weights, which have to be published under their own number."""
         serves, starved = self.in_state(*SERVES), self.in_state(EngineState.WAITING)
         if serves or not starved or self.publication.locked() or self.published is None or not self.has_memory:
             return None

@@ -40,6 +40,11 @@ class RolloutBuffer(Protocol):
     def ticket(self) -> Ticket:
         """The rollout that this buffer works for. ``num_groups`` is how many groups it still needs."""
 
+    @property
+    def progressed_at(self) -> float:
+        """When a group was last leased, finished, rejected or quarantined, by the event loop's clock; 0 before that.
+        With a staleness of 1 or more, the rollout's deadline counts from there."""
+
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         """Lease up to ``num_samples`` **groups**: first from the queue, then from the data source.
 
@@ -89,7 +94,8 @@ class RolloutFunction(Protocol):
 
     A class is accepted too: it is constructed once a worker as ``cls(args)``, and the instance is called.
     Set ``uses_engine = False`` on it if it never asks the engine (supervised fine-tuning): the weights are
-    then published only where an evaluation needs them.
+    then published only where an evaluation needs them. Set ``concurrent = True`` if a worker may call it for a rollout
+    while its calls for others run: it keeps nothing from call to call but what such calls may share.
     """
 
     def __call__(

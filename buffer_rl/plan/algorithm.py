@@ -121,8 +121,14 @@ def estimator_needs(args: Args, estimator: object) -> frozenset[str]:
 
 def policy_field(args: Args) -> str:
     """The column of log-probabilities under the policy that sampled the tokens, for the KL penalty in the reward and
-    for distillation."""
-    return "rollout_log_probs" if args.use_rollout_logprobs or args.stream_gradients else "old_log_probs"
+    for distillation. The trainer's old ones are of the step's weights, which sampled them only if none are older."""
+    sampled = args.use_rollout_logprobs or args.stream_gradients or trains_on_older(args)
+    return "rollout_log_probs" if sampled else "old_log_probs"
+
+
+def trains_on_older(args: Args) -> bool:
+    """Whether tokens may be of older weights than those that are trained (see ``plan.schedule.Schedule``)."""
+    return bool(args.schedule == "one-step-off" or (args.schedule == "async" and args.max_staleness != 0))
 
 
 def old_log_probs_pass(args: Args, estimator: object, backend: object = None) -> str:

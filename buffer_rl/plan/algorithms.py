@@ -36,7 +36,8 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """function: the loss. uncorrected: why ``--use-tis`` has no meaning for it; empty if it has one."""
+    """function: the loss. uncorrected: why ``--use-tis`` has no meaning for it, and tokens of older weights are no
+    error; empty for a loss with a ratio to the old policy."""
 
     function: str
     uncorrected: str = ""

@@ -103,9 +103,18 @@ class Schedule:
         """Whether a step takes the oldest finished groups within the window; else those of its own ticket."""
         return self.mode is Mode.ASYNC
 
+    @property
+    def mixes_versions(self) -> bool:
+        """Whether weights may be published between a group's lease and the end of its requests."""
+        return self.by_window and self.max_staleness > 0
+
     def window(self, groups_per_step: int) -> int:
         """W: a group is trained on before W - 1 younger ones have passed it."""
         return 1 + (self.max_staleness - self.target) * groups_per_step
+
+    def ticket_limit_s(self, timeout_s: float) -> float:
+        """``--rollout-timeout-s`` for a ticket whose requests queue behind those of S other tickets."""
+        return (self.target + 1) * timeout_s
 
     def may_start(self, rollout_id: int, published_version: int) -> bool:
         """Whether ticket ``rollout_id`` may open while ``published_version`` is the newest published one."""

@@ -33,6 +33,7 @@ class SampleGroup(Sequence[Sample]):
     """The samples of one prompt, leased together. Iterates, indexes and counts as the list of its samples.
 
     attempt and incarnation identify the lease: the Buffer refuses a report whose lease is not the live one.
+    version: the weights that were published when the group was leased; None before the first lease.
     foreign: the rollout function made the group, and did not lease it; the framework sets it. Such a group may leave
     out its uid and those of its samples.
     data_set names the evaluation set that the group comes from; it is empty for training groups.
@@ -51,6 +52,7 @@ class SampleGroup(Sequence[Sample]):
     samples: list[Sample]
     attempt: int = 1
     incarnation: str = ""
+    version: int | None = None
     data_set: str = ""
     sampling_params: dict[str, Any] = field(default_factory=dict)
     rm_type: str = ""
@@ -117,9 +119,10 @@ class Ticket:
     """What ``Buffer.generate`` hands to the driver, and the driver to a rollout worker: one rollout to produce.
 
     num_groups: how many groups the step still needs (for an evaluation: how many prompts there are).
-    version: the weights that the rollout starts from.
-    max_staleness: S of the schedule: a trained token is of version ``version - S`` or later, with S = 0 of exactly
-    ``version``. None where no weights are published, and versions say nothing.
+    version: the weights that were published when the ticket was opened.
+    max_staleness: the schedule's bound. None where no weights are published, and versions say nothing.
+    mixes_versions: weights may be published while requests run. A trained token is then of the version at its group's
+    lease or of a later one, else of exactly that version.
     keeps_tokens: a group that is given back keeps what was generated of it so far.
     worker: number of the rollout worker; that of one that goes on where another died, or makes it again, is greater.
     The Buffer refuses calls of an earlier one.
@@ -135,6 +138,7 @@ class Ticket:
     version: int
     incarnation: str
     max_staleness: int | None = 0
+    mixes_versions: bool = False
     keeps_tokens: bool = False
     worker: int = 1
 

@@ -3,7 +3,9 @@
 default         the default rollout function: leases, generates, scores and filters groups until enough are kept
 sft             the rollout function of supervised fine-tuning: the data's answers; loss masks of conversations
 evaluate        evaluation on held-out prompts, and its metrics
-production      generates and scores one group; task groups and the deadline of a rollout
+production      generates and scores one group; task groups
+places          which sample may ask the engines next
+deadlines       how long the work on a ticket may take
 generate        the built-in generate function: sampling parameters, continued responses, several turns in a sample
 requests        what is asked of the engines, for which lease: ids, seeds, samples that share a request, the stop
 prompts         the tokenizer, chat templates, prompts to token ids

@@ -14,6 +14,7 @@ from buffer_rl.data.eval_sets import eval_datasets
 from buffer_rl.errors import RolloutError
 from buffer_rl.options.user_args import user_args
 from buffer_rl.rollout.baseline import needs_baseline
+from buffer_rl.rollout.places import Places
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.reward_model_client import RewardModelClient
 from buffer_rl.rollout.scoring import Scorer
@@ -35,7 +36,8 @@ class RolloutContext:
 
     engine is None where a run needs none (supervised fine-tuning). ``generate`` and the filters are the
     user's functions, resolved once; None stands for the built-in generate function and for no filter.
-    semaphore: a place for each sample in flight; admission: held by who takes several, that no two wait for each other.
+    places: one for each sample in flight; those of evaluations come first. at_end: held while a function sees a whole
+    rollout: it may keep something from one rollout to the next.
     baseline: whether each group needs the reward of a greedy response (``buffer_rl.rollout.baseline``).
     renders: whether ``sample.prompt`` is the text that the chat template makes, because the user's functions were
     written for a program that has it so (``PluginRegistry.is_written_for_others``).
@@ -48,8 +50,8 @@ class RolloutContext:
     prompts: PromptEncoder
     scorer: Scorer
     engine: EngineClient | None
-    semaphore: asyncio.Semaphore
-    admission: asyncio.Lock
+    places: Places
+    at_end: asyncio.Lock
     seed: int
     generate: Callable[..., Any] | None = None
     dynamic_filter: Callable[..., Any] | None = None
@@ -94,8 +96,8 @@ class RolloutContext:
             prompts=PromptEncoder.from_args(args, tokenizer),
             scorer=Scorer(args, registry, RewardModelClient(args, tokenizer, reward_model) if reward_model else None),
             engine=engine,
-            semaphore=asyncio.Semaphore(args.rollout_concurrency),
-            admission=asyncio.Lock(),
+            places=Places(args.rollout_concurrency),
+            at_end=asyncio.Lock(),
             seed=args.rollout_seed,
             generate=resolve_function(registry, "generate", args.custom_generate_function_path),
             dynamic_filter=resolve_function(registry, "filter", args.dynamic_sampling_filter_path),

@@ -1,7 +1,7 @@
 """The default rollout function: leases groups, generates, scores and filters them until P are kept.
 
 Who waits for whom: N slots run concurrently (``--over-sampling-batch-size``, by default P). A slot leases a group,
-waits for its responses (each behind the context's semaphore, then the engine), for its rewards and for the filter. A
+waits for its responses (each behind the context's places, then the engine), for its rewards and for the filter. A
 kept group is finished and ends the slot; a dropped one is rejected and the slot leases the next.
 
 With N = P, a group is leased only because one before it was dropped: the leased groups are always a prefix of the
@@ -62,6 +62,7 @@ class DefaultRollout:
     """Generates and scores ``buffer.ticket.num_groups`` groups, and evaluates if ``evaluation``."""
 
     uses_engine = True
+    concurrent = True
 
     def __init__(self, args: Args) -> None:
         self._args = args
@@ -71,15 +72,15 @@ class DefaultRollout:
     ) -> RolloutOutput:
         """Report every group through ``buffer``; the output holds metrics only.
 
-        Raises RolloutError if too many groups are dropped, DeadlineError at ``--rollout-timeout-s``, what
-        ``FailurePolicy.handle`` raises, and the first error that is not the fault of a group, such as a filter's.
+        Raises RolloutError if too many groups are dropped, DeadlineError at its deadline (``ticket_deadline``),
+        what ``FailurePolicy.handle`` raises, and the first error that is not the fault of a group, such as a filter's.
         No task is left running then.
         """
         context = current_context()
         if evaluation:
             return await evaluate(context, buffer)
         run = _Run(context, buffer)
-        await within_deadline(run.produce_all(), args.rollout_timeout_s, buffer.ticket, run.stats)
+        await within_deadline(run.produce_all(), args, buffer, run.stats)
         return RolloutOutput(metrics=run.stats.metrics())
 
 
@@ -214,7 +215,7 @@ class _Run:
             return ""
         try:
             for each in (group, *greedy):
-                check_versions(self.buffer.ticket, each)
+                check_versions(self.buffer.ticket, each, group.version)
         except RolloutError as error:  # an engine that missed an update: its tokens may not be trained on
             return AttemptFailure(domain=Domain.INFRA, reason=STALE_WEIGHTS, error=error)
         slot.phase = _Phase.SCORING
@@ -306,15 +307,16 @@ class _Run:
         """Call the functions that see the whole rollout, with its groups sorted by uid, then finish the kept groups."""
         kept = sorted(self._kept, key=lambda group: group.uid)  # not in the order of time, which differs by run
         task = self.buffer.ticket.task
-        if self.context.sample_filter is not None:
-            path = self._args.rollout_sample_filter_path
-            await apply_sample_filter(self.context.sample_filter, path, self._args, kept, task)
-        if self.context.all_samples_process is not None:
-            path = self._args.rollout_all_samples_process_path
-            everything = sorted([*kept, *self._dropped], key=lambda group: group.uid)
-            await process_all_samples(
-                self.context.all_samples_process, path, self._args, everything, self.buffer, at=task
-            )
+        async with self.context.at_end:
+            if self.context.sample_filter is not None:
+                path = self._args.rollout_sample_filter_path
+                await apply_sample_filter(self.context.sample_filter, path, self._args, kept, task)
+            if self.context.all_samples_process is not None:
+                path = self._args.rollout_all_samples_process_path
+                everything = sorted([*kept, *self._dropped], key=lambda group: group.uid)
+                await process_all_samples(
+                    self.context.all_samples_process, path, self._args, everything, self.buffer, at=task
+                )
         for group in kept:
             await self.buffer.afinish(group)
 

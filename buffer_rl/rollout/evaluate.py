@@ -31,11 +31,11 @@ async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOut
     """Produce and finish every group of the evaluation. Metrics: see ``eval_metrics``.
 
     Raises RolloutError if a sample is aborted, or cannot be generated or
-    scored at the second attempt (a mean over the rest would not be comparable), DeadlineError at
-    ``--rollout-timeout-s``.
+    scored at the second attempt (a mean over the rest would not be comparable), DeadlineError at its
+    deadline (``ticket_deadline``).
     """
     run = _Evaluation(context, buffer)
-    await within_deadline(run.produce_all(), context.args.rollout_timeout_s, buffer.ticket, run.stats)
+    await within_deadline(run.produce_all(), context.args, buffer, run.stats)
     return RolloutOutput(metrics=eval_metrics(context.args, run.groups))
 
 

@@ -53,12 +53,17 @@ class RolloutOptions(Section):
     rollout_stop_token_ids: list[int] = option([], "stop token ids, in addition to the tokenizer's end token")
     rollout_skip_special_tokens: bool = option(True, "omit special tokens from the response text")
     rollout_concurrency: int = option(512, "maximum number of samples in progress per rollout worker", ge=1)
-    rollout_timeout_s: float = option(3600.0, "deadline for one rollout, in seconds", gt=0)
+    rollout_timeout_s: float = option(
+        3600.0,
+        "deadline for one rollout, in seconds; in a schedule with a staleness of S, S + 1 times as long may pass after "
+        "the last group that a rollout leased, finished or dropped",
+        gt=0,
+    )
     generate_timeout_s: float = option(600.0, "deadline for one generation request, in seconds", gt=0)
     custom_generate_timeout_s: float | None = option(
         None,
         "deadline for one call of --custom-generate-function-path, including its requests and tools, in seconds; if "
-        "not set: half of --rollout-timeout-s",
+        "not set: half of the rollout's deadline, which --rollout-timeout-s sets",
         gt=0,
     )
     dynamic_sampling_filter_path: str | None = option(

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from buffer_rl.buffer.partial import DONE
 from buffer_rl.engines.protocol import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
-from buffer_rl.kinds.rollout import as_sample, check_statuses
+from buffer_rl.kinds.rollout import RolloutBuffer, as_sample, check_statuses
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import place, returned
 from buffer_rl.plugin.signature import takes_evaluation
 from buffer_rl.records.groups import Sample, SampleGroup, Status, Ticket, VersionSpan
 from buffer_rl.records.ids import version_number
 from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.deadlines import overdue, ticket_deadline, ticket_limit_s
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate, generate_shared, reset_to_prompt
 from buffer_rl.rollout.requests import LeaseScope, RequestNumbers, Requests, lease_scope, num_sharing
@@ -92,17 +93,17 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise first from first.__cause__
 
 
-async def within_deadline(work: Coroutine[Any, Any, T], timeout_s: float, ticket: Ticket, stats: RolloutStats) -> T:
-    """Await ``work``; raises DeadlineError with its progress if it takes longer than ``timeout_s``."""
-    deadline = asyncio.timeout(timeout_s)
+async def within_deadline(work: Coroutine[Any, Any, T], args: Args, buffer: RolloutBuffer, stats: RolloutStats) -> T:
+    """Await ``work`` on the ticket; raises DeadlineError with its progress at its deadline (``ticket_deadline``)."""
+    ticket, deadline = buffer.ticket, None
     try:
-        async with deadline:
+        async with ticket_deadline(args, buffer) as deadline:
             return await work
     except TimeoutError as error:
-        if not deadline.expired():
+        if deadline is None or not deadline.expired():
             raise
         raise DeadlineError(
-            f"the rollout took longer than {timeout_s:g} s: {stats.num_kept} of {ticket.num_groups} groups "
+            f"the rollout {overdue(args)}: {stats.num_kept} of {ticket.num_groups} groups "
             f"were finished, {stats.drops_text()}, {stats.generated_tokens} tokens generated",
             where=ticket.task,
             hint="raise --rollout-timeout-s, or look at the engines and the rewards: perf/generate_time "
@@ -120,8 +121,7 @@ async def _generate_together(
     def free(places: int) -> None:
         nonlocal held
         held -= places
-        for _ in range(places):
-            context.semaphore.release()
+        context.places.release(places)
 
     async def together(shared: list[Sample]) -> list[list[Sample]]:
         try:
@@ -139,10 +139,9 @@ async def _generate_together(
             free(1)
 
     try:
-        async with context.admission:
-            for _ in [sample for sample in samples if sample.status not in DONE]:
-                await context.semaphore.acquire()
-                held += 1
+        if wanted := sum(sample.status not in DONE for sample in samples):
+            await context.places.acquire(wanted, evaluation=evaluation)
+            held = wanted
         shared = (
             await num_sharing(context, samples)
             if context.generate is None and params.get("sampling_seed") is None
@@ -212,8 +211,9 @@ def _number_versions(sample: Sample) -> None:
 @asynccontextmanager
 async def _generate_deadline(args: Args, where: str) -> AsyncIterator[None]:
     """The deadline of one call of the user's generate function: longer than one request's, because the function may
-    make many; shorter than the rollout's, so that one prompt at which it hangs does not end the rollout."""
-    limit = args.custom_generate_timeout_s or args.rollout_timeout_s / 2
+    make many; shorter than the ticket's, so that one prompt at which it hangs does not end the rollout."""
+    ticket_s = ticket_limit_s(args)
+    limit = args.custom_generate_timeout_s or ticket_s / 2
     deadline = asyncio.timeout(limit)
     try:
         async with deadline:
@@ -224,9 +224,10 @@ async def _generate_deadline(args: Args, where: str) -> AsyncIterator[None]:
         late = GenerateTimeoutError(
             f"not done within {limit:g} s",
             where=where,
-            hint="a call may take --custom-generate-timeout-s, by default half of --rollout-timeout-s",
+            hint="a call may take --custom-generate-timeout-s, by default half of the rollout's deadline, which "
+            "--rollout-timeout-s sets",
         )
-        late.repeatable = 2 * limit < args.rollout_timeout_s
+        late.repeatable = 2 * limit < ticket_s
         raise late from error
 
 

@@ -48,6 +48,7 @@ class SFTRollout:
     """
 
     uses_engine = False
+    concurrent = True
 
     def __init__(self, args: Args) -> None:
         self._args = args
@@ -62,7 +63,7 @@ class SFTRollout:
             return await evaluate(context, buffer)
         stats = RolloutStats()
         work = _produce_all(context, buffer, stats)
-        await within_deadline(work, args.rollout_timeout_s, buffer.ticket, stats)
+        await within_deadline(work, args, buffer, stats)
         lengths = stats.response_lengths
         counted = stats.metrics()
         names = {"data_failures", "drop_quarantined"}

@@ -6,7 +6,6 @@ a sample; this mapping may stand in the field ``data`` of a record that has ``me
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from buffer_rl.plugin.signature import call_rollout
 from buffer_rl.records.groups import NO_UID, GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
 from buffer_rl.records.utf8 import lone_surrogate
 from buffer_rl.rollout.context import context_or_none
+from buffer_rl.rollout.deadlines import overdue, ticket_deadline
 from buffer_rl.rollout.evaluate import eval_metrics
 from buffer_rl.rollout.prompts import PromptEncoder
 from buffer_rl.rollout.stats import OF_KEPT, RolloutStats, rewards_of
@@ -135,16 +135,16 @@ async def run_user_rollout(
 ) -> RolloutOutput:
     """The checked output of ``function`` for ``buffer.ticket``, with the metrics of ``finished_metrics``.
 
-    Raises RolloutError, naming ``where``, if the function raises, returns something else, or exceeds
-    ``--rollout-timeout-s`` by ``GRACE_S``.
+    Raises RolloutError, naming ``where``, if the function raises, returns something else, or exceeds its deadline
+    (``ticket_deadline``) by ``GRACE_S``.
     """
     context = context_or_none()
     recorder: Any = LeaseRecorder(buffer, where, context.prompts if context is not None and context.renders else None)
     ticket = buffer.ticket
     call = partial(call_rollout, function, user_args(args), ticket.rollout_id, recorder, ticket.evaluation)
-    deadline = asyncio.timeout(args.rollout_timeout_s + GRACE_S)
+    deadline = None
     try:
-        async with deadline:
+        async with ticket_deadline(args, buffer, GRACE_S) as deadline:
             answer = await call_user(function, call)
         if ticket.evaluation:
             answer = read_evaluation(answer, args, recorder.groups, where=where)
@@ -156,8 +156,8 @@ async def run_user_rollout(
     except BufferRLError:
         raise
     except Exception as error:  # the boundary to user code: name it, and keep its traceback
-        if isinstance(error, TimeoutError) and deadline.expired():
-            raise RolloutError(f"not done within {args.rollout_timeout_s:g} s", where=where) from error
+        if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
+            raise RolloutError(f"the rollout function {overdue(args)}", where=where) from error
         raise RolloutError(f"the rollout function raised {error_text(error)}", where=where) from error
 
 

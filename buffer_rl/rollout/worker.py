@@ -11,7 +11,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,7 +103,8 @@ class LoopGuard:
 
 
 class RolloutWorker:
-    """Runs one rollout at a time. ``source``: the actor of the user's data source, where there is one.
+    """Runs rollouts and evaluations: several at a time, but of a rollout function without ``concurrent = True`` one
+    rollout. ``source``: the actor of the user's data source, where there is one.
 
     storage: the processes that own large payloads; without them the Buffer does. reward_model: those of ``--rm-model``.
     """
@@ -141,6 +142,8 @@ class RolloutWorker:
         self._log_functions = LogFunctions(self._args, self._registry)
         self._opened: RolloutContext | None = None
         self._guard: LoopGuard | None = None
+        self._one_rollout = asyncio.Lock()
+        self._logging = asyncio.Lock()
 
     async def ready(self) -> None:
         """Answers once the worker's plugins are loaded."""
@@ -155,18 +158,37 @@ class RolloutWorker:
             if isinstance(self._opened.engine, EngineClient):
                 await self._opened.engine.aclose()
 
+    async def hold(self, timeout_s: float) -> None:
+        """Send the engines no request from now on, of evaluations neither, until ``unhold``; returns when none runs.
+        Raises DeadlineError after ``timeout_s``, and sends again."""
+        if (engine := self._context().engine) is not None:
+            await engine.gate.close(timeout_s)
+
+    async def unhold(self) -> None:
+        """Send what ``hold`` held back; nothing without one."""
+        if (engine := self._context().engine) is not None:
+            engine.gate.open()
+
     @dispatch(To.ONE)
     async def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Produce the ticket's groups. Returns flat metrics and some samples to show."""
         if ticket.num_groups == 0:  # the worker before this one died when all were finished
             return {}, []
+        function = self._functions[ticket.evaluation]
+        if ticket.evaluation or getattr(function, "concurrent", False):
+            return await self._produced(ticket, function)
+        async with self._one_rollout:
+            return await self._produced(ticket, function)
+
+    async def _produced(
+        self, ticket: Ticket, function: Callable[..., Any]
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         choose = None
         if self._buffer_filter is not None:
             path = self._args.buffer_filter_path
             choose = partial(choose_queued, self._buffer_filter, path, self._args, ticket.rollout_id)
         buffer = RolloutClient(self._client, ticket, self._converter, choose, self._source)
         where = place("rollout", self._reference(ticket), ticket.task)
-        function = self._functions[ticket.evaluation]
         started = time.perf_counter()
         context = self._context()
         assert self._guard is not None
@@ -176,8 +198,9 @@ class RolloutWorker:
             if group.uid not in buffer.finished:
                 await buffer.afinish(group)
         seconds = time.perf_counter() - started
-        logged = self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
-        metrics = await self._guard.guarded(logged)
+        async with self._logging:
+            logged = self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
+            metrics = await self._guard.guarded(logged)
         shown = self._shown(ticket, buffer)
         gc.collect()
         return _named(metrics), shown

@@ -1,5 +1,6 @@
 """Fakes that ship with the library, for tests of plugins and of the library itself.
 
+decoding        slots, clock and version spans of ``fake_engine``
 fake_buffer     a Buffer in memory, for tests of rollout functions; the real Buffer without its process
 fake_engine     an HTTP server that answers ``/generate`` as a function says, with faults on order
 fake_roles      rollouts, a trainer and a publisher without processes; a runtime in virtual time

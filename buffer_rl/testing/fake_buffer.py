@@ -5,6 +5,7 @@ And the real Buffer without its process: a rollout's client calls the state itse
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -26,6 +27,7 @@ class FakeBuffer:
     leased: uids in lease order. finished: groups in report order. rejected: (group, reason) in report order;
     quarantined likewise.
     returned: groups given back with ``add_samples``, which are leased again first.
+    progressed_at: see ``RolloutBuffer``.
     """
 
     def __init__(self, groups: Iterable[SampleGroup], ticket: Ticket) -> None:
@@ -40,6 +42,7 @@ class FakeBuffer:
         self.quarantined: list[tuple[SampleGroup, str]] = []
         self.failures: Counter[tuple[str, GroupUid]] = Counter()
         self.returned: list[SampleGroup] = []
+        self.progressed_at = 0.0
 
     @property
     def ticket(self) -> Ticket:
@@ -59,6 +62,7 @@ class FakeBuffer:
         for group in taken:
             self._live.add(group.uid)
             self.leased.append(group.uid)
+        self.progressed_at = time.monotonic()
         return taken
 
     def add_samples(self, groups: Sequence[SampleGroup]) -> None:
@@ -126,6 +130,7 @@ class FakeBuffer:
         if group.uid not in self._live:
             raise BufferStateError(f"group {group.uid} is not leased", where=self._ticket.task)
         self._live.discard(group.uid)
+        self.progressed_at = time.monotonic()
 
 
 class DirectCalls:

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from buffer_rl.engines.protocol import EMBEDDED, row_rid, row_seeds
+from buffer_rl.testing.decoding import DecodeClock, Decoding, Slots
 from buffer_rl.testing.faulty_server import Fault, FaultPoint, FaultyServer
 from buffer_rl.testing.sglang_rules import SglangRules, refusal
 
@@ -22,13 +23,15 @@ Respond = Callable[[list[int], int], Sequence[int]]
 class FakeEngineLog:
     """What the engine was asked. requests: bodies of ``/generate`` in order of arrival, where a request of several rows
     is as many (``rows_of``); num_posts: how many there were; routing_keys: of each, what the router chose this engine
-    by; updates: bodies of ``/update_weights_from_disk``; memory: ``release`` or ``resume``, and its tags."""
+    by; updates: bodies of ``/update_weights_from_disk``; pauses: modes of ``/pause_generation``; memory: ``release`` or
+    ``resume``, and its tags."""
 
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_posts: int = 0
     routing_keys: list[str] = field(default_factory=list)
     aborted: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
+    pauses: list[str] = field(default_factory=list)
     memory: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     answered: int = 0
     disconnected: int = 0
@@ -74,9 +77,13 @@ class FakeEngine(FaultyServer):
     the latency of the others begins when an answer before them is due, however late this process notices, so that the
     time of a queue is known. A request of several rows (``rows_of``) is answered when all of them are; respond,
     latency, slots and aborts are of each row. fault: what happens instead of an answer, by request body and number of
-    the request (from 0). version: of the weights of every token, whose log-probability is ``log_prob``.
+    the request (from 0). version: of the weights that tokens are drawn from now; their log-probability is ``log_prob``.
     aborted_after: how many tokens a row has that is aborted before its answer.
-    update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing.
+    In a pause the time of latencies stands still, and new rows wait; ``abort`` ends those that there are.
+    update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing. Rows that a pause
+    holds continue with the new version: their tokens come evenly over their latency, and a span says which version drew
+    which. Rows that run, without a pause, end with the version that they began with; the update does not wait for them.
+    ``/flush_cache`` is refused as by an engine: while rows run, or are paused in place.
     point, control_fault, back_after_s: see ``FaultyServer``; the engine that comes back has ``back_version``, or else
     the version that it had. ``GET /strike`` has all requests in flight meet ``strike_fault``, once.
     sglang: the rules of a real server, which it keeps then. server_info: more fields of ``/server_info``.
@@ -107,6 +114,9 @@ class FakeEngine(FaultyServer):
         self.decode = decode
         self.latency = latency
         self._slots = Slots(slots)
+        self._clock = DecodeClock(self._loop.time)
+        self._decoding: set[Decoding] = set()
+        self._holds_memory = False
         self.fault = fault
         self.version = version
         self.log_prob = log_prob
@@ -132,7 +142,7 @@ class FakeEngine(FaultyServer):
             web.post("/update_weights_from_disk", self._update),
             web.post("/pause_generation", self._pause),
             web.post("/continue_generation", self._resume),
-            web.post("/flush_cache", self._ok),
+            web.post("/flush_cache", self._flush),
             web.post("/release_memory_occupation", self._release_memory),
             web.post("/resume_memory_occupation", self._resume_memory),
             web.get("/ready", self._is_ready),
@@ -143,6 +153,7 @@ class FakeEngine(FaultyServer):
         """The engine in its place has the version ``back_version``."""
         self.version = self.version if self.back_version is None else self.back_version
         self.released.clear()
+        self._clock.resume()
         if self.sglang is not None:
             self.sglang.forget()
 
@@ -177,10 +188,10 @@ class FakeEngine(FaultyServer):
         self.log.in_flight += 1
         self._in_flight.add(number)
         try:
-            aborted = await asyncio.gather(*(self._aborted(row) for row in rows))
-            own = self.fault(body, number) if self.fault and not all(aborted) else None
+            decoded = await asyncio.gather(*(self._decoded(row) for row in rows))
+            own = self.fault(body, number) if self.fault and not all(row.aborted for row in decoded) else None
             fault = self._struck.pop(number, own)
-            success = partial(self._success, body, rows, aborted, fault)
+            success = partial(self._success, body, rows, decoded, fault)
             if fault is None or fault is Fault.ABORT:
                 answer: web.StreamResponse = success()
             else:
@@ -194,65 +205,83 @@ class FakeEngine(FaultyServer):
             self.log.in_flight -= 1
             self._in_flight.discard(number)
 
-    async def _aborted(self, row: dict[str, Any]) -> bool:
-        """Wait for the latency of the row's answer; whether an abort came first."""
-        if self.latency is None:
-            return False
+    async def _decoded(self, row: dict[str, Any]) -> Decoding:
+        """Wait for the latency of the row's answer, or for an abort."""
+        decoding = Decoding()
+        if self.latency is None and not self._clock.paused:
+            decoding.begin(self._clock.time(), 0.0, self.version)
+            return decoding
         abort = self._aborts.setdefault(row.get("rid", ""), asyncio.Event())
-        arrived = self._loop.time()
+        arrived = self._clock.time()
+        self._decoding.add(decoding)
         try:
             free_at = await self._slots.acquire(abort)
-            return free_at is None or await self._aborted_in_slot(row, abort, max(arrived, free_at))
+            decoding.aborted = free_at is None or await self._aborted_in_slot(
+                row, abort, max(arrived, free_at), decoding
+            )
+            return decoding
         finally:
+            self._decoding.discard(decoding)
             self._aborts.pop(row.get("rid", ""), None)
 
-    async def _aborted_in_slot(self, row: dict[str, Any], abort: asyncio.Event, begun: float) -> bool:
+    async def _aborted_in_slot(
+        self, row: dict[str, Any], abort: asyncio.Event, begun: float, decoding: Decoding
+    ) -> bool:
         due, is_due = begun, False
         try:
-            due += self.latency(row) if self.latency else 0.0
-            async with asyncio.timeout_at(due):
-                await abort.wait()
-            return True
-        except TimeoutError:
-            is_due = True
-            return False
+            if not await self._clock.runs(abort):
+                return True
+            decoding.begin(begun, self.latency(row) if self.latency else 0.0, self.version)
+            due += decoding.latency
+            is_due = await self._clock.reaches(due, abort)
+            return not is_due
         finally:
-            self._slots.release(due if is_due else self._loop.time())
+            self._slots.release(due if is_due else self._clock.time())
 
     def _success(
-        self, body: dict[str, Any], rows: Sequence[dict[str, Any]], aborted: list[bool], fault: Fault | None = None
+        self, body: dict[str, Any], rows: Sequence[dict[str, Any]], decoded: list[Decoding], fault: Fault | None = None
     ) -> web.Response:
-        answers = [self._row(row, early, fault) for row, early in zip(rows, aborted, strict=True)]
+        answers = [self._row(row, decoding, fault) for row, decoding in zip(rows, decoded, strict=True)]
         return web.json_response(answers if is_batch(body) else answers[0])
 
-    def _row(self, row: dict[str, Any], aborted: bool, fault: Fault | None) -> dict[str, Any]:
+    def _row(self, row: dict[str, Any], decoding: Decoding, fault: Fault | None) -> dict[str, Any]:
         if fault is Fault.ABORT:
             reason = {"type": "abort", "message": "scripted", "status_code": 400, "err_type": "Scripted"}
-            return self._payload(row, [], reason)
+            return self._payload(row, [], reason, decoding, 0)
         params = row.get("sampling_params", {})
         seed = self.sglang.seed(params) if self.sglang is not None else int(params.get("sampling_seed", 0))
         output_ids = list(self.respond(list(row["input_ids"]), seed))
-        if aborted:
-            return self._payload(row, output_ids[: self.aborted_after], {"type": "abort"})
-        limit = int(params.get("max_new_tokens", len(output_ids)))
-        if len(output_ids) > limit:
-            return self._payload(row, output_ids[:limit], {"type": "length", "length": limit})
-        matched = output_ids[-1] if output_ids else None
-        return self._payload(row, output_ids, {"type": "stop", "matched": matched})
+        num_tokens = min(len(output_ids), int(params.get("max_new_tokens", len(output_ids))))
+        if decoding.aborted:
+            return self._payload(row, output_ids[: self.aborted_after], {"type": "abort"}, decoding, num_tokens)
+        if len(output_ids) > num_tokens:
+            reason = {"type": "length", "length": num_tokens}
+        else:
+            reason = {"type": "stop", "matched": output_ids[-1] if output_ids else None}
+        return self._payload(row, output_ids[:num_tokens], reason, decoding, num_tokens)
 
-    def _payload(self, body: dict[str, Any], output_ids: list[int], finish_reason: dict[str, Any]) -> dict[str, Any]:
-        span = {"version": str(self.version), "start": 0, "end": len(output_ids)}
+    def _payload(
+        self,
+        body: dict[str, Any],
+        output_ids: list[int],
+        finish_reason: dict[str, Any],
+        decoding: Decoding,
+        num_tokens: int,
+    ) -> dict[str, Any]:
+        """num_tokens: of the answer to a row that is not aborted, which its tokens' times are shares of."""
         meta: dict[str, Any] = {
             "id": body.get("rid", ""),
             "finish_reason": finish_reason,
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(output_ids),
             "cached_tokens": 0,
+            "num_retractions": decoding.num_retractions,
             "weight_version": str(self.version),
-            "weight_versions": [span] if output_ids else [],
+            "weight_versions": decoding.spans(num_tokens, len(output_ids), self.version),
             "e2e_latency": 0.0,
         }
         if body.get("return_logprob"):
+            meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[self.log_prob, token, None] for token in output_ids]
             meta["output_token_logprobs_length"] = len(output_ids)
         return {"text": self.decode(output_ids), "output_ids": output_ids, "meta_info": meta}
@@ -277,14 +306,33 @@ class FakeEngine(FaultyServer):
         await asyncio.sleep(self.update_s)
         self.log.updates.append(body)
         self.version = int(body["weight_version"])
+        for decoding in self._decoding if self._clock.paused else ():
+            decoding.mark(self.version, self._clock.time())
         return web.json_response({"success": True, "message": "done"})
 
     async def _pause(self, request: web.Request) -> web.Response:
+        mode: str = (await request.json()).get("mode", "abort")
+        self.log.pauses.append(mode)
+        if mode == "abort":
+            for abort in self._aborts.values():
+                abort.set()
+        if mode == "retract" and (self._holds_memory or not self._clock.paused):
+            for decoding in self._decoding:
+                decoding.num_retractions += decoding.begun is not None
+        self._holds_memory = mode == "in_place"
+        self._clock.pause()
         if self.sglang is not None:
             self.sglang.pause()
         return await self._ok(request)
 
+    async def _flush(self, request: web.Request) -> web.Response:
+        running = any(decoding.begun is not None for decoding in self._decoding)
+        if running and (self._holds_memory or not self._clock.paused):
+            return web.json_response({"error": {"message": "requests hold the cache"}}, status=400)
+        return await self._ok(request)
+
     async def _resume(self, request: web.Request) -> web.Response:
+        self._clock.resume()
         if self.sglang is not None:
             self.sglang.resume()
         return await self._ok(request)
@@ -328,38 +376,3 @@ class FakeEngine(FaultyServer):
             for abort in self._aborts.values():  # they meet it at once
                 abort.set()
         return web.Response()
-
-
-class Slots:
-    """``number`` slots, given out in the order in which they are asked for; unlimited where it is None.
-
-    A slot remembers when it became free, so that the time that a queue takes does not grow with how late this process
-    notices. Belongs to one event loop.
-    """
-
-    def __init__(self, number: int | None) -> None:
-        self._free: asyncio.PriorityQueue[float] | None = None if number is None else asyncio.PriorityQueue()
-        for _ in range(number or 0):
-            self.release(0.0)
-
-    async def acquire(self, unless: asyncio.Event) -> float | None:
-        """A slot, as the time since which it is free; None if ``unless`` is set before there is one."""
-        if self._free is None:
-            return 0.0
-        slot, never = asyncio.ensure_future(self._free.get()), asyncio.ensure_future(unless.wait())
-        try:
-            await asyncio.wait((slot, never), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            if slot.done():
-                self.release(slot.result())
-            raise
-        finally:
-            never.cancel()
-            if not slot.done():
-                slot.cancel()
-        return slot.result() if slot.done() else None
-
-    def release(self, free_at: float) -> None:
-        """The slot is free since ``free_at``, on the clock of the event loop."""
-        if self._free is not None:
-            self._free.put_nowait(free_at)

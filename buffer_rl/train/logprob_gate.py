@@ -2,6 +2,8 @@
 
 Both compute the same quantity from the same weights, so they differ by rounding alone. Where they do not, the engine
 sampled from another distribution than the one that is trained, which no metric of a run shows before it collapses.
+Tokens of older weights say nothing about that: only rows are compared whose tokens are all of the weights that are
+trained (``rows_of_version``).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 
 from buffer_rl.errors import DataError, TrainError
 from buffer_rl.options.section import required
+from buffer_rl.plan.algorithm import trains_on_older
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 
 if TYPE_CHECKING:
@@ -51,8 +54,8 @@ class LogProbGap:
     def __str__(self) -> str:
         if not self.num_tokens:
             return (
-                "the engine's log-probabilities were not compared with the trainer's: no row of the first rollout has "
-                "rollout_log_probs for a token that is trained on"
+                "the engine's log-probabilities were not compared with the trainer's: no row of the first step has "
+                "rollout_log_probs, of the weights that it trains, for a token that is trained on"
             )
         return (
             f"engine and trainer agree on the log-probabilities of {self.num_tokens} sampled tokens: "
@@ -92,6 +95,15 @@ class _Row:
         )
 
 
+def rows_of_version(args: Args, batch: TrainBatch) -> np.ndarray:
+    """Which rows the engine sampled from the weights that are trained on them, ``[num_rows]`` bool: those whose column
+    ``weight_version``, of the oldest token, is the number of the step. All rows, in a schedule without older tokens."""
+    if not trains_on_older(args):
+        return np.ones(len(batch), dtype=bool)
+    versions = batch.columns.get("weight_version")
+    return np.zeros(len(batch), dtype=bool) if versions is None else np.asarray(versions) == batch.rollout_id
+
+
 def compare_log_probs(
     args: Args, batch: TrainBatch, log_probs: Callable[[TrainBatch], Sequence[np.ndarray] | None], *, where: str
 ) -> LogProbGap:
@@ -100,12 +112,13 @@ def compare_log_probs(
 
     log_probs: the trainer's, per row ``[response_length]``, in nats; None on a rank that does not have them. Tokens
     where these are not finite are passed over: they are for ``--max-non-finite-steps``. Rows of foreign groups, whose
-    ``rollout_log_probs`` are NaN, are passed over too. The gap has no tokens where there is nothing to compare: no row
-    has an unmasked token, the rows have no ``rollout_log_probs``, or this rank no log-probabilities.
+    ``rollout_log_probs`` are NaN, are passed over too, and so are rows with tokens of older weights. The gap has no
+    tokens where there is nothing to compare: no such row has an unmasked token, the rows have no ``rollout_log_probs``,
+    or this rank no log-probabilities.
 
     Raises TrainError, naming ``where``, the likely causes and the rows, if the mean gap is above
     ``args.max_logprob_diff`` or is not finite; DataError for a row whose ``rollout_log_probs`` are not one a token."""
-    chosen = _spread(batch)
+    chosen = _spread(args, batch)
     if not chosen:
         return LogProbGap()
     few = batch.select(chosen)
@@ -113,9 +126,9 @@ def compare_log_probs(
     if computed is None or "rollout_log_probs" not in few.columns:
         return LogProbGap()
     rows = []
-    columns = (few.columns["loss_mask"], few.columns["rollout_log_probs"], computed)
-    for row_id, mask, engine, trainer in zip(few.row_ids, *columns, strict=True):
-        if _is_unknown(engine):
+    columns = (few.columns["loss_mask"], few.columns["rollout_log_probs"], computed, rows_of_version(args, few))
+    for row_id, mask, engine, trainer, is_comparable in zip(few.row_ids, *columns, strict=True):
+        if _is_unknown(engine) or not is_comparable:
             continue
         if len(engine) != len(mask):
             raise DataError(
@@ -136,12 +149,13 @@ def compare_log_probs(
     return gap
 
 
-def _spread(batch: TrainBatch) -> list[int]:
-    """Indices of rows with unmasked tokens that the engine sampled. Where no row has one, the first row: every rank
-    that has rows computes log probabilities, even of masked tokens, since a backend may need all ranks for that."""
+def _spread(args: Args, batch: TrainBatch) -> list[int]:
+    """Indices of rows with unmasked tokens that the engine sampled from the weights that are trained. Where no row has
+    one, the first row: every rank that has rows computes log probabilities, even of masked tokens, since a backend may
+    need all ranks for that."""
     masks = batch.columns["loss_mask"] if len(batch) else []
-    engine = batch.columns.get("rollout_log_probs", masks)
-    trained = [i for i in range(len(batch)) if np.any(masks[i]) and not _is_unknown(engine[i])]
+    engine, comparable = batch.columns.get("rollout_log_probs", masks), rows_of_version(args, batch)
+    trained = [i for i in range(len(batch)) if comparable[i] and np.any(masks[i]) and not _is_unknown(engine[i])]
     trained = trained or list(range(len(batch)))[:1]
     if len(trained) <= MAX_ROWS:
         return trained

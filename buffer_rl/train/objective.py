@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from buffer_rl.plugin.calls import call, place, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, TrainBatch
 from buffer_rl.train.collate import padded_column, response_mask, sample_sizes
+from buffer_rl.train.logprob_gate import rows_of_version
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -113,7 +115,7 @@ class Objective:
             weights, divisor = token_weights(self._args.loss_agg_mode, mask_bt, tokens_b, parts_b)
         else:
             weights, divisor = row_weights(mask_bt, parts_b)
-        engine_bt = _masked_column(rows, "rollout_log_probs", mask_bt)  # NaN in rows that no engine sampled
+        engine_bt = self._comparable_log_probs(rows, mask_bt)
         total, metrics = loss.values, self._metrics(inputs, loss, engine_bt)
         if self._correction is not None:
             correction_bt = self._checked_correction(inputs)
@@ -247,8 +249,18 @@ class Objective:
             terms.append(("", -args.entropy_coef, inputs.entropy))
         return terms
 
+    def _comparable_log_probs(self, rows: TrainBatch, mask_bt: torch.Tensor) -> torch.Tensor | None:
+        """The column ``rollout_log_probs``, NaN in rows that no engine sampled from the weights that are trained; None
+        if all rows are such."""
+        found, same = _masked_column(rows, "rollout_log_probs", mask_bt), rows_of_version(self._args, rows)
+        if found is None or same.all():
+            return found
+        other_b = torch.as_tensor(~same, device=found.device)
+        return found.masked_fill(other_b[:, None], math.nan) if same.any() else None
+
     def _metrics(self, inputs: LossInputs, loss: TokenLoss, engine_bt: torch.Tensor | None) -> dict[str, Any]:
-        """The loss's own metrics, and those of every loss of a policy. engine_bt: ``rollout_log_probs``."""
+        """The loss's own metrics, and those of every loss of a policy. engine_bt: the engine's log-probabilities that
+        are comparable with the trainer's."""
         if self.critic:
             return dict(loss.metrics)
         metrics = {"log_probs": inputs.log_probs, "entropy": inputs.entropy, **loss.metrics}

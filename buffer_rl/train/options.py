@@ -187,6 +187,9 @@ class LossOptions(Section):
     dpo_beta: float = option(0.1, "dpo: strength of the KL constraint to the reference", gt=0)
     use_rollout_logprobs: bool = option(False, "use the engine's log-probabilities as the old ones")
     use_tis: bool = option(False, "weight the loss by importance ratios of trainer to engine log-probabilities")
+    allow_uncorrected: bool = option(
+        False, "train on tokens of older weights though nothing corrects for that (--schedule one-step-off, async)"
+    )
     tis_clip: float = option(2.0, "upper bound of the weights of --use-tis", gt=0)
     tis_clip_low: float = option(0.0, "lower bound of the weights of --use-tis", ge=0)
     tis_mode: Literal["truncate", "token", "sequence", "geometric"] = option(

@@ -23,6 +23,7 @@ from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import Trainer
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_FIELDS, SAMPLED_FIELDS
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Column, TrainBatch
 
 if TYPE_CHECKING:
@@ -168,9 +169,10 @@ def run_stage(
 
 
 def longest_wait(args: Args) -> float:
-    """Seconds that a role waits for a group: longer than any rollout may take, whose own error is more precise. Each
+    """Seconds that a role waits for a group: longer than any ticket may take, whose own error is more precise. Each
     worker that goes on where another died has the whole time again."""
-    return (int(args.role_max_restarts) + 1) * (float(args.rollout_timeout_s) + ROLLOUT_GRACE_S)
+    ticket_s = Schedule.of(args).ticket_limit_s(args.rollout_timeout_s)
+    return (int(args.role_max_restarts) + 1) * (ticket_s + ROLLOUT_GRACE_S)
 
 
 def rows_per_batch(args: Args, num_readers: int) -> int:

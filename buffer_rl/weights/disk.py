@@ -62,6 +62,11 @@ def _alone(tensor: Any) -> Any:
     return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 
 
+def disk_folder(args: Args) -> Path:
+    """Where ``DiskTransport`` writes."""
+    return Path(args.update_weight_disk_dir or Path(args.run_dir, "weights")).absolute()
+
+
 class DiskTransport:
     """``--weight-sync-mode disk``."""
 
@@ -69,7 +74,7 @@ class DiskTransport:
     staged = False
 
     def __init__(self, args: Args) -> None:
-        self._folder = Path(args.update_weight_disk_dir or Path(args.run_dir, "weights")).absolute()
+        self._folder = disk_folder(args)
 
     def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
         """Only note both sides: the folder is there for every engine."""

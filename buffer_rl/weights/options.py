@@ -29,6 +29,13 @@ class WeightOptions(Section):
         "--weight-sync-mode disk and by roles. If not set: in --run-dir",
         metavar="PATH",
     )
+    publish_follow: str | None = option(
+        None,
+        "folder on a shared file system where each published version is written as well, with a pointer to the newest, "
+        "for engines that others run and that poll it; for this run alone",
+        metavar="PATH",
+    )
+    publish_follow_keep: int = option(2, "how many versions before the newest stay in --publish-follow", ge=0)
     update_weights_timeout_s: float = option(
         600.0, "deadline for one call to the engines in a publication, in seconds; three times that in total", gt=0
     )

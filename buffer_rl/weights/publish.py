@@ -1,7 +1,10 @@
 """The publication of one version: connect → prepare → pause → flush → begin → publish → end → confirm → continue.
 
 Who waits for whom: the publisher waits for the trainer (to send) and for every engine (each call with a deadline);
-where the run's last engine died, for its replacement.
+where the run's last engine died, for its replacement; if it drains, before the pause, for the requests of the rollout
+workers, which send no other until its end.
+What still runs in the pause is retracted, in every mode: it continues with the new weights over a cache that they
+computed. A cache of the weights before would give log-probabilities of no policy, and an abort loses the response.
 An engine continues only after it confirmed the version: an attempt that fails leaves all of them paused for the next
 one, which connects again and sends what was prepared once. Engines of the run's own fleet that fail the last attempt,
 or that leave a call open which others answer, are dropped and replaced, and the others continue; any other failure ends
@@ -22,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.engines.client import GenerateResult, parse_answer
-from buffer_rl.errors import BufferRLError, EngineError
+from buffer_rl.errors import BufferRLError, EngineError, WorkerDiedError
 from buffer_rl.kinds.engine import WeightTransport
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.weights.sender import Senders
@@ -40,6 +43,11 @@ PROMPT = (0, 1, 2, 3, 2, 1)
 """Token ids that every vocabulary has."""
 NUM_TOKENS = 32
 """A mean over few tokens is far from that over a rollout, which ``--max-logprob-diff`` is about."""
+NUM_RETRACTED = 128
+"""Tokens of the request that is retracted once: enough to be caught in the middle."""
+CONTEXT_MARGIN = 8  # SGLang keeps some of the context free
+RETRACTIONS = 12
+FIRST_RETRACTION_S = 0.05
 TrainerLogProbs = Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[float]]]
 """``(sequences of token ids, n) -> log-probabilities [n] of the last n tokens of each``."""
 
@@ -51,6 +59,9 @@ class Publisher:
     the trainer; not of embedded engines, which take nothing that does not fit. timeout_s: of one publication; no
     attempt begins later, and none is longer than a call to an engine and one to the trainer may be. first_pause_s:
     between the first attempt and the second. notice: called with a line on a failed attempt.
+    hold, unhold: have the rollout workers send no request, and return when none runs; have them send again. Called
+    around each publication if it ``drains``; what they wait for does not count for ``timeout_s``.
+    follow: called with each version that the engines have, while the trainer has it (``FollowFolder.write``).
     """
 
     def __init__(
@@ -64,8 +75,15 @@ class Publisher:
         timeout_s: float = TIMEOUT_S,
         first_pause_s: float = FIRST_PAUSE_S,
         notice: Callable[[str], None] | None = None,
+        hold: Callable[[], object] = lambda: None,
+        unhold: Callable[[], object] = lambda: None,
+        drains: bool = False,
+        follow: Callable[[int], object] | None = None,
     ) -> None:
         self._compare = compare
+        self._hold, self._unhold = hold, unhold
+        self._drains = drains
+        self._follow = follow
         self._check = check
         self._transport = transport
         self._trainer = trainer
@@ -76,31 +94,88 @@ class Publisher:
         self._connected: tuple[str, ...] | None = None
         self._doubtful: set[str] = set()
         self._prepared: int | None = None
+        self._newest = -1
 
     def publish(self, version: int) -> dict[str, float]:
-        """Have every engine sample from ``version``. Returns the seconds of each part.
+        """Have every engine sample from ``version``, which the trainer has now: it sends what it has, under this
+        number. Returns the seconds of each part, and ``perf/retracted_tokens`` if engines report them.
 
         Raises EngineError if, in the last of ``ATTEMPTS``, an engine that is not the run's own did not confirm the
         version, or none did. Engines that did not stay paused."""
-        started = time.monotonic()
-        self._prepared, self._paused_at = None, started
+        assert version >= self._newest, f"version {version} after version {self._newest}: the trainer has no older one"
+        self._newest, started = version, time.monotonic()
+        self._prepared, self._prepared_at, self._paused_at = None, started, started
+        self._retracted: int | None = None
+        self._is_held, self._deadline = False, started + self._timeout_s
         try:
-            self._publish_with_retries(version, deadline=started + self._timeout_s)
+            self._publish_with_retries(version)
         except BaseException as error:
             self._abandon(version, error)
             raise
         finally:
             self._engines.end_publication()
+            if self._is_held:
+                with contextlib.suppress(WorkerDiedError):  # the worker in its place sends anyway
+                    self._unhold()
         if (release := getattr(self._transport, "release", None)) is not None:
             release(version)
-        return {"write_time": self._paused_at - started, "pause_time": time.monotonic() - self._paused_at}
+        metrics = self._metrics(started)
+        if self._follow is not None:
+            ended = time.monotonic()
+            self._follow(version)
+            metrics["perf/publish_follow"] = time.monotonic() - ended
+        return metrics
+
+    def _metrics(self, started: float) -> dict[str, float]:
+        found = {
+            "perf/publish_write": self._prepared_at - started,
+            "perf/publish_pause": time.monotonic() - self._paused_at,
+        }
+        if self._is_held:
+            found["perf/publish_drain"] = self._paused_at - self._prepared_at
+        if self._retracted is not None:
+            found["perf/retracted_tokens"] = self._retracted
+        return found
+
+    def try_retraction(self) -> bool:
+        """Whether engines flush their cache while a request is retracted. If not, publications drain from now on, and a
+        notice says so. Call it before the first publication that may meet requests, while nothing else runs.
+
+        It is tried at one engine of the run's own, as they are all alike and one may end in it, and at all others."""
+        try:
+            self._engines.wait_for_engine()
+            for url in self._engines.engine_urls or tuple(self._engines.targets())[:1]:
+                self._retract_once(url)
+            return True
+        except EngineError as error:
+            reason = _in_short(error)
+        self._drains = True
+        if self._notice is not None:
+            self._notice(f"publications wait for the end of running requests (--publication drain): {reason}")
+        return False
+
+    def _retract_once(self, url: str) -> None:
+        """Raises EngineError if the engine refuses it, or is gone then."""
+        length = self._engines.server_info()[url].context_length
+        num_tokens = NUM_RETRACTED if length is None else min(NUM_RETRACTED, length - len(PROMPT) - CONTEXT_MARGIN)
+        params = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
+        wait_s = FIRST_RETRACTION_S
+        for _ in range(RETRACTIONS):
+            answer, early = self._engines.try_retraction(
+                url, {"input_ids": [*PROMPT], "sampling_params": params}, wait_s
+            )
+            if answer["meta_info"].get("num_retractions"):
+                return
+            wait_s *= 0.5 if early else 1.5
+        what = f"in {RETRACTIONS} attempts no request ran at the moment of its retraction"
+        raise EngineError(what, where=url, expected="num_retractions of 1 in the answer")
 
     def close(self) -> None:
         """Free what the transport has, at the end of the run."""
         self._connected = None
         self._transport.close()
 
-    def _publish_with_retries(self, version: int, *, deadline: float) -> None:
+    def _publish_with_retries(self, version: int) -> None:
         for attempt in range(1, ATTEMPTS + 1):
             pause_s = self._first_pause_s * 2 ** (attempt - 1)
             try:
@@ -111,28 +186,39 @@ class Publisher:
                 self._attempt(version)
                 return
             except EngineError as error:
-                if attempt == ATTEMPTS or time.monotonic() + pause_s >= deadline:
+                if attempt == ATTEMPTS or time.monotonic() + pause_s >= self._deadline:
                     raise
                 self._notify(version, attempt, error)
             time.sleep(pause_s)
 
     def _notify(self, version: int, attempt: int, error: EngineError) -> None:
         if self._notice is not None:
-            reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-            self._notice(f"the publication of version {version} is tried again ({attempt} of {ATTEMPTS - 1}): {reason}")
+            again = f"is tried again ({attempt} of {ATTEMPTS - 1})"
+            self._notice(f"the publication of version {version} {again}: {_in_short(error)}")
 
     def _attempt(self, version: int) -> None:
         self._engines.wait_for_engine()
         if self._prepared is None:
             self._connect()
             self._transport.prepare(version)
-            self._prepared, self._paused_at = version, time.monotonic()
-        # Retract rather than abort: a request that is still running is computed again, on the new weights.
-        self._engines.pause("retract")
+            self._prepared, self._prepared_at = version, time.monotonic()
+            self._drain()
+            self._paused_at = time.monotonic()
+        if (retracted := self._engines.pause("retract")) is not None:
+            self._retracted = retracted + (self._retracted or 0)
         self._connect()  # after the pause: it has found engines that hang, and has those that waited for weights
         self._engines.flush()
         self._update(version)
         self._engines.resume(self._sampled(version, self._confirmed(version)))
+
+    def _drain(self) -> None:
+        """If publications drain: return when no request runs, and none is sent."""
+        if not self._drains:
+            return
+        began, self._is_held = time.monotonic(), True
+        with contextlib.suppress(WorkerDiedError):  # what it sent ends with its connections; the driver replaces it
+            self._hold()
+        self._deadline += time.monotonic() - began
 
     def _connect(self) -> None:
         receivers = tuple(self._engines.targets())
@@ -198,6 +284,10 @@ class Publisher:
             self.close()
         except BufferRLError as error:
             failure.add_note(f"and what was prepared for them could not be freed: {error}")
+
+
+def _in_short(error: EngineError) -> str:
+    return " ".join(str(error).split())[:MAX_REASON_CHARS]
 
 
 class LogProbCheck:

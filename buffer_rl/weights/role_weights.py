@@ -59,7 +59,7 @@ class RolePublisher:
                 what = f"its replacement takes version {version} before it works"
                 self._notice(f"{self._role} is down and passed over: {what}")
             self._version = version
-        return times | {"role_time": time.monotonic() - started}
+        return times | {"perf/publish_role": time.monotonic() - started}
 
     def close(self) -> None:
         """Free what the transport to the engines has."""

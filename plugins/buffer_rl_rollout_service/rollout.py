@@ -24,6 +24,7 @@ from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.records.groups import GroupUid, RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context
+from buffer_rl.rollout.deadlines import ticket_limit_s
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.sft import encode_conversation
 from buffer_rl.rollout.user_functions import apply_filter
@@ -99,7 +100,7 @@ class _Run:
 
     async def produce_all(self) -> None:
         wanted, rollout_id = self.buffer.ticket.num_groups, self.buffer.ticket.rollout_id
-        self.deadline = time.monotonic() + self.context.args.rollout_timeout_s
+        self.deadline = time.monotonic() + ticket_limit_s(self.context.args)
         while (missing := wanted - self.num_finished) > 0:
             began = time.monotonic()
             if began >= self.deadline:
@@ -152,7 +153,7 @@ class _Run:
     async def _too_few(self, wanted: int) -> DeadlineError:
         groups = (await self.service.statistics(timeout_s=5.0))["groups"]
         return DeadlineError(
-            f"{self.num_finished} of {wanted} groups came within {self.context.args.rollout_timeout_s:g} s, "
+            f"{self.num_finished} of {wanted} groups came within {ticket_limit_s(self.context.args):g} s, "
             f"{sum(self.drops.values())} were dropped {dict(self.drops)}; the service has {groups['open']} open and "
             f"{groups['ready']} ready groups",
             where=self.buffer.ticket.task,

@@ -45,7 +45,7 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     if is_generation and _is_stopped():
         return ABORTED
     with running(body) if is_generation else contextlib.nullcontext():
-        return await _tries(url, orjson.dumps(body, default=_plain), max_retries, headers)
+        return await _tries(url, orjson.dumps(body, default=_plain), max_retries, headers, held=is_generation)
 
 
 async def get(url: str, headers: Mapping[str, str] | None = None) -> Any:
@@ -60,10 +60,13 @@ ABORTED: dict[str, Any] = {
 }
 
 
-async def _tries(url: str, body: bytes, max_retries: int, headers: Mapping[str, str] | None) -> Any:
+async def _tries(url: str, body: bytes, max_retries: int, headers: Mapping[str, str] | None, *, held: bool) -> Any:
+    """held: with the run's own requests, by a publication that drains."""
+    engine = current_context().engine if held else None
     for left in reversed(range(max(1, max_retries))):
         try:
-            return await _request("POST", url, body, headers)
+            async with engine.gate.passed() if engine is not None else contextlib.nullcontext():
+                return await _request("POST", url, body, headers)
         except (aiohttp.ClientError, RequestError, TimeoutError) as error:
             if not left or (isinstance(error, RequestError) and error.status in FINAL):
                 raise
@@ -76,7 +79,7 @@ async def _request(method: str, url: str, body: bytes | None, headers: Mapping[s
     sent = {"Content-Type": "application/json", **(headers or {})}
     seconds = OUTSIDE_TIMEOUT_S
     if context is not None:
-        seconds = context.args.generate_timeout_s
+        seconds = context.args.generate_timeout_s if context.engine is None else context.engine.timeout_s
         if context.args.engine_api_key and _is_of_run(url):
             sent.setdefault("Authorization", f"Bearer {context.args.engine_api_key}")
     timeout = aiohttp.ClientTimeout(total=seconds)

@@ -58,6 +58,7 @@ FILTER = {"dynamic_sampling_filter_path": "./functions.py:some_a"}
 ROLES = {"num_ref_workers": 1, "num_actor_fwd_workers": 1, "num_advantage_workers": 1}
 PPO = {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1}
 STREAMED = {"schedule": "pipelined", "stream_gradients": True}
+ASYNC_ZERO = {"schedule": "async", "max_staleness": 0}
 TENSOR_PARALLEL = {
     "train_backend": f"{ROOT}/examples/trainer_backends/tensor_parallel.py:TensorParallelTrainer",
     "num_train_ranks": 2,
@@ -83,6 +84,11 @@ RUNS: Mapping[str, Golden] = {
     "lockstep": Golden(),
     "pipelined": Golden(options={"schedule": "pipelined"}, equals="lockstep"),
     "streamed": Golden(options=STREAMED, equals="lockstep"),
+    "async_zero": Golden(options=ASYNC_ZERO, equals="lockstep"),
+    "async_zero_streamed": Golden(
+        options={**ASYNC_ZERO, "stream_gradients": True, "num_ref_workers": 1, "num_train_ranks": 2}, equals="lockstep"
+    ),
+    "async_zero_filter": Golden(options={**ASYNC_ZERO, **FILTER}, equals="filter"),
     "roles": Golden(options={"schedule": "pipelined", **ROLES}, equals="lockstep"),
     "two_ranks": Golden(options={"num_train_ranks": 2}, equals="lockstep"),
     "two_engines": Golden(options={"rollout_num_engines": 2}, equals="lockstep"),

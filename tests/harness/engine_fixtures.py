@@ -60,6 +60,11 @@ def engine_args(model_folder: Callable[..., str]) -> Callable[..., Any]:
             "engine_max_restarts": 2,
             "update_weights_timeout_s": 60.0,
             "generate_timeout_s": 60.0,
+            "schedule": "lockstep",
+            "max_staleness": None,
+            "target_staleness": None,
+            "publication": None,
+            "stream_gradients": False,
             "deterministic": True,
             "replay_kept_tokens": False,
         }

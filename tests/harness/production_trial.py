@@ -312,7 +312,7 @@ class Trial:
         step.phase = "closed" if chosen else "empty"
         assert step.got[POLICY] <= set(chosen)
         step.got[REF] &= set(chosen)
-        self.refused(self.state.close_selection, rollout)
+        assert self.state.close_selection(rollout)[0] == report  # for a caller that did not get the answer
         if not chosen:
             self.refused(self.state.commit, rollout, rollout + 1)
 

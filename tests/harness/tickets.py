@@ -14,8 +14,8 @@ def close_rollout(buffer: Any, ticket: Ticket) -> RolloutReport:
     ended: RolloutReport = buffer.end_ticket(ticket)
     if ticket.evaluation:
         return ended
-    answer = buffer.close_selection(ticket.rollout_id)
-    closed = answer if isinstance(answer, RolloutReport) else answer[0]  # of a client, or of the state
+    closed: RolloutReport | None
+    closed, _ = buffer.close_selection(ticket.rollout_id)
     assert closed is not None
     return replace(closed, drops=dict(sorted({**ended.drops, **closed.drops}.items())))
 

@@ -42,6 +42,8 @@ def make_algo_args() -> Callable[..., SimpleNamespace]:
             "kl_coef": 0.0,
             "use_rollout_logprobs": False,
             "stream_gradients": False,
+            "schedule": "lockstep",
+            "max_staleness": None,
         }
         return SimpleNamespace(**(defaults | options))
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from buffer_rl.buffer.ledger_tables import GroupState
-from buffer_rl.errors import BufferRestartedError, BufferStateError
-from buffer_rl.records.groups import RowId
+from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
+from buffer_rl.records.groups import GroupUid, RowId
 from harness.async_run import AsyncRun
 from harness.saved_state import load_saved, saved_state
 
@@ -189,7 +189,7 @@ def test_what_is_requeued_or_rejected_moves_those_behind_it_forward_and_comes_ba
     assert run.close(1) == [0, 3]
 
 
-def test_one_selection_is_open_at_a_time_and_a_closed_one_is_not_closed_again(tmp_path: Path) -> None:
+def test_one_selection_is_open_at_a_time_and_a_closed_one_gives_its_report_again(tmp_path: Path) -> None:
     run = AsyncRun(tmp_path)
     for number in (0, 1):
         run.generate(number)
@@ -199,9 +199,7 @@ def test_one_selection_is_open_at_a_time_and_a_closed_one_is_not_closed_again(tm
         run.state.open_selection(1)
     run.finish(0, 0, 1)
     run.finish(1, 2, 3)
-    assert run.close(0) == [0, 1]
-    with pytest.raises(BufferStateError, match="step 0 is closed already"):
-        run.state.close_selection(0)
+    assert [run.close(0), run.close(0)] == [[0, 1], [0, 1]]
     run.state.open_selection(1)
     assert run.read(1) == [2, 3]
 
@@ -298,6 +296,24 @@ def test_a_ticket_that_is_passed_on_keeps_what_is_finished_and_its_leases_are_ma
     assert run.tickets[0].num_groups == 2, "what is released stays finished"
 
 
+def test_a_ticket_with_a_foreign_group_is_not_passed_on_though_the_group_is_trained_and_released(
+    tmp_path: Path,
+) -> None:
+    """The function would begin again with its first uid, which was trained on."""
+    run = AsyncRun(tmp_path)
+    for number in (0, 1):
+        run.generate(number)
+    uid = GroupUid("theirs", 0, 0)
+    run.state.finish(run.tickets[0], uid, 0, [RowId(uid, 0)], {"tokens": [np.ones(2, np.int32)]})
+    run.lease(1, 1)
+    uid = run.uid(0)
+    run.state.finish(run.tickets[1], uid, 1, [RowId(uid, 0)], {"tokens": [np.ones(2, np.int32)]})
+    assert run.close(0) == [0, 0]
+    run.publish(1)
+    with pytest.raises(PayloadLostError):
+        run.state.pass_on(run.tickets[0])
+
+
 def test_production_that_starts_again_gives_up_all_but_what_the_trainer_has(tmp_path: Path) -> None:
     run = AsyncRun(tmp_path)
     for number in (0, 1):
@@ -372,7 +388,10 @@ def test_what_an_earlier_buffer_selected_is_not_mixed_with_a_selection_that_is_m
     run.finish(0, 0, 1)
     run.close(0)
     run.restart()
-    assert run.close(0) is None
+    with pytest.raises(BufferRestartedError):
+        run.close(0)
+    run.state.abandon(0)
+    run.state.open_selection(0)
     assert run.generate(0) == 2
     assert run.lease(0, 2) == [0, 1]
     run.finish(0, 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -116,46 +117,58 @@ def test_masking_older_tokens_leaves_the_masks_of_others() -> None:
     assert sample.loss_mask == [0, 0, 0, 1]
 
 
-def ticket(version: int, max_staleness: int | None = 0) -> Ticket:
+def ticket(*, mixes_versions: bool = False, max_staleness: int | None = 3) -> Ticket:
     return Ticket(
-        rollout_id=version,
+        rollout_id=1,
         evaluation=False,
         num_groups=1,
-        version=version,
+        version=1,
         incarnation="i",
         max_staleness=max_staleness,
+        mixes_versions=mixes_versions,
     )
 
 
 @pytest.mark.parametrize(
-    ("version", "staleness", "mask", "fits"),
+    ("at_lease", "mixes", "mask", "fits"),
     [
-        (2, 0, None, False),  # tokens of 1 are trained on
-        (2, 0, [0, 0, 1], True),
-        (2, 0, [0, 1, 1], False),
-        (1, 0, [1, 1, 0], True),
-        (1, 0, None, False),  # a token of 2 at version 1
-        (2, 1, None, True),
-        (3, 1, None, False),
-        (3, 1, [0, 0, 1], True),
-        (3, 2, None, True),
-        (9, None, None, True),
+        (2, False, None, False),  # tokens of 1 are trained on
+        (2, False, [0, 0, 1], True),
+        (2, False, [0, 1, 1], False),
+        (1, False, [1, 1, 0], True),
+        (1, False, None, False),  # a token of 2 of a group that was leased at 1
+        (0, False, None, False),
+        (0, True, None, True),
+        (1, True, None, True),
+        (2, True, None, False),  # a token of 1 of a group that was leased at 2, far within the bound
+        (2, True, [0, 0, 1], True),
+        (3, True, None, False),
+        (None, False, None, False),  # without a lease: the version of the ticket, which is 1
+        (None, False, [1, 1, 0], True),
+        (None, True, None, True),
     ],
 )
-def test_a_trained_token_is_of_a_version_that_the_ticket_allows(
-    version: int, staleness: int | None, mask: list[int] | None, fits: bool
+def test_a_trained_token_is_of_the_version_at_the_lease_or_of_a_later_one_if_versions_mix(
+    at_lease: int | None, mixes: bool, mask: list[int] | None, fits: bool
 ) -> None:
     group = group_of(responded(0, Status.COMPLETED, (1, 2), (2, 1), loss_mask=mask))
+    asked = ticket(mixes_versions=mixes)
     if fits:
-        check_versions(ticket(version, staleness), group)
+        check_versions(asked, group, at_lease)
         return
-    with pytest.raises(RolloutError, match=rf"of weight version [12](\n|.)*expected: version {version}") as caught:
-        check_versions(ticket(version, staleness), group)
+    expected = 1 if at_lease is None else at_lease
+    with pytest.raises(RolloutError, match=rf"of weight version [12](\n|.)*expected: version {expected}") as caught:
+        check_versions(asked, group, at_lease)
     assert "s:4:1/0.0" in caught.value.where
 
 
+@pytest.mark.parametrize("unchecked", [ticket(max_staleness=None), replace(ticket(), evaluation=True)])
+def test_versions_of_evaluations_and_of_runs_that_publish_nothing_are_not_checked(unchecked: Ticket) -> None:
+    check_versions(unchecked, group_of(responded(0, Status.COMPLETED, (1, 2), (2, 1))), 9)
+
+
 def test_a_removed_sample_is_not_trained_on_so_its_versions_do_not_matter() -> None:
-    check_versions(ticket(7), group_of(responded(0, Status.COMPLETED, (1, 2), remove_sample=True)))
+    check_versions(ticket(), group_of(responded(0, Status.COMPLETED, (1, 2), remove_sample=True)), 7)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +198,9 @@ def test_version_spans_cover_the_tokens_that_an_engine_generated(
     sample.weight_versions = [VersionSpan(1, *span) for span in spans]
     group = group_of(responded(1, Status.COMPLETED, (1, 2)), sample)
     if fault is None:
-        check_versions(ticket(1), group)
+        check_versions(ticket(), group, 1)
         return
-    for check in (check_spans, lambda group: check_versions(ticket(1), group)):
+    for check in (check_spans, lambda group: check_versions(ticket(), group, 1)):
         with pytest.raises(RolloutError, match=fault) as caught:
             check(group)
         assert caught.value.where == "row s:4:1/0.0"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,7 @@ from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.environment import StopRequest
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.driver.driver import Driver, StopNow
-from buffer_rl.driver.tasks import Task
+from buffer_rl.driver.driver import Driver
 from buffer_rl.errors import (
     BufferRLError,
     CheckpointError,
@@ -36,7 +35,8 @@ from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
 from buffer_rl.records.groups import Ticket
-from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain, VirtualRuntime
+from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
+from buffer_rl.testing.virtual_time import VirtualRuntime
 from harness.ledger_contents import count_states, entries, entries_of
 from harness.saved_state import load_saved, saved_state
 
@@ -583,7 +583,10 @@ def test_the_deaths_of_each_role_are_counted_by_themselves(tmp_path: Path) -> No
     assert [world.roles[role].restarts for role in ("ref", "advantages")] == [2, 2]
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+TICKET_MODES = [Mode.LOCKSTEP, Mode.PIPELINED]
+
+
+@pytest.mark.parametrize("mode", TICKET_MODES)
 def test_a_role_that_died_between_two_rollouts_is_replaced_by_the_next_call(tmp_path: Path, mode: Mode) -> None:
     world = World(tmp_path)
     role = world.roles["ref"] = FakeRole(fails=1, fails_from=1)
@@ -615,7 +618,7 @@ def test_what_a_role_raises_is_no_death_and_ends_the_run(tmp_path: Path) -> None
     assert world.recorder.said == []
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", TICKET_MODES)
 def test_a_role_that_hangs_is_named_when_its_deadline_passes(tmp_path: Path, mode: Mode) -> None:
     world = World(tmp_path)
     world.roles["ref"] = FakeRole()
@@ -675,16 +678,16 @@ def test_an_error_of_a_later_step_waits_for_the_checkpoint_that_is_written(tmp_p
 
 
 def test_a_checkpoint_is_waited_for_although_what_is_watched_stays_broken(tmp_path: Path) -> None:
-    class Watching(VirtualRuntime):
-        """Its engines are gone once a checkpoint is sealed."""
+    class Breaking(Saves):
+        """The engines are gone once a checkpoint is sealed."""
 
-        def wait_any(self, tasks: Sequence[Task], timeout_s: float, *, watches: bool = True) -> Task:
-            if watches and any(span.method == "seal" for span in self.spans):
-                raise EngineError("no engine is left")
-            return super().wait_any(tasks, timeout_s)
+        def seal(self) -> None:
+            super().seal()
+            runtime.look(EngineError("no engine is left"))
 
     world = World(tmp_path)
-    runtime = Watching(world.roles, lambda role, method, args: 25.0 if method == "seal" else 0.0)
+    world.roles["save"] = Breaking(world.state)
+    runtime = VirtualRuntime(world.roles, lambda role, method, args: 25.0 if method == "seal" else 0.0)
     with pytest.raises(EngineError, match="no engine is left"):
         Driver(replace(PLAN, save_interval=1, async_save=True), runtime, world.recorder).run()
     assert runtime.now() == 25.0
@@ -712,37 +715,111 @@ def test_every_phase_is_on_the_timeline(tmp_path: Path) -> None:
     }
 
 
+class Signalled(FakeRollouts):
+    """Gets a signal while it runs the ticket of rollout 1, and then goes on for ever; with ``ends``, it ends."""
+
+    def __init__(self, state: BufferState, stop: StopRequest, number: int, *, ends: bool = False) -> None:
+        super().__init__(state)
+        self._stop, self._number, self._ends = stop, number, ends
+
+    def run(self, ticket: Ticket) -> Any:
+        if ticket.rollout_id != 1 or ticket.evaluation:
+            return super().run(ticket)
+        self._stop.take(self._number)
+        if self._ends:
+            return super().run(ticket)
+        self._state.get_samples(ticket, 2)
+        return asyncio.Event().wait()
+
+
+def stopped(world: World, number: int, **changes: Any) -> tuple[Driver, StopRequest]:
+    stop = StopRequest()
+    world.roles["rollout"] = Signalled(world.state, stop, number, ends=number == signal.SIGINT)
+    world.driver(PLAN)
+    return Driver(replace(PLAN, evaluate=False, **changes), world.runtime, world.recorder, stop), stop
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_with_a_deadline_ends_a_rollout_at_once_and_after_the_deadline_the_run(
+def test_a_signal_with_a_deadline_ends_a_rollout_at_once_and_saves_the_last_step(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     world = World(tmp_path)
-    world.driver(PLAN)
-    stop = StopRequest()
-    driver = Driver(PLAN, world.runtime, world.recorder, stop)
-    driver.watch_stop(in_rollout=True)
-    stop.number, stop.at = number, time.monotonic()
-    driver.watch_stop(in_rollout=False)
-    with pytest.raises(StopNow):
-        driver.watch_stop(in_rollout=True)
+    driver, stop = stopped(world, number)
+    result = driver.run()
+    assert (result.steps, result.signal, list(world.saves.saved), world.saves.sealed) == (1, number, [1], [1])
+    assert world.runtime.now() == 18.0  # of the first step
     assert world.recorder.said == [f"{number.name}: the run ends within 30 s; another signal ends it at once"]
-    stop.at -= PLAN.save_on_exit_s + 1
+    assert [entry.state for entry in entries(world.state.ledger).values()].count("pending") == 2
+    assert not stop.can_wait
+
+
+def test_a_signal_with_a_deadline_ends_a_run_whose_step_takes_longer(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    stop = StopRequest()
+
+    class Slow(FakeTrain):
+        def train(self) -> Mapping[str, float]:
+            stop.take(signal.SIGTERM)
+            return {}
+
+    world.roles["train"] = Slow()
+    world.runtime = VirtualRuntime(world.roles, lambda role, method, args: 40.0 if method == "train" else 0.0)
     with pytest.raises(EndedBySignal) as ended:
-        driver.watch_stop(in_rollout=False)
-    assert ended.value.code == 128 + number
+        Driver(replace(PLAN, evaluate=False), world.runtime, world.recorder, stop).run()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert world.runtime.now() == pytest.approx(30.0, abs=1.0)  # since the signal, by a real clock
+    assert world.saves.saved == {}
 
 
 def test_ctrl_c_waits_for_the_step_however_long_and_another_signal_does_not(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.driver(PLAN)
-    stop = StopRequest()
-    driver = Driver(PLAN, world.runtime, world.recorder, stop)
+    driver, stop = stopped(world, signal.SIGINT)
     with pytest.raises(EndedBySignal):
         stop.take(signal.SIGINT)  # nothing runs yet
-    stop.can_wait = True
-    stop.take(signal.SIGINT)
-    stop.at -= 1e6
-    driver.watch_stop(in_rollout=True)
-    driver.watch_stop(in_rollout=False)
-    with pytest.raises(EndedBySignal):
-        stop.take(signal.SIGTERM)
+    result = driver.run()
+    assert (result.steps, result.signal, list(world.saves.saved)) == (2, signal.SIGINT, [2])
+    (tmp_path / "again").mkdir()
+    world = World(tmp_path / "again")
+    driver, stop = stopped(world, signal.SIGINT)
+    publisher = world.publisher.publish
+    world.publisher.publish = lambda version: stop.take(signal.SIGTERM) if version == 2 else publisher(version)  # type: ignore
+    with pytest.raises(EndedBySignal) as ended:
+        driver.run()
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_engines_that_all_lack_weights_during_a_rollout_get_the_newest_ones_again(
+    tmp_path: Path, streams: bool
+) -> None:
+    class Starving(FakeRollouts):
+        """In rollout 1 every engine is a replacement, until its version is published again."""
+
+        starved: int | None = None
+
+        async def run(self, ticket: Ticket) -> Any:
+            if ticket.rollout_id == 1:
+                self.starved = 1
+                world.runtime.look()
+                while self.starved is not None:
+                    await world.runtime.loop.sleep_until(world.runtime.now() + 1.0)
+            return super().run(ticket)
+
+    class Feeding(FakePublisher):
+        def publish(self, version: int) -> dict[str, float]:
+            rollouts.starved = None
+            return super().publish(version)
+
+    world = World(tmp_path)
+    rollouts = world.roles["rollout"] = Starving(world.state)
+    publisher = world.roles["publish"] = Feeding()
+    world.driver(PLAN)
+    plan = replace(PIPELINED if streams else PLAN, evaluate=False)
+    driver = Driver(plan, world.runtime, world.recorder, starved=lambda: rollouts.starved)
+    if streams:  # the trainer works on the rollout
+        with pytest.raises(WorkerDiedError, match="no engine has the weights of version 1"):
+            driver.run()
+        return
+    assert driver.run().steps == 3
+    assert publisher.versions == [1, 1, 2, 3]
+    assert world.recorder.said == ["version 1 is published again, as every engine that had 1 is gone"]

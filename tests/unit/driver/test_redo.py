@@ -21,7 +21,8 @@ from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, Trai
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
-from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain, Span, VirtualRuntime
+from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
+from buffer_rl.testing.virtual_time import Span, VirtualRuntime
 from harness.ledger_contents import count_states
 from harness.tickets import schedule_of
 
@@ -288,15 +289,10 @@ def test_an_optimizer_step_is_never_taken_again(tmp_path: Path, error: BufferRLE
     assert recorder.notices == []
 
 
-class Ahead(Schedule):
-    """A schedule whose next rollout runs while a step is trained on, which the options do not offer."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
 ONE_AHEAD = replace(
-    PLAN, schedule=Ahead(mode=Mode.LOCKSTEP, target=1, max_staleness=1), roles=RolePlan(passes=(("train", "actor"),))
+    PLAN,
+    schedule=Schedule(mode=Mode.ONE_STEP_OFF, target=1, max_staleness=1, drains=True),
+    roles=RolePlan(passes=(("train", "actor"),)),
 )
 # Rollouts run one after another: the first from 0 to 10, the second to 20.
 SECONDS = {"run": 10.0, "publish": 1.0}
@@ -335,70 +331,50 @@ class AheadWorld:
 
 
 def test_one_ahead_a_rollout_runs_while_the_one_before_it_is_trained_on(tmp_path: Path) -> None:
-    world = AheadWorld(tmp_path, [], train=5.0)  # steps: 10 to 15, 20 to 25, 30 to 35; each publication takes 1
+    world = AheadWorld(tmp_path, [], train=5.0)
     assert world.driver.run().steps == 3
-    assert world.runs() == [(0, 0.0), (1, 10.0), (2, 20.0)]
+    assert world.runs() == [(0, 0.0), (1, 10.0), (2, 21.0)]
     assert [(span.start, span.end) for span in world.spans("train", "publish")] == [
-        *[(10.0, 15.0), (15.0, 16.0), (20.0, 25.0), (25.0, 26.0)],
-        *[(30.0, 35.0), (35.0, 36.0)],
+        *[(10.0, 15.0), (20.0, 21.0)],  # version 1 is published when no rollout runs
+        *[(21.0, 26.0), (31.0, 32.0)],
+        *[(32.0, 37.0), (37.0, 38.0)],
     ]
     assert world.buffer.trained() == 6
 
 
 def test_one_ahead_a_rollout_waits_for_the_publication_not_for_the_step(tmp_path: Path) -> None:
-    class Saves:
-        def save(self, step: int) -> None:
-            world.driver._admit()  # trained, and not published yet
-
-        def seal(self) -> None:
-            pass
-
-    plan = replace(ONE_AHEAD, saves=True, save_interval=1)
-    world = AheadWorld(tmp_path, [], roles={"save": Saves()}, plan=plan)
+    world = AheadWorld(tmp_path, [], train=50.0)
     world.driver.run()
     calls = [(span.method, getattr(span.args[0], "rollout_id", span.args[0])) for span in world.spans("run", "publish")]
     assert calls == [("run", 0), ("run", 1), ("publish", 1), ("run", 2), ("publish", 2), ("publish", 3)]
 
 
-def test_a_rollout_that_is_lost_is_produced_again_and_the_one_that_runs_beside_it_goes_on(tmp_path: Path) -> None:
+def test_what_is_lost_before_an_optimizer_step_has_all_production_start_again(tmp_path: Path) -> None:
     lost = Train("fetch", [PayloadLostError("gone", where="storage-0")])
     world = AheadWorld(tmp_path, [], trainer=lost)
     assert world.driver.run().steps == 3
-    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 0, 2]
+    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 0, 1, 2]
     assert lost.fetched == [0, 0, 1, 2]
     assert (lost.discarded, world.buffer.trained()) == (1, 6)
+    assert world.recorder.notices == ["train_0 to train_1 is produced again (1 of 2): storage-0: gone"]
 
 
-def test_a_role_works_again_on_the_lost_rollout_and_its_other_calls_are_still_watched(tmp_path: Path) -> None:
-    """The role's first call on rollout 1 ends with a death, after rollout 0 was found to be lost. Its replacement does
-    both calls that were under way."""
+def test_a_role_works_again_on_the_lost_rollout(tmp_path: Path) -> None:
+    """The role's first call on rollout 1 ends with a death, after rollout 0 was found to be lost."""
     lost, role = Train("fetch", [PayloadLostError("gone", where="storage-0")]), FakeRole(fails=1, fails_from=1)
-    roles = RolePlan(dedicated_roles=("ref",), max_restarts=1)
-    plan = replace(ONE_AHEAD, schedule=Ahead(mode=Mode.PIPELINED, max_staleness=1), roles=roles)
+    plan = replace(ONE_AHEAD, roles=RolePlan(dedicated_roles=("ref",), max_restarts=1))
     world = AheadWorld(tmp_path, [], trainer=lost, roles={"ref": role}, plan=plan, stream=30.0)
     assert world.driver.run().steps == 3
-    assert (role.streamed, role.restarts) == ([0, 1, 0, *(1, 0), 2], 1)
+    assert (role.streamed, role.restarts) == ([0, 0, 1, 1, 2], 1)
 
 
-def test_a_rollout_that_is_lost_while_another_is_trained_on_starts_again_at_once(tmp_path: Path) -> None:
+def test_what_is_lost_during_an_optimizer_step_is_produced_again_after_its_commit(tmp_path: Path) -> None:
     world = AheadWorld(tmp_path, [PayloadLostError("gone", where="storage-0")], train=50.0)
     assert world.driver.run().steps == 3
-    assert world.runs()[:3] == [(0, 0.0), (1, 10.0), (1, 20.0)]
-    assert next((span.start, span.end) for span in world.spans("train")) == (10.0, 60.0)
+    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 1, 2]
+    assert world.runs()[2][1] == 61.0  # the step takes from 10 to 60, and its publication 1
     assert world.train.fetched == [0, 1, 2]
-    assert (world.train.discarded, world.buffer.trained()) == (0, 6)  # the trainer holds the other rollout
-
-
-def test_a_buffer_that_died_loses_all_rollouts_and_each_is_produced_again(tmp_path: Path) -> None:
-    world = AheadWorld(tmp_path, [RolloutError("in words of its own")], die=True)
-    assert world.driver.run().steps == 3
-    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 0, 1, 2]
-    assert world.train.fetched == [0, 1, 2]  # it died before the first selection was closed
-    assert (world.train.discarded, world.buffer.trained()) == (1, 6)
-    assert [text.split(":")[0] for text in world.recorder.notices] == [
-        "train_0 is produced again (1 of 2)",
-        "train_1 is produced again (1 of 2)",
-    ]
+    assert world.buffer.trained() == 6
 
 
 def test_a_buffer_that_died_while_a_rollout_is_trained_on_loses_the_others_alone(tmp_path: Path) -> None:
@@ -410,37 +386,46 @@ def test_a_buffer_that_died_while_a_rollout_is_trained_on_loses_the_others_alone
 
     world = AheadWorld(tmp_path, [], trainer=Deadly(), train=50.0)
     assert world.driver.run().steps == 3
-    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 2, 1]
+    assert [rollout_id for rollout_id, _ in world.runs()] == [0, 1, 1, 2]
     assert [span.args for span in world.spans("commit")] == [(0, 1), (1, 2), (2, 3)]
-    assert (world.train.discarded, world.buffer.trained()) == (1, 6)
+    assert world.buffer.trained() == 6
 
 
-def test_an_error_of_a_rollout_that_was_not_lost_ends_the_run_before_its_turn(tmp_path: Path) -> None:
+def test_an_error_of_a_rollout_that_was_not_lost_ends_the_run_after_the_step_that_is_taken(tmp_path: Path) -> None:
     world = AheadWorld(tmp_path, [RolloutError("a bug")], train=50.0)
     with pytest.raises(RolloutError, match="a bug"):
         world.driver.run()
-    assert (world.runtime.now(), world.recorder.notices) == (20.0, [])
+    assert (world.runtime.now(), world.recorder.notices) == (60.0, [])  # it failed at 20
+    assert [span.args for span in world.spans("commit")] == [(0, 1)]
 
 
 def test_a_buffer_that_died_during_an_evaluation_counts_once_for_all_that_it_held(tmp_path: Path) -> None:
-    class DyingEvaluation(Rollouts):
+    class Slow(Rollouts):
+        """The Buffer dies in the middle of the first evaluation, beside which rollout 0 is under way."""
+
         died = False
 
-        def run(self, ticket: Ticket) -> Any:
+        async def run(self, ticket: Ticket) -> Any:
+            groups = self._buffer.get_samples(ticket, ticket.num_groups)
+            await world.runtime.loop.sleep_until(world.runtime.now() + 5.0)
             if ticket.evaluation and not self.died:
                 self.died = True
-                world.buffer.die()
+                self._buffer.die()
                 raise RolloutError("in words of its own")
-            return super().run(ticket)
+            await world.runtime.loop.sleep_until(world.runtime.now() + 5.0)
+            for group in groups:
+                columns = {"tokens": [np.asarray([1, 2], dtype=np.int32) for _ in group]}
+                self._buffer.finish(ticket, group.uid, group.attempt, [s.row_id for s in group], columns)
+            return {}, []
 
-    plan = replace(ONE_AHEAD, evaluate=True, eval_interval=1, eval_before_train=False, max_rollout_retries=1)
-    # Rollout 1 fails at 20, while the evaluation waits for it to end.
-    world = AheadWorld(tmp_path, [RolloutError("in words of its own")], rollouts=DyingEvaluation, plan=plan, train=5.0)
+    plan = replace(ONE_AHEAD, evaluate=True, eval_interval=3, max_rollout_retries=1)
+    world = AheadWorld(tmp_path, [], rollouts=Slow, plan=plan)
     assert world.driver.run().steps == 3
     assert [span.args[0].task for span in world.spans("run")] == [
-        *["train_0", "train_1", "eval_1", "train_1", "eval_1", "train_2", "eval_2", "eval_3"]
+        *["eval_0", "train_0", "eval_0", "train_0", "train_1", "train_2", "eval_3"]
     ]
-    assert [text.split(":")[0] for text in world.recorder.notices] == [
-        "train_1 is produced again (1 of 1)",
-        "eval_1 is produced again (1 of 1)",
+    assert sorted(text.split(":")[0] for text in world.recorder.notices) == [
+        "eval_0 is produced again (1 of 1)",
+        "train_0 is produced again (1 of 1)",
     ]
+    assert world.buffer.trained() == 6

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import signal
 import threading
 import weakref
 from concurrent.futures import Future
@@ -13,8 +16,9 @@ import ray
 
 from buffer_rl.cluster.actor_group import Call
 from buffer_rl.cluster.dispatch import all_answers
-from buffer_rl.driver.runtime import POLL_S, LocalTarget, RayRuntime
-from buffer_rl.errors import DeadlineError, EngineError, TrainError, WorkerError
+from buffer_rl.driver.runtime import LocalTarget, RayRuntime
+from buffer_rl.driver.tasks import unbroken
+from buffer_rl.errors import DeadlineError, EndedBySignal, EngineError, TrainError, WorkerError
 
 
 class Members:
@@ -29,6 +33,13 @@ class Members:
         return Call(role=self._role, method=method, members=names, futures=self.futures, collect=all_answers)
 
 
+def answer(runtime: RayRuntime, task: Any, timeout_s: float = 60.0, look: Any = lambda error: None) -> Any:
+    async def main() -> Any:
+        return await runtime.answer(task, timeout_s)
+
+    return runtime.run(main, look)
+
+
 def test_answers_of_all_members_are_combined_in_rank_order() -> None:
     members = Members(3)
     runtime = RayRuntime({"train": members})
@@ -36,18 +47,16 @@ def test_answers_of_all_members_are_combined_in_rank_order() -> None:
     for rank in (2, 0, 1):
         assert not task.ended()
         members.futures[rank].set_result(rank)
-    assert runtime.wait_any([task], 60) is task
-    assert runtime.result(task) == [0, 1, 2]
+    assert answer(runtime, task) == [0, 1, 2]
 
 
 def test_one_failing_member_ends_the_wait_while_the_others_are_still_at_work() -> None:
     members = Members(3)
     runtime = RayRuntime({"train": members})
     task = runtime.submit("train", "step")
-    members.futures[1].set_exception(ValueError("no"))
-    assert runtime.wait_any([task], 60) is task
+    threading.Timer(0.05, members.futures[1].set_exception, [ValueError("no")]).start()
     with pytest.raises(WorkerError, match=r"train 1\.step: ValueError: no"):
-        runtime.result(task)
+        answer(runtime, task)
 
 
 @pytest.mark.parametrize(
@@ -65,84 +74,124 @@ def test_of_several_failures_the_cause_is_raised_not_the_lost_connections(root: 
         members.futures[rank].set_exception(RuntimeError("connection closed by peer"))
     members.futures[2].set_exception(root)
     with pytest.raises((TrainError, WorkerError), match=named):
-        runtime.result(task)
+        answer(runtime, task)
 
 
-def test_the_task_that_ends_first_is_returned() -> None:
-    slow, fast = Members(1), Members(1)
-    runtime = RayRuntime({"rollout": slow, "train": fast})
-    tasks = [runtime.submit("rollout", "run"), runtime.submit("train", "step")]
-    fast.futures[0].set_result(None)
-    assert runtime.wait_any(tasks, 60) is tasks[1]
+def test_a_deadline_names_the_call_and_neither_ends_it_nor_keeps_its_answer() -> None:
+    members = Members(1)
+    runtime = RayRuntime({"train": members})
+    with pytest.raises(DeadlineError, match=r"train\.step: no answer within 0\.01 s") as caught:
+        runtime.run(lambda: runtime.answer(runtime.submit("train", "step"), 0.01), lambda error: None)
+    (future,) = members.futures
+    assert not future.cancelled()
+    payload = Payload()
+    kept = weakref.ref(payload)
+    future.set_result(payload)  # later, when the loop is closed: no error
+    members.futures.clear()
+    del future, payload
+    gc.collect()
+    assert kept() is None, "the error keeps the call"
+    assert caught.value.where == "train.step"
 
 
-def test_a_deadline_names_all_that_was_waited_for() -> None:
-    runtime = RayRuntime({"rollout": Members(1, "rollout"), "train": Members(2)})
-    tasks = [runtime.submit("rollout", "run"), runtime.submit("train", "step")]
-    with pytest.raises(DeadlineError, match=r"rollout\.run, train\.step: no answer within 0\.01 s"):
-        runtime.wait_any(tasks, 0.01)
+def test_a_cancellation_leaves_the_call_under_way_and_others_can_wait_for_it() -> None:
+    members = Members(1)
+    runtime = RayRuntime({"train": members})
+    task = runtime.submit("train", "step")
+
+    async def main() -> Any:
+        waiting = asyncio.ensure_future(runtime.answer(task, 60))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        members.futures[0].set_result(7)
+        return await runtime.answer(task, 60)
+
+    assert runtime.run(main, lambda error: None) == [7]
 
 
-def test_a_watcher_that_raises_ends_the_wait_and_a_finished_task_needs_no_watcher() -> None:
-    calls = []
+def test_watchers_have_a_thread_of_their_own_and_their_errors_come_to_the_loop() -> None:
+    calls: list[str] = []
 
     def watcher() -> None:
-        calls.append(1)
-        if len(calls) == 3:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 2:
             raise EngineError("engine 0 was killed by signal 9")
 
+    runtime = RayRuntime({"rollout": Members(1)}, [watcher])
+    runtime.poll_s = 0.01
+    failed: list[BaseException | None] = []
+
+    async def main() -> None:
+        looked = asyncio.get_running_loop().create_future()
+
+        def look(error: BaseException | None) -> None:
+            failed.append(error)
+            if error is not None:
+                looked.set_result(None)
+
+        looks.append(look)
+        await looked
+
+    looks: list[Any] = []
+    runtime.run(main, lambda error: looks[0](error))
+    assert [str(error) for error in failed if error is not None] == ["engine 0 was killed by signal 9"]
+    assert calls == ["watchers", "watchers"]
+
+
+def test_a_run_can_be_started_inside_an_event_loop_that_runs() -> None:
     members = Members(1)
-    runtime = RayRuntime({"rollout": members}, [watcher])
-    task = runtime.submit("rollout", "run")
-    with pytest.raises(EngineError, match="signal 9"):
-        runtime.wait_any([task], 60)
-    assert len(calls) == 3
-    members.futures[0].set_result(None)
-    assert runtime.wait_any([task], 60) is task
-    assert len(calls) == 3
+    members.futures[0].set_result(3)
+    runtime = RayRuntime({"train": members})
+    task = runtime.submit("train", "step")
+
+    async def notebook() -> Any:
+        return answer(runtime, task)
+
+    assert asyncio.run(notebook()) == [3]
 
 
-class LateFuture(Future[Any]):
-    """Not done when it is first looked at."""
+def test_the_exception_of_a_signals_handler_ends_the_run_at_once_and_cancels_what_is_under_way() -> None:
+    runtime = RayRuntime({"train": Members(1)})
+    cancelled: list[str] = []
 
-    looked_at = False
+    async def main() -> None:
+        try:
+            await unbroken(runtime.answer(runtime.submit("train", "step"), 60))
+        except asyncio.CancelledError:
+            cancelled.append("main")
+            raise
 
-    def done(self) -> bool:
-        before, self.looked_at = self.looked_at, True
-        return before and super().done()
+    def handle(number: int, frame: Any) -> None:
+        raise EndedBySignal(number)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        with pytest.raises(EndedBySignal):
+            runtime.run(main, lambda error: None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert cancelled == ["main"]
 
 
-def test_watchers_follow_a_clock_and_not_the_number_of_calls() -> None:
-    seen: list[float] = []
-    clock = [100.0]
+def test_work_that_is_unbroken_ends_although_its_caller_is_cancelled() -> None:
+    ended: list[str] = []
 
-    class Clocked(RayRuntime):
-        def now(self) -> float:
-            return clock[0]
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        ended.append("work")
 
-    class Answering:
-        """Answers between the first look, when the runtime starts to wait, and the second one."""
+    async def main() -> None:
+        task = asyncio.ensure_future(unbroken(work()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        ended.append("caller")
 
-        def start(self, method: str, *args: Any) -> Call:
-            future = LateFuture()
-            future.set_result(None)
-            return Call(role="buffer", method=method, members=["buffer"], futures=[future])
-
-    runtime = Clocked({"buffer": Answering()}, [lambda: seen.append(clock[0])])
-
-    def call() -> None:
-        task = runtime.submit("buffer", "commit")
-        assert runtime.wait_any([task], 60) is task
-
-    for _ in range(5):
-        call()
-    assert seen == [100.0]
-    clock[0] += POLL_S / 2
-    call()
-    assert seen == [100.0]
-    clock[0] += POLL_S / 2
-    call()
-    assert seen == [100.0, 100.0 + POLL_S]
+    RayRuntime({}).run(main, lambda error: None)
+    assert ended == ["work", "caller"]
 
 
 class Local:
@@ -173,10 +222,10 @@ def test_local_calls_follow_one_another_and_raise_what_they_raise() -> None:
     tasks = [runtime.submit("buffer", "note", number) for number in range(20)]
     failing = runtime.submit("buffer", "fail")
     after = runtime.submit("buffer", "note", 20)
-    runtime.wait_any([after], 60)
-    assert [runtime.result(task) for task in tasks] == local.seen[:20] == list(range(20))
+    assert after.wait(60) == 20
+    assert [task.result() for task in tasks] == local.seen[:20] == list(range(20))
     with pytest.raises(WorkerError, match=r"buffer\.fail: SystemExit: 3"):
-        runtime.result(failing)
+        answer(runtime, failing)
 
 
 def test_a_local_call_that_hangs_holds_up_neither_stop_nor_the_end_of_the_process() -> None:
@@ -213,23 +262,3 @@ def test_an_answer_is_forgotten_with_its_task() -> None:
     gc.collect()
     assert answer() is None
     target.stop()
-
-
-def test_a_rollout_watcher_is_called_only_while_the_call_that_is_waited_for_is_a_rollout() -> None:
-    calls: list[str] = []
-    rollout, train = Members(1, "rollout"), Members(1)
-
-    def at_rollout() -> None:
-        calls.append("rollout")
-        rollout.futures[0].set_result(None)
-
-    def always() -> None:
-        calls.append("any")
-        train.futures[0].set_result(None)
-
-    targets = {"rollout": rollout, "train": train}
-    running = RayRuntime(targets).submit("rollout", "run")
-    RayRuntime(targets, (always,), (at_rollout,)).wait_any([RayRuntime(targets).submit("train", "step"), running], 60)
-    assert calls == ["any"]
-    RayRuntime(targets, (), (at_rollout,)).wait_any([running], 60)
-    assert calls == ["any", "rollout"]

@@ -170,7 +170,9 @@ def test_tokens_after_an_update_are_of_the_new_weights(
     scheduler.add(request)
     for _ in range(7):
         scheduler.step()
+    assert scheduler.running_tokens == 3 + 8
     scheduler.pause(mode)
+    assert scheduler.running_tokens == (0 if mode == "retract" else 3 + 8)
     scheduler.decoder.load(module("qwen3", 1))
     scheduler.weights_changed("5")
     scheduler.resume()

@@ -391,7 +391,7 @@ async def test_pause_with_abort_answers_everything_and_new_requests_wait(http):
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_tokens_after_an_update_carry_the_new_version(http, mode, model_folder):
     task = await start_running(http, "v")
-    await http.post("/pause_generation", {"mode": mode})
+    paused = (await http.post("/pause_generation", {"mode": mode}))[1]
     update = {"model_path": model_folder("qwen3", 1), "weight_version": "8", "flush_cache": mode == "retract"}
     status, answer = await http.post("/update_weights_from_disk", update)
     assert (status, answer["success"], answer["num_paused_requests"]) == (200, True, 1)
@@ -400,6 +400,7 @@ async def test_tokens_after_an_update_carry_the_new_version(http, mode, model_fo
     first, second = meta["weight_versions"]
     assert (first["version"], first["start"], second["version"], second["end"]) == ("0", 0, "8", 400)
     assert 0 < first["end"] == second["start"]
+    assert paused["retracted_tokens"] == (meta["prompt_tokens"] + first["end"] if mode == "retract" else 0)
     assert meta["weight_version"] == "8"
     assert meta["num_retractions"] == int(mode == "retract")
     assert (await http.get("/model_info"))[1]["weight_version"] == "8"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.engines.client import MAX_RETRIES, EngineClient, parse_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.http import EngineFanOut
 from buffer_rl.engines.protocol import RowSeeds, ServerInfo, row_seeds
 from buffer_rl.errors import DeadlineError, EngineError
+from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Status, VersionSpan
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.sglang_rules import SglangRules
@@ -234,13 +235,8 @@ async def test_token_ids_are_checked_before_a_request_is_sent(prompt, wrong):
 async def test_the_size_of_the_vocabulary_is_that_of_the_models_embedding(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 6}}')
     with FakeEngine() as engine:
-        args = SimpleNamespace(
-            router_url=engine.url,
-            engine_urls=[engine.url],
-            engine_api_key=None,
-            generate_timeout_s=10.0,
-            hf_checkpoint=str(tmp_path),
-        )
+        urls = {"router_url": engine.url, "engine_urls": [engine.url]}
+        args = compose(CORE_SECTIONS)(generate_timeout_s=10.0, hf_checkpoint=str(tmp_path), **urls)
         async with EngineClient.from_args(args) as client:
             assert (await client.agenerate("r", [5], {})).output_ids == [5]
             with pytest.raises(EngineError, match="0 to 5"):

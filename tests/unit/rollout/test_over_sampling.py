@@ -155,7 +155,7 @@ async def test_the_greedy_response_of_a_requeued_group_is_generated_again_by_the
         tmp_path,
         over_sampling_batch_size=3,
         partial_rollout=True,
-        max_staleness=1,
+        max_staleness=None,
         advantage_estimator="remax",
         custom_rm_path=kit.user("length_async"),
     )
@@ -252,7 +252,7 @@ async def test_a_complete_group_that_is_not_needed_is_kept_whole_where_its_age_d
 ) -> None:
     monkeypatch.setattr(default, "SCORING_GRACE_S", 0.05)
     options = {"partial_rollout": True, "custom_rm_path": kit.user("hangs_on_first_row_once")}
-    bench = Bench(kit, tmp_path, max_staleness=1, over_sampling_batch_size=3, **options)
+    bench = Bench(kit, tmp_path, max_staleness=None, over_sampling_batch_size=3, **options)
     with FakeEngine(positions) as engine:
         assert await bench.roll(0, engine) == [1, 2]
         assert (bench.output.metrics["surplus_groups"], bench.output.metrics["aborted_groups"]) == (1.0, 0.0)

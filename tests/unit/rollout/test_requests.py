@@ -230,10 +230,7 @@ async def test_samples_that_share_a_request_begin_together_where_places_are_few(
             groups = [kit.make_group(row, labels=["1"] * 16) for row in range(8)]
             params, ticket, requests = sampling_params_for(context.args, False), kit.make_ticket(8), Requests()
             await run_all(generate_group(context, ticket, group, params, RolloutStats(), requests) for group in groups)
-            for _ in range(concurrency):  # every place is free again
-                assert not context.semaphore.locked()
-                await context.semaphore.acquire()
-            assert context.semaphore.locked()
+            assert context.places.free == concurrency
     assert len(engine.log.requests) == 8 * 16
     assert engine.log.num_posts == num_posts
 
@@ -254,11 +251,7 @@ async def test_samples_that_are_cancelled_before_they_begin_free_their_places(ki
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
-                for _ in range(12):
-                    assert not context.semaphore.locked()
-                    await context.semaphore.acquire()
-                for _ in range(12):
-                    context.semaphore.release()
+                assert context.places.free == 12
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])

@@ -11,6 +11,7 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.engines.client import GenerateResult
+from buffer_rl.engines.http import RequestGate
 from buffer_rl.engines.protocol import RowSeeds
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose
@@ -40,6 +41,7 @@ class Engine:
 
     def __init__(self, server: ScriptedServer) -> None:
         self.server = server
+        self.gate, self.timeout_s = RequestGate(), 60.0
         self.seeds: list[int] = []
 
     async def row_seeds(self) -> RowSeeds:

@@ -6,9 +6,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from buffer_rl.engines.client import EngineClient
+from buffer_rl.engines.client import EngineClient, parse_answer
 from buffer_rl.engines.control import EngineControlClient
-from buffer_rl.testing.fake_engine import FakeEngine, Fault, Slots
+from buffer_rl.testing.decoding import DecodeClock, Decoding, Slots
+from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from buffer_rl.testing.sglang_rules import SglangRules
 from harness.processes import holds_within
 
@@ -134,6 +135,115 @@ async def test_new_weights_are_a_new_version() -> None:
             assert control.versions() == {engine.url: "4"}
         assert (await post(engine.url, body()))["meta_info"]["weight_version"] == "4"
     assert engine.log.updates == [{"model_path": "somewhere", "weight_version": "4"}]
+
+
+async def test_the_clock_of_the_engine_stands_still_in_a_pause() -> None:
+    seconds, never = [0.0], asyncio.Event()
+    clock = DecodeClock(lambda: seconds[0])
+    clock.pause()
+    seconds[0] = 100.0
+    assert clock.time() == 0.0
+    waiting = asyncio.create_task(clock.reaches(5.0, never))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    seconds[0] = 200.0
+    clock.resume()
+    clock.resume()
+    assert clock.time() == 0.0
+    seconds[0] = 205.0  # the end of the pause wakes who waits
+    assert await waiting
+    never.set()
+    assert not await clock.reaches(6.0, never)
+
+
+def test_spans_are_of_the_versions_that_drew_the_tokens_and_none_is_empty() -> None:
+    row = Decoding()
+    row.mark(1, 0.0)  # it waits for a slot: nothing of it is drawn
+    row.begin(10.0, 8.0, 1)
+    for version, now in ((2, 12.0), (3, 12.1), (3, 14.0), (4, 17.9)):
+        row.mark(version, now)
+    names = [(span["version"], span["start"], span["end"]) for span in row.spans(8, 8, 9)]
+    assert names == [("1", 0, 2), ("3", 2, 7), ("4", 7, 8)]
+    assert [span["version"] for span in row.spans(8, 2, 9)] == ["1"]
+    assert row.spans(8, 0, 9) == []
+    assert Decoding().spans(3, 3, 9) == [{"version": "9", "start": 0, "end": 3}]
+
+
+async def test_a_row_that_a_pause_holds_continues_with_the_new_weights_and_says_so() -> None:
+    with FakeEngine(respond=lambda ids, seed: range(400), latency=lambda payload: 1.0) as engine:
+        asked = asyncio.create_task(post(engine.url, body()))
+        await arrived(engine)
+        with EngineControlClient([engine.url]) as control:
+            while not asked.done():
+                await asyncio.to_thread(publish, control, engine.version + 1)
+        result = parse_answer(await asked, engine.url)
+        retractions = (await asked)["meta_info"]["num_retractions"]
+    assert result.output_ids == list(range(400))
+    versions = [span.version for span in result.spans]
+    assert len(versions) > 1
+    assert versions == sorted(set(versions))
+    assert len(versions) - 1 <= retractions <= len(engine.log.pauses)
+
+
+def publish(control: EngineControlClient, version: int) -> None:
+    control.pause("retract")
+    control.flush()
+    control.update_weights_from_disk("somewhere", version)
+    control.resume()
+
+
+async def test_in_a_pause_nothing_is_answered_and_what_runs_or_comes_can_be_aborted() -> None:
+    with FakeEngine() as engine, EngineControlClient([engine.url]) as control:
+        await asyncio.to_thread(control.pause, "retract")
+        waiting = [asyncio.create_task(post(engine.url, body(rid=rid))) for rid in ("a", "b")]
+        await arrived(engine, 2)
+        assert await call(f"{engine.url}/abort_request", "POST", {"rid": "a"}) == 200
+        assert (await waiting[0])["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert not waiting[1].done()
+        await asyncio.to_thread(control.update_weights_from_disk, "somewhere", 3)
+        await asyncio.to_thread(control.resume)
+        meta = (await waiting[1])["meta_info"]
+        assert meta["weight_versions"] == [{"version": "3", "start": 0, "end": 3}]
+        assert meta["num_retractions"] == 0
+
+
+@pytest.mark.parametrize(("mode", "flushes"), [(None, False), ("in_place", False), ("retract", True), ("abort", True)])
+async def test_the_cache_is_flushed_while_no_row_holds_it(mode: str | None, flushes: bool) -> None:
+    begun: list[str] = []
+
+    def latency(payload: dict[str, Any]) -> float:
+        begun.append(payload["rid"])
+        return 3600.0
+
+    with FakeEngine(latency=latency) as engine, EngineControlClient([engine.url]) as control:
+        asked = asyncio.create_task(post(engine.url, body()))
+        assert await asyncio.to_thread(holds_within, 60, lambda: begun == ["r"])
+        if mode is not None:
+            await asyncio.to_thread(control.pause, mode)
+        if mode == "abort":
+            assert (await asked)["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert await call(f"{engine.url}/flush_cache", "POST", {}) == (200 if flushes else 400)
+        await asyncio.to_thread(control.resume)
+        await call(f"{engine.url}/abort_request", "POST", {"abort_all": True})
+        await asked
+
+
+async def test_new_weights_without_a_pause_leave_running_rows_their_version() -> None:
+    with FakeEngine(latency=lambda payload: 3600.0, aborted_after=2) as engine:
+        asked = asyncio.create_task(post(engine.url, body()))
+        assert await asyncio.to_thread(holds_within, 60, lambda: bool(engine.log.requests))
+        with EngineControlClient([engine.url]) as control:
+            while (await asyncio.to_thread(flush_status, engine.url)) == 200:  # it has no slot yet
+                pass
+            await asyncio.to_thread(control.update_weights_from_disk, "somewhere", 5)
+        await call(f"{engine.url}/abort_request", "POST", {"rid": "r"})
+        meta = (await asked)["meta_info"]
+    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 2}]
+    assert meta["weight_version"] == "5"
+
+
+def flush_status(url: str) -> int:
+    return asyncio.run(call(f"{url}/flush_cache", "POST", {}))
 
 
 async def status_of(url: str, payload: dict[str, Any]) -> tuple[int, str]:

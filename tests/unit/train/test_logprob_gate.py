@@ -19,7 +19,7 @@ LENGTH = 12
 
 def args_with(**changes: Any) -> Any:
     options = {"max_logprob_diff": 0.2, "rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_min_p": 0.0}
-    return SimpleNamespace(**{**options, **changes})
+    return SimpleNamespace(**{**options, "schedule": "lockstep", "max_staleness": None, **changes})
 
 
 def batch_of(engine: Sequence[Sequence[float]], masks: Sequence[Sequence[int]] | None = None) -> TrainBatch:
@@ -79,7 +79,7 @@ def test_rows_that_no_engine_sampled_are_passed_over() -> None:
     gap = compare_log_probs(args_with(), batch_of(engine), trainer_of([-1.0, -2.2]), where="")
     assert (gap.num_tokens, gap.mean) == (2, pytest.approx(0.1))
     gap = compare_log_probs(args_with(), batch_of(engine[:3]), trainer_of([-1.0, -2.0]), where="")
-    assert "no row of the first rollout has rollout_log_probs" in str(gap)
+    assert "no row of the first step has rollout_log_probs" in str(gap)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -127,6 +127,27 @@ def test_a_rank_whose_rows_are_all_masked_computes_too() -> None:
     masked = batch_of([[-1.0]] * 3, masks=[[0]] * 3)
     assert compare_log_probs(args_with(), masked, log_probs, where="") == LogProbGap()
     assert asked == [1]
+
+
+def test_only_rows_of_the_version_that_is_trained_are_compared() -> None:
+    """A resumed run may begin with rows of several versions; those of others differ, whatever the engine does."""
+    asked: list[list[int]] = []
+
+    def log_probs(batch: TrainBatch) -> list[np.ndarray]:
+        asked.append([row.uid.row for row in batch.row_ids])
+        return [np.array([-1.5], dtype=np.float32)] * len(batch)
+
+    batch = batch_of([[-9.0], [-1.4], [-9.0]])
+    batch.rollout_id, batch.columns["weight_version"] = 7, np.array([6, 7, -1], dtype=np.int32)
+    gap = compare_log_probs(args_with(schedule="async"), batch, log_probs, where="")
+    assert (gap.num_tokens, asked) == (1, [[1]])
+    assert gap.mean == pytest.approx(0.1)
+    batch.columns["weight_version"] = np.array([6, 6, -1], dtype=np.int32)
+    gap = compare_log_probs(args_with(schedule="async"), batch, log_probs, where="")
+    assert "no row of the first step has rollout_log_probs, of the weights that it trains" in str(gap)
+    assert asked[1:] == [[0]]  # other ranks may wait for this one
+    with pytest.raises(TrainError):
+        compare_log_probs(args_with(schedule="async", max_staleness=0), batch, log_probs, where="")
 
 
 def test_without_log_probabilities_or_tokens_nothing_is_compared_and_it_says_so() -> None:

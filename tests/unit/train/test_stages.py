@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -27,7 +26,7 @@ from buffer_rl.train.stream import (
     read_deals,
     run_stage,
 )
-from harness.losses import objective_of
+from harness.losses import loss_args, objective_of
 
 
 class Answer:
@@ -433,5 +432,7 @@ def test_a_stage_holds_no_batch_that_it_has_worked_on() -> None:
 
 
 def test_a_role_waits_for_a_group_as_long_as_all_rollout_workers_that_may_replace_each_other() -> None:
-    args = SimpleNamespace(rollout_timeout_s=100.0, role_max_restarts=2)
-    assert longest_wait(args) > 3 * (100.0 + 2 * GRACE_S)
+    args: Any = loss_args(rollout_timeout_s=100.0, role_max_restarts=2)
+    assert 3 * (100.0 + 2 * GRACE_S) < longest_wait(args) < 3 * (200.0 + 2 * GRACE_S)
+    ahead = args.model_copy(update={"schedule": "async", "max_staleness": 4, "target_staleness": 2})
+    assert longest_wait(ahead) > 3 * (300.0 + 2 * GRACE_S)

@@ -1,0 +1,102 @@
+"""Checks of options of runs that train on tokens of older weights than those that they update, and notices about them.
+No plugin is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from buffer_rl.errors import ConfigError
+from buffer_rl.plan.algorithm import is_supervised, loss_flag, loss_of
+from buffer_rl.plan.algorithms import LOSSES
+from buffer_rl.plan.counts import optimizer_steps
+from buffer_rl.plan.schedule import Mode, Schedule, rollout_only, train_only
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
+CORRECTIONS = "--loss-type decoupled_ppo, --use-tis or --use-rollout-logprobs"
+
+
+def check_async(args: Args) -> None:
+    """Raises ConfigError for options that do not go with a staleness of 1 or more, with what to take instead."""
+    schedule = Schedule.of(args)
+    if not schedule.max_staleness or train_only(args):
+        return
+    where = f"--schedule {args.schedule}"
+    if args.partial_rollout:
+        raise ConfigError(
+            "requests that a publication stops continue by themselves, with their tokens; tokens that are kept in the "
+            "queue beside that would be older than the bound",
+            where=f"--partial-rollout and {where}",
+            hint="take --partial-rollout out",
+        )
+    in_flight = args.over_sampling_batch_size or args.rollout_batch_size
+    if in_flight > args.rollout_batch_size:
+        raise ConfigError(
+            f"the tickets in production already have {schedule.target * args.rollout_batch_size} more groups in flight "
+            "than a step takes",
+            where=f"--over-sampling-batch-size and {where}",
+            expected=f"at most --rollout-batch-size {args.rollout_batch_size}",
+            hint="take it out; --target-staleness sets how many tickets are in production (--schedule async)",
+        )
+    if args.deterministic and schedule.mode is not Mode.ONE_STEP_OFF:
+        raise ConfigError(
+            "which groups a step trains on, and which weights sampled each token, depends on how long each takes",
+            where=f"--deterministic and {where}",
+            hint="--schedule one-step-off, whose samples are of one version each, or take --deterministic out",
+        )
+    if _is_uncorrected(args) and loss_of(args) in LOSSES and not args.allow_uncorrected:
+        steps = f"{schedule.max_staleness} step" + "s" * (schedule.max_staleness > 1)
+        raise ConfigError(
+            f"tokens may be sampled by weights that are {steps} older than those that are trained, and with "
+            f"{loss_flag(args)} {loss_of(args)} nothing corrects for it",
+            where=where,
+            expected=CORRECTIONS,
+            hint="add one of these, or --allow-uncorrected to train without a correction",
+        )
+
+
+def async_notices(args: Args, whole_rollout_flags: Sequence[str] = ()) -> list[str]:
+    """One text for each thing to know about a run with a staleness of 1 or more; it starts all the same.
+
+    whole_rollout_flags: of functions that see all groups of a rollout."""
+    schedule = Schedule.of(args)
+    if not schedule.max_staleness or train_only(args) or args.num_rollout == 0:
+        return []
+    found, given = [], f"--schedule {args.schedule}"
+    if not rollout_only(args) and (steps := optimizer_steps(args)) > 1:
+        found.append(
+            f"{given} with {steps} optimizer steps a rollout: the later ones train on older samples than the staleness "
+            f"says, which counts rollouts: by up to {steps - 1} more steps"
+        )
+    if _is_uncorrected(args) and loss_of(args) not in LOSSES:
+        found.append(
+            f"{given}: tokens may be of older weights than those that are trained; whether the loss {loss_of(args)} "
+            f"corrects for it is not known here (what does: {CORRECTIONS}, or the column rollout_log_probs)"
+        )
+    own = not args.rollout_function_path.startswith("buffer_rl.")
+    seeing = [*(["--rollout-function-path"] if own else []), *whole_rollout_flags]
+    if args.custom_rollout_log_function_path is not None:
+        seeing.append("--custom-rollout-log-function-path")
+    if schedule.by_window and seeing:
+        found.append(
+            f"{given}: what {' and '.join(seeing)} sees is a ticket, and rollout_id is its number; a step may train on "
+            "groups of several tickets"
+        )
+    if schedule.by_window and own:
+        found.append(
+            f"{given}: a rollout worker calls --rollout-function-path {args.rollout_function_path} for one ticket at a "
+            "time, unless it declares concurrent = True: so much of the rollouts overlaps with training and no more"
+        )
+    return found
+
+
+def _is_uncorrected(args: Args) -> bool:
+    """Whether the loss may have a ratio of policies, and nothing that the options tell takes the one that sampled into
+    account. A loss of the user's may do so itself."""
+    if rollout_only(args) or args.num_rollout == 0 or is_supervised(args):
+        return False
+    loss = LOSSES.get(loss_of(args))
+    return not (args.use_tis or args.use_rollout_logprobs or (loss is not None and loss.uncorrected))

@@ -1,0 +1,328 @@
+"""The production of groups: tickets, the selections of steps, and the work of roles on them while they are open.
+
+What is lost before an optimizer step has all of production start again, from that step on: tickets and selections that
+are not committed are given up, and the queue of the Buffer comes first (``Production.start_again``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from buffer_rl.buffer.state import BufferState
+from buffer_rl.driver.offload import MemoryTurns
+from buffer_rl.driver.tasks import Calls, Restarts, StepTimes, Task, is_worker_death
+from buffer_rl.errors import BufferRestartedError, BufferRLError, PayloadLostError, RolloutError
+from buffer_rl.observe.metrics import DROP_PREFIX, drop_metrics
+from buffer_rl.observe.timeline import WorkReport
+from buffer_rl.plan.schedule import RunPlan
+
+if TYPE_CHECKING:
+    from buffer_rl.observe.observer import RunObserver
+    from buffer_rl.records.groups import RolloutReport, Ticket
+
+Produced = tuple[dict[str, float], list[dict[str, Any]]]
+"""Metrics of a ticket or an evaluation, and samples to show."""
+Ended = tuple[dict[str, float], list[dict[str, Any]], dict[str, int]]
+"""The same, and the groups that the ticket dropped, by reason."""
+
+
+class Production:
+    """Starts tickets as the schedule lets them open, and closes the selections of steps.
+
+    released: the version that the Buffer admits by; None before the first one. lost: the error with which production
+    was lost, until it starts again. is_running: whether a ticket is under way.
+    """
+
+    def __init__(
+        self, plan: RunPlan, calls: Calls, observer: RunObserver, times: StepTimes, memory: MemoryTurns
+    ) -> None:
+        self._plan, self._calls, self._observer, self._times, self._memory = plan, calls, observer, times, memory
+        self._restarts = Restarts(plan.roles, calls.runtime, observer, plan.train_timeout_s)
+        self.released: int | None = None
+        self.lost: BufferRLError | None = None
+        self._next = plan.first_rollout
+        self._is_halted = False
+        self._tickets: dict[int, Ticket] = {}  # that run
+        self._producing: dict[int, asyncio.Task[None]] = {}
+        self._ended: dict[int, Ended] = {}  # tickets that are not part of a step's metrics yet
+        self._streams: dict[int, dict[str, asyncio.Task[WorkReport]]] = {}  # of roles, by step
+        self._closing: asyncio.Task[RolloutReport] | None = None
+        self._open_calls: set[Task] = set()  # on rollout workers and roles
+        self._incarnation: str | None = None  # of the Buffer that has the tickets
+        self._retries = 0
+        self._counted: str | None = None  # the newest Buffer whose predecessor's death is among the retries
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a ticket is under way."""
+        return bool(self._producing)
+
+    @property
+    def trainer_streams(self) -> bool:
+        """Whether the trainer works on groups of a selection that is open."""
+        return any(role in self._plan.roles.trained for streams in self._streams.values() for role in streams)
+
+    # -- tickets -------------------------------------------------------------------------------------
+
+    async def admit(self, allows: Callable[[], bool]) -> None:
+        """Start every ticket that the schedule lets open, while the run ``allows`` it. Never ends by itself."""
+        while True:
+            await self._calls.until(lambda: allows() and self._may_open())
+            number, self._next = self._next, self._next + 1
+            await self._memory.engines(evaluation=False)
+            self._producing[number] = self._calls.spawn(self._produce(number))
+
+    def _may_open(self) -> bool:
+        schedule = self._plan.schedule
+        if self._is_halted or self._next >= self._plan.num_rollouts:
+            return False
+        if self.released is None or not schedule.may_start(self._next, self.released):
+            return False
+        return schedule.by_window or not self._producing
+
+    async def _produce(self, number: int) -> None:
+        """One ticket. If it is lost, *train* has production start again."""
+        schedule = self._plan.schedule
+        try:
+            ticket = self._tickets[number] = await self._calls.buffer(BufferState.generate, number, False)
+            self._incarnation = ticket.incarnation
+            if schedule.streams and not schedule.by_window:
+                await self._calls.buffer(BufferState.open_selection, number)
+            metrics, samples = await self._run_ticket(ticket)
+            report = await self._calls.buffer(BufferState.end_ticket, self._tickets[number])
+        except BufferRLError as error:
+            await self._lose(error)
+        else:
+            self._ended[number] = {**metrics, **drop_metrics(report.drops)}, samples, report.drops
+        del self._producing[number], self._tickets[number]
+        self._calls.tell()
+
+    async def _run_ticket(self, ticket: Ticket) -> Produced:
+        """Have a rollout worker run a ticket, and another one go on with it where it dies."""
+        number, schedule = ticket.rollout_id, self._plan.schedule
+        while True:
+            seen = self._restarts.count("rollout")
+            call = self._submit("rollout", "run", ticket)
+            if schedule.streams and not schedule.by_window and number not in self._streams:
+                self._start_roles(number, while_open=True)
+            try:
+                return cast(Produced, await self._answer(call, self._plan.rollout_timeout_s))
+            except BufferRLError as error:
+                if not self._plan.passes_on_tickets or not is_worker_death("rollout", error):
+                    raise
+                await self._restarts.replace("rollout", seen, error)
+            ticket = self._tickets[number] = await self._calls.buffer(BufferState.pass_on, ticket)
+            missing = ticket.num_groups
+            self._observer.notice(f"{ticket.task} goes on: {missing} groups are missing, and its metrics are of these")
+
+    # -- selections ----------------------------------------------------------------------------------
+
+    def can_close(self, rollout_id: int) -> bool:
+        """Whether the groups of a step are finished. In an asynchronous run its selection is closed then."""
+        return self._close(rollout_id).done() if self._plan.schedule.by_window else rollout_id in self._ended
+
+    async def selected(
+        self, rollout_id: int, wait: Callable[[Callable[[], bool]], Awaitable[None]]
+    ) -> dict[str, float]:
+        """Close the selection of a step, once its groups are finished, and have the roles work on it. Returns the
+        metrics of production until then. wait: for a condition. Raises RolloutError if there is no group."""
+        schedule = self._plan.schedule
+        if schedule.by_window and schedule.streams and rollout_id not in self._streams:
+            await self._calls.buffer(BufferState.open_selection, rollout_id)
+            self._start_roles(rollout_id, while_open=True)
+        await wait(lambda: self.can_close(rollout_id))
+        if self._closing is not None:
+            closing, self._closing = self._closing, None
+            report = closing.result()
+        else:
+            closed, _ = await self._calls.buffer(BufferState.close_selection, rollout_id)
+            report = cast("RolloutReport", closed)  # its ticket has ended
+        metrics, drops = self._metrics(rollout_id, report)
+        if report.num_groups == 0:
+            raise RolloutError(
+                "no group was finished, so there is nothing to train on",
+                where=f"rollout {rollout_id}",
+                hint=f"dropped: {drops}" if drops else "does the rollout function report its groups?",
+            )
+        if not schedule.streams:
+            self._start_roles(rollout_id, while_open=False)
+        return metrics
+
+    def _close(self, rollout_id: int) -> asyncio.Task[RolloutReport]:
+        """The closing of a selection of the window; it is begun once."""
+        if self._closing is None:
+            limit = (self._plan.schedule.target + 1) * self._plan.rollout_timeout_s
+            call = self._calls.runtime.submit("selection", "close", rollout_id, self._plan.num_rollouts - 1, limit)
+            self._closing = asyncio.ensure_future(self._calls.runtime.answer(call, limit))
+            self._closing.add_done_callback(lambda _: self._calls.tell())
+        return self._closing
+
+    def _metrics(self, rollout_id: int, report: RolloutReport) -> tuple[dict[str, float], dict[str, int]]:
+        """Of the tickets that ended since the step before, or of the step's own; and the groups that were dropped."""
+        numbers = sorted(self._ended) if self._plan.schedule.by_window else [rollout_id]
+        ended = {number: self._ended.pop(number) for number in numbers}
+        drops = Counter(report.drops)
+        for *_, dropped in ended.values():
+            drops.update(dropped)
+        metrics = joined_metrics([metrics for metrics, *_ in ended.values()]) | drop_metrics(drops)
+        metrics["rollout/num_groups"] = float(report.num_groups)
+        for number, (own, samples, _) in ended.items():
+            self._observer.rollout_ended(number, False, metrics if len(ended) == 1 else own, samples)
+        if self._plan.schedule.max_staleness and (staleness := report.staleness):
+            metrics |= {"staleness/mean": sum(staleness) / len(staleness), "staleness/max": float(max(staleness))}
+        return metrics, dict(sorted(drops.items()))
+
+    # -- roles ---------------------------------------------------------------------------------------
+
+    def streams(self, rollout_id: int) -> dict[str, asyncio.Task[WorkReport]]:
+        """The work of roles on a selection, in the order in which it was started."""
+        return self._streams.get(rollout_id, {})
+
+    def forget_streams(self, rollout_id: int) -> None:
+        """The work of roles on a selection was waited for."""
+        self._streams.pop(rollout_id, None)
+
+    def _start_roles(self, step: int, *, while_open: bool) -> None:
+        """Have the roles work on a selection; trained ones too, if they are to work while it is open."""
+        plan = self._plan.roles
+        work: dict[str, tuple[Any, ...]] = dict.fromkeys(plan.dedicated_roles, ())
+        for role in plan.trained if while_open else ():
+            if (models := plan.models_of(role)) or plan.stream_gradients:
+                work[role] = (models, plan.awaited_by(role), plan.stream_gradients)
+        limit = self._plan.train_timeout_s + (self._plan.rollout_timeout_s if while_open else 0.0)
+        self._streams[step] = {
+            role: self._calls.spawn(self._stream(role, step, *args, limit_s=limit)) for role, args in work.items()
+        }
+
+    async def _stream(self, role: str, step: int, *work: Any, limit_s: float) -> WorkReport:
+        """The work of a role on a selection. One whose processes die is replaced, and works on what it had not
+        written."""
+        while True:
+            seen = self._restarts.count(role)
+            try:
+                return cast(WorkReport, await self._answer(self._submit(role, "stream", step, *work), limit_s))
+            except BufferRLError as error:
+                if role not in self._plan.roles.dedicated_roles or not is_worker_death(role, error):
+                    await self._lose(error)
+                    return WorkReport()
+                await self._restarts.replace(role, seen, error)
+            await self._calls.buffer(BufferState.requeue_for_readers, f"train_{step}", role)
+
+    # -- evaluations ---------------------------------------------------------------------------------
+
+    async def evaluate(self, version: int) -> Produced:
+        """An evaluation of the published ``version``; one that is lost is made again, since its metrics are of all
+        groups."""
+        await self._memory.engines(evaluation=True)
+        while True:
+            ticket = await self._calls.buffer(BufferState.generate, version, True)
+            try:
+                with self._times.of("evaluate", "rollout", version):
+                    limit = self._plan.rollout_timeout_s
+                    produced = await self._calls.call("rollout", "run", ticket, timeout_s=limit)
+                await self._calls.buffer(BufferState.end_ticket, ticket)
+            except BufferRLError as error:
+                await self._count_loss(ticket.task, ticket.incarnation, error)
+                await self._calls.buffer(BufferState.clear, ticket.task)
+                continue
+            await self._calls.buffer(BufferState.clear, ticket.task)
+            return cast(Produced, produced)
+
+    # -- losses --------------------------------------------------------------------------------------
+
+    async def _lose(self, error: BufferRLError) -> None:
+        """Note that production must start again. Raises ``error`` if nothing was lost that can be produced again."""
+        lost = isinstance(error, PayloadLostError | BufferRestartedError) or is_worker_death("rollout", error)
+        if not lost and await self._buffer_of_now() == self._incarnation:
+            raise error
+        self.lost = self.lost or error
+        self._calls.tell()
+
+    async def _buffer_of_now(self) -> str:
+        progress = await self._calls.buffer(BufferState.get_progress)
+        return str(progress["incarnation"])
+
+    async def _count_loss(self, what: str, incarnation: str | None, error: BufferRLError) -> None:
+        """Count that ``what``, of the Buffer ``incarnation``, is produced again; a dead rollout worker is replaced.
+        Raises ``error`` if nothing was lost, or too much was."""
+        now = await self._buffer_of_now()
+        replaced = now != incarnation or isinstance(error, BufferRestartedError)
+        died = is_worker_death("rollout", error)
+        if not (replaced or died or isinstance(error, PayloadLostError)):
+            raise error
+        retries = self._retries + (now != self._counted if replaced else 1)
+        if retries > self._plan.max_rollout_retries:
+            error.hint = f"--buffer-max-restarts: what was lost was produced again {self._retries} times, and no more"
+            raise error
+        if died:
+            await self._restarts.replace("rollout", self._restarts.count("rollout"), error)
+        self._retries, self._counted = retries, now if replaced else self._counted
+        self._observer.notice(f"{what} is produced again ({retries} of {self._plan.max_rollout_retries}): {error}")
+
+    async def start_again(self, step: int, error: BufferRLError) -> None:
+        """Start production again, from ``step`` on. Raises ``error`` if nothing was lost, or too much was."""
+        self._is_halted = True
+        newest = max(self._next - 1, step)
+        tickets = f"train_{step}" if newest == step else f"train_{step} to train_{newest}"
+        await self._count_loss(tickets, self._incarnation, error)
+        await self.end(step, waits_for_workers=True)
+        if self._memory.trainer_is_awake:  # else it has nothing of a step
+            await self._calls.on_trained("discard")
+        self.lost = None
+        self._next = step
+        self._is_halted = False
+        self._calls.tell()
+
+    async def end(self, step: int, *, waits_for_workers: bool) -> None:
+        """Give up all tickets, and every selection from ``step`` on. Returns once no role works on them."""
+        self._is_halted = True
+        for task in (tasks := self.under_way()):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._streams.clear()
+        self._ended.clear()
+        self._producing.clear()
+        self._tickets.clear()
+        self._closing = None
+        await self._calls.buffer(BufferState.abandon, step)
+        calls, self._open_calls = self._open_calls, set()
+        left = [call for call in calls if waits_for_workers or call.role != "rollout"]
+        # One behind them on each role, whose processes may not end together.
+        left += [self._calls.runtime.submit(role, "ready") for role in self._plan.roles.dedicated_roles]
+        for call in left:
+            with suppress(BufferRLError):  # errors of work that is given up are not asked for
+                await self._calls.runtime.answer(call, self._plan.rollout_timeout_s)
+
+    def under_way(self) -> list[asyncio.Task[Any]]:
+        streams = [task for tasks in self._streams.values() for task in tasks.values()]
+        return [*self._producing.values(), *streams, *([] if self._closing is None else [self._closing])]
+
+    def _submit(self, role: str, method: str, *args: Any) -> Task:
+        """Start a call of production."""
+        call = self._calls.runtime.submit(role, method, *args)
+        self._open_calls.add(call)
+        return call
+
+    async def _answer(self, call: Task, timeout_s: float) -> Any:
+        """The answer of a call of production, which is under way until it has one."""
+        try:
+            answer = await self._calls.runtime.answer(call, timeout_s)
+        except BufferRLError:
+            self._open_calls.discard(call)
+            raise
+        self._open_calls.discard(call)
+        return answer
+
+
+def joined_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several tickets: sums of tokens and of dropped groups, else means over those that have them."""
+    joined: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part[name] for part in parts if name in part]
+        counts = name == "rollout/generated_tokens" or name.startswith(DROP_PREFIX)
+        joined[name] = sum(values) if counts else sum(values) / len(values)
+    return joined

@@ -1,0 +1,130 @@
+"""A failure of one of the driver's coroutines at every moment of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.errors import BufferRLError, EngineError, RolloutError
+from buffer_rl.plan.schedule import Mode, Schedule
+from buffer_rl.records.groups import Ticket
+from buffer_rl.testing.virtual_rollouts import VirtualRollouts
+from buffer_rl.testing.virtual_time import Span, VirtualRuntime
+from harness.schedule_trial import Outcome, Saves, Setting, Stopping, TrialBuffer, world
+
+SCHEDULES = {
+    "lockstep": Schedule(mode=Mode.LOCKSTEP),
+    "pipelined": Schedule(mode=Mode.PIPELINED, streams=True),
+    "one step off": Schedule(mode=Mode.ONE_STEP_OFF, target=1, max_staleness=1, drains=True),
+    "asynchronous": Schedule(mode=Mode.ASYNC, target=2, max_staleness=3),
+}
+SETTING = Setting(
+    schedule=SCHEDULES["lockstep"], num_steps=4, groups_per_step=2, train_s=4.0, load_s=1.0, eval_interval=2, slots=4
+)
+# What the first call of each pair began, the second one ends, whatever fails meanwhile.
+PAIRS = {
+    ("train", "train"): ("buffer", "commit"),
+    ("save", "save"): ("save", "seal"),
+    ("publish", "publish"): ("buffer", "release"),
+}
+
+
+def spans_of(name: str, folder: Path, prepare: Callable[[VirtualRuntime], None]) -> list[Span]:
+    """The calls of a run until its end, or its failure, which is raised."""
+    setting = replace(SETTING, schedule=SCHEDULES[name])
+    buffer = TrialBuffer(folder, setting)
+    changes = {"saves": True, "save_interval": 1}
+    runtime, driver, _ = world(setting, buffer, Saves(buffer), Stopping(None), Outcome(setting), changes)
+    prepare(runtime)
+    try:
+        driver.run()
+    finally:
+        buffer.state.ledger.close()
+    return runtime.spans
+
+
+def unfinished(spans: list[Span]) -> list[tuple[str, str]]:
+    """Calls that another one must follow, and that it did not."""
+    counts = {pair: [sum((s.role, s.method) == call for s in spans) for call in pair] for pair in PAIRS.items()}
+    starts = 1  # the first release is of the start
+    return [
+        pair[0]
+        for pair, (first, second) in counts.items()
+        if second - (starts if pair[1] == ("buffer", "release") else 0) != first
+    ]
+
+
+def moments(spans: list[Span]) -> list[float]:
+    """Shortly before, at and after each call's start and end."""
+    times = {time for span in spans for time in (span.start, span.end)}
+    return sorted({max(0.0, time + shift) for time in times for shift in (-0.01, 0.0, 0.01)})
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_failure_at_any_moment_leaves_as_it_is_and_interrupts_no_pair_of_calls(tmp_path: Path, name: str) -> None:
+    whole = spans_of(name, tmp_path, lambda runtime: None)
+    assert unfinished(whole) == []
+    end = max(span.end for span in whole)
+    for moment in moments(whole):
+        if moment >= end - 0.01:
+            continue
+        runtimes: list[VirtualRuntime] = []
+        with pytest.raises(EngineError) as caught:
+            spans_of(name, tmp_path, partial(fail_at, moment, runtimes))
+        assert caught.value.what == "no engine is left"
+        spans = runtimes[0].spans
+        assert unfinished(spans) == [], f"a failure at {moment}"
+        later = [span for span in spans if span.start > moment and (span.role, span.method) == ("train", "train")]
+        assert later == [], f"another step after a failure at {moment}"
+
+
+def fail_at(moment: float, runtimes: list[VirtualRuntime], runtime: VirtualRuntime) -> None:
+    async def fail() -> None:
+        await runtime.loop.sleep_until(moment)
+        runtime.look(EngineError("no engine is left"))
+
+    runtimes.append(runtime)
+    runtime.loop.create_task(fail())
+
+
+class FailingRollouts:
+    """Tickets, or evaluations, fail in place of their answer."""
+
+    def __init__(self, rollouts: VirtualRollouts, fails: Callable[[Ticket], bool]) -> None:
+        self._rollouts, self._fails = rollouts, fails
+
+    async def run(self, ticket: Ticket) -> Any:
+        answer = await self._rollouts.run(ticket)
+        if self._fails(ticket):
+            raise RolloutError(f"a bug in {ticket.task}")
+        return answer
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("task", ["train_0", "train_1", "train_3", "eval_0", "eval_2", "eval_4"])
+def test_a_rollout_or_an_evaluation_that_fails_ends_the_run_with_its_error(
+    tmp_path: Path, name: str, task: str
+) -> None:
+    runtimes: list[VirtualRuntime] = []
+
+    def break_rollouts(runtime: VirtualRuntime) -> None:
+        runtimes.append(runtime)
+        runtime.roles["rollout"] = FailingRollouts(runtime.roles["rollout"], lambda ticket: ticket.task == task)
+
+    with pytest.raises(BufferRLError) as caught:
+        spans_of(name, tmp_path, break_rollouts)
+    assert str(caught.value) == f"a bug in {task}"
+    assert unfinished(runtimes[0].spans) == []
+
+
+def test_the_first_of_several_failures_leaves_bare(tmp_path: Path) -> None:
+    def fail(runtime: VirtualRuntime) -> None:
+        runtime.roles["rollout"] = FailingRollouts(runtime.roles["rollout"], lambda ticket: not ticket.evaluation)
+
+    with pytest.raises(RolloutError, match=r"^a bug in train_\d$"):
+        spans_of("asynchronous", tmp_path, fail)
