@@ -59,12 +59,14 @@ class Lease:
 class OpenRollout:
     """A ticket between ``generate`` and ``end_ticket``. wanted: how many groups it was opened with; ``ticket`` has the
     number that are still missing. leases: groups that are leased and not finished. finished: the number of rows of each
-    group, in the order of their reports. waiting: the prompts of an evaluation that were not leased yet."""
+    group, in the order of their reports. has_foreign: foreign ones are among them. waiting: the prompts of an
+    evaluation that were not leased yet."""
 
     ticket: Ticket
     wanted: int
     leases: dict[GroupUid, Lease] = field(default_factory=dict)
     finished: dict[GroupUid, int] = field(default_factory=dict)
+    has_foreign: bool = False
     waiting: GroupQueue = field(default_factory=GroupQueue)
     drops: Counter[str] = field(default_factory=Counter)
 
@@ -184,8 +186,7 @@ class Rollouts:
         finished: the rollout function begins again with its first uid, and a uid is taken once."""
         rollout = self.of(ticket)
         missing = max(0, rollout.wanted - len(rollout.finished))
-        unreleased = (self.finished.get(uid) for uid in rollout.finished)
-        if missing and any(lease is not None and lease.foreign for lease in unreleased):
+        if missing and rollout.has_foreign:
             what = "the worker died, and the rollout function does not know which groups of its own are finished"
             raise PayloadLostError(what, where=ticket.task)
         self.requeue(ticket, [(uid, lease.group.attempt) for uid, lease in rollout.leases.items()])
@@ -237,6 +238,7 @@ class Rollouts:
             attempts = {uid: self._ledger.lease(uid, ticket, foreign) for uid in num_rows}
             for uid, attempt in attempts.items():
                 self._ledger.finish(uid, attempt)
+        rollout.has_foreign |= foreign
         self.queue.remove(num_rows)
         for uid, attempt in attempts.items():
             group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.fencing_token)
