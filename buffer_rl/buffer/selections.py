@@ -200,9 +200,10 @@ class Selections:
         """See ``BufferState.release``."""
         if version < self._record.version:
             raise BufferStateError(f"version {version} is older than the published version {self._record.version}")
-        opened = {pool.rollout_id for pool in self._of_steps(0, version)} | self._record.inherited
-        for step in sorted(opened - self._record.committed.keys()):
-            if step < version:
+        record = self._record
+        is_new = self._rollouts.newest_ticket < 0 and not (record.committed or record.inherited)
+        for step in () if is_new else range(record.version, version):  # a run that only evaluates has no steps
+            if step not in record.committed:
                 raise BufferStateError(f"version {version} cannot be released: step {step} is not committed")
         self._record.set_version(version)
         for pool in self._of_steps(0, version):
