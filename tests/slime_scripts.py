@@ -21,7 +21,7 @@ from pathlib import Path
 
 from buffer_rl.cli import main
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl_slime.scripts.flags import Verdict
+from buffer_rl_slime.scripts.meaning import Verdict
 
 TITLES = {verdict: f"{verdict[:1].upper()}{verdict[1:]} (" for verdict in Verdict}
 UNKNOWN = "no flag of slime or Megatron"
