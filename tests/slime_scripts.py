@@ -35,6 +35,7 @@ SCRIPTS = {
     "scripts/run-qwen3-235B-A22B.sh": ("--eval-prompt-data", "aime", "data.jsonl@[:2]"),
     "scripts/run-qwen3-4B-base-sft.sh": (),
     "tests/test_gspo.sh": (),
+    "examples/fully_async/run-qwen2.5-0.5B-fully_async.sh": (),
     "examples/search-r1/run_qwen2.5_3B.sh": (
         "--custom-generate-function-path", "none", "--custom-rm-path", "none", "--rm-type", "exact_match",
     ),
