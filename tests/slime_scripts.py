@@ -21,7 +21,7 @@ from pathlib import Path
 
 from buffer_rl.cli import main
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl_slime.scripts.flags import Verdict
+from buffer_rl_slime.scripts.meaning import Verdict
 
 TITLES = {verdict: f"{verdict[:1].upper()}{verdict[1:]} (" for verdict in Verdict}
 UNKNOWN = "no flag of slime or Megatron"
@@ -35,6 +35,7 @@ SCRIPTS = {
     "scripts/run-qwen3-235B-A22B.sh": ("--eval-prompt-data", "aime", "data.jsonl@[:2]"),
     "scripts/run-qwen3-4B-base-sft.sh": (),
     "tests/test_gspo.sh": (),
+    "examples/fully_async/run-qwen2.5-0.5B-fully_async.sh": (),
     "examples/search-r1/run_qwen2.5_3B.sh": (
         "--custom-generate-function-path", "none", "--custom-rm-path", "none", "--rm-type", "exact_match",
     ),

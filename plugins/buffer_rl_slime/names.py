@@ -8,6 +8,7 @@ from __future__ import annotations
 from buffer_rl.plugin.import_names import NameTable
 
 PAGE = "docs/coming_from_slime.md"
+FULLY_ASYNC = "take --schedule async with the built-in rollout, without --rollout-function-path"
 
 SLIME = NameTable(
     page=PAGE,
@@ -34,6 +35,7 @@ SLIME = NameTable(
         "rollout.filter_hub.dynamic_sampling_filters": {
             "buffer_rl_slime.rewards": "check_reward_nonzero_std, check_reward_nonzero_std_with_fallback",
         },
+        "rollout.fully_async_rollout": {},
         "rollout.rm_hub": {
             "buffer_rl_slime.rewards": (
                 "async_rm, batched_async_rm, compute_gpqa_reward, f1_score, get_deepscaler_rule_based_reward, "
@@ -77,6 +79,8 @@ SLIME = NameTable(
     absent={
         "rollout.data_source.RolloutDataSource": "the Buffer reads --prompt-data itself",
         "rollout.data_source.RolloutDataSourceWithBuffer": "the Buffer reads --prompt-data and keeps the queue itself",
+        "rollout.fully_async_rollout.AsyncRolloutWorker": FULLY_ASYNC,
+        "rollout.fully_async_rollout.generate_rollout_fully_async": FULLY_ASYNC,
         "rollout.sglang_rollout.eval_rollout_single_dataset": "call generate_rollout(..., evaluation=True)",
         "utils.async_utils.get_async_loop": "coroutines run on the rollout's own event loop; use run(coroutine)",
         "utils.http_utils.init_http_client": "nothing has to be initialised",

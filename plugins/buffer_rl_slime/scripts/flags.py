@@ -8,32 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from buffer_rl.plugin.hookspecs import FlagMeaning, hookimpl
+from buffer_rl_slime.scripts import peers
+from buffer_rl_slime.scripts.meaning import Known, Verdict
 
 PAGE = "docs/coming_from_slime.md; 'buffer-rl import slime SCRIPT' translates a launch script"
-
-
-class Verdict(StrEnum):
-    """What a flag of slime is here."""
-
-    SAME = "same"
-    RENAMED = "renamed"
-    NOT_NEEDED = "not needed"
-    CHANGES = "changes the result"
-    NOT_YET = "not there yet"
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A flag with a value: its verdict, the reason, and for a renamed one the options and values that it stands for."""
-
-    verdict: Verdict
-    why: str
-    options: tuple[tuple[str, str], ...] = ()
-
 
 _SHAPE = "the model's shape is read from --hf-checkpoint"
 _KERNELS = "it chooses how something is computed, not what"
@@ -163,7 +143,6 @@ NOT_YET: tuple[tuple[str, str], ...] = (
         "update-weight-delta-encoding update-weight-delta-checksum update-weight-local-checkpoint-dir "
         "custom-update-weight-post-write-path update-weight-disk-keep-files",
     ),
-    ("weights are published after each rollout", "update-weights-interval"),
     ("all parameters are trained", "only-train-params-name-list freeze-params-name-list freeze-indexer"),
     (
         "servers of different kinds in one run",
@@ -247,7 +226,6 @@ NEUTRAL: dict[str, tuple[tuple[str, ...], str]] = {
     "expert-model-parallel-size": (("1",), "nothing is split"),
     "expert-tensor-parallel-size": (("1",), "nothing is split"),
     "sglang-dp-size": (("1",), "an engine has none of its own"),
-    "update-weights-interval": (("1",), "weights are published after each rollout"),
     "lr-warmup-init": (("0",), "the rate rises from 0"),
     "bf16": (("false",), "the trainer computes in float32"),
 }
@@ -326,6 +304,8 @@ REFERENCES: dict[str, tuple[str, str]] = {
         "nonzero_std_or_some",
         "of the groups without a difference one in 32 is kept, not those that a rollout lacks",
     ),
+    "relax.engine.rollout.sglang_rollout.generate_rollout": ("buffer_rl.rollout.default:DefaultRollout", ""),
+    "relax.engine.filters.dynamic_sampling_filters.check_reward_nonzero_std": ("nonzero_std", ""),
     "slime.rollout.data_source.pop_first": ("first_in", ""),
     "slime.rollout.data_source.RolloutDataSource": ("", ""),
     "slime.rollout.data_source.RolloutDataSourceWithBuffer": ("", ""),
@@ -357,24 +337,37 @@ flag is there."""
 
 @functools.cache
 def _tables() -> dict[str, Known]:
-    groups = ((Verdict.NOT_NEEDED, NOT_NEEDED), (Verdict.NOT_YET, NOT_YET), (Verdict.CHANGES, CHANGES))
-    return {name: Known(verdict, why) for verdict, rows in groups for why, names in rows for name in names.split()}
+    groups = (
+        (Verdict.NOT_NEEDED, (*NOT_NEEDED, *peers.NOT_NEEDED)),
+        (Verdict.NOT_YET, (*NOT_YET, *peers.NOT_YET)),
+        (Verdict.CHANGES, CHANGES),
+    )
+    return {
+        name: Known(verdict=verdict, why=why)
+        for verdict, rows in groups
+        for why, names in rows
+        for name in names.split()
+    }
 
 
 def known_flag(name: str, values: Sequence[str]) -> Known | None:
-    """What a flag of slime or Megatron that is no option here means, by its name without dashes; None if unknown."""
+    """What a flag of slime, Megatron, Relax or miles that is no option here means, by its name without dashes; None if
+    unknown."""
     value = " ".join(values)
+    if (by_value := peers.known_peer_flag(name, value)) is not None:
+        return by_value
     if name in NEUTRAL:
         neutral, why = NEUTRAL[name]
         if any(_equal(value, each) for each in neutral):
-            return Known(Verdict.NOT_NEEDED, why)
-    if name in RENAMED:
-        options = tuple((option, text.format(value)) for option, text in RENAMED[name])
+            return Known(verdict=Verdict.NOT_NEEDED, why=why)
+    if (renamed := RENAMED.get(name) or peers.RENAMED.get(name)) is not None:
+        options = tuple((option, text.format(value)) for option, text in renamed)
         shown = " ".join(f"--{option.replace('_', '-')} {text}" for option, text in options)
-        return Known(Verdict.RENAMED, f"it is {shown} here", options)
+        return Known(verdict=Verdict.RENAMED, why=f"it is {shown} here", options=options)
     if name in _tables():
         return _tables()[name]
-    return next((Known(verdict, why) for prefix, verdict, why in PREFIXES if name.startswith(prefix)), None)
+    found = ((verdict, why) for prefix, verdict, why in PREFIXES if name.startswith(prefix))
+    return next((Known(verdict=verdict, why=why) for verdict, why in found), None)
 
 
 def is_of_shape(name: str) -> bool:
@@ -391,8 +384,10 @@ def _equal(value: str, other: str) -> bool:
 
 @hookimpl
 def buffer_rl_explain_flag(name: str, values: Sequence[str]) -> FlagMeaning | None:
-    """So that a command line of slime is taken, or refused with what each of its flags means."""
+    """So that a command line of slime, Relax or miles is taken, or refused with what each of its flags means, and an
+    option of another toolkit with what to write for it."""
     if (known := known_flag(name, values)) is None:
-        return None
+        other = peers.elsewhere(name, values)
+        return other and FlagMeaning(kind=f"a name of {other[0]}", reason=other[1], page=peers.PAGE)
     accepted = known.verdict in (Verdict.NOT_NEEDED, Verdict.RENAMED)
     return FlagMeaning(kind=known.verdict, reason=known.why, accepted=accepted, options=known.options, page=PAGE)

@@ -23,6 +23,7 @@ MOST_BYTES = 1 << 20
 MOST_FOLLOWED = 200
 """Scripts and commands in texts that are followed, the script's own included."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_TRAINING_MODULE = re.compile(r"(\w+\.)*train\w*")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _ELEMENT = re.compile(r"([A-Za-z_]\w*)\[.*\]\+?=.*", re.DOTALL)
 
@@ -221,8 +222,8 @@ class _Reader:
                 return
             if not _PYTHON.fullmatch(base):
                 continue
-            program = next((at for at in range(position + 1, len(words)) if words[at].text.endswith(".py")), None)
-            if program is None or any(not w.text.startswith("-") for w in words[position + 1 : program]):
+            program = _program(words, position + 1)
+            if program is None:
                 return
             found = Launch(
                 program=words[program].text,
@@ -232,3 +233,15 @@ class _Reader:
             )
             self.launches.append(found)
             return
+
+
+def _program(words: Sequence[Argument], first: int) -> int | None:
+    """Where the program of a Python command is, whose options begin at ``first``: a file, or a module after ``-m``."""
+    for at in range(first, len(words)):
+        text = words[at].text
+        if text == "-m":
+            is_training = at + 1 < len(words) and _TRAINING_MODULE.fullmatch(words[at + 1].text)
+            return at + 1 if is_training else None
+        if not text.startswith("-"):
+            return at if text.endswith(".py") else None
+    return None

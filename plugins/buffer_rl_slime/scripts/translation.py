@@ -12,12 +12,15 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import flag_of, item_of_mapping, load_section
 from buffer_rl.options.sources import resolve
 from buffer_rl.options.values import Raw, option_type
-from buffer_rl_slime.scripts.flags import DEFAULTS, Verdict
-from buffer_rl_slime.scripts.shell_expansion import Argument
+from buffer_rl_slime.scripts.asynchronous import PROGRAM, corrections, of_program, schedule_of
+from buffer_rl_slime.scripts.command_flags import SFT, Flags, flags_of, value_of
+from buffer_rl_slime.scripts.flags import DEFAULTS
+from buffer_rl_slime.scripts.meaning import Verdict
 from buffer_rl_slime.scripts.shell_script import Launch
-from buffer_rl_slime.scripts.shell_values import as_run, is_computed, marks_of, shown, with_placeholders
-from buffer_rl_slime.scripts.verdicts import SFT, WITH_MEGATRON, Flags, Judge, Target, value_of
+from buffer_rl_slime.scripts.shell_values import is_computed, marks_of, shown, with_placeholders
+from buffer_rl_slime.scripts.verdicts import WITH_MEGATRON, Judge, Target
 
+RELAX = "Relax"
 PLACES = (
     "actor_num_nodes",
     "actor_num_gpus_per_node",
@@ -32,6 +35,7 @@ PLACES = (
     "engine_dtype",
     "engine_device",
     "router_policy",
+    "resource",
 )
 """Options that a run on one machine without GPUs leaves out, with those of SGLang and Megatron."""
 
@@ -83,54 +87,28 @@ class Translation:
 def translate(launch: Launch, target: Target) -> Translation:
     """Give each flag of the command its verdict. Raises ConfigError for arguments that belong to no flag."""
     flags, again, where = flags_of(launch.arguments)
+    schedule = schedule_of(Path(launch.program).name, flags)
     lines = []
     for name, values in flags.items():
         texts = [value.text.strip() for value in values]  # of blanks that only Python knows, as slime's parser does
-        verdict, why, options = Judge(flags=flags, target=target).judge(name, texts)
+        verdict, why, options = Judge(flags=flags, target=target, schedule=schedule).judge(name, texts)
         line = Line(flag=f"--{name}", value=shown(" ".join(texts)), verdict=verdict, why=why, options=options)
         more = "given twice, the last one counts" if name in again else ""
         line = replace(line, where=where[name], why="; ".join(filter(None, (line.why, more))))
         lines.append(_left_out(_checked(line, target), target))
-    lines += [*_of_program(launch, flags), *_of_absent(flags)]
+    lines += [*_of_program(launch, flags, schedule), *_of_absent(flags)]
     added = [_left_out(_checked(line, target), target) for line in _defaults(flags, target)]
     return Translation(launch=launch, lines=lines, added=added)
 
 
-def flags_of(arguments: Iterable[Argument]) -> tuple[Flags, set[str], dict[str, str]]:
-    """Each flag's values, the flags that came again, and ``file:line`` of each. Raises ConfigError for values without a
-    flag before them."""
-    flags: Flags = {}
-    again: set[str] = set()
-    where: dict[str, str] = {}
-    values: list[Argument] | None = None
-    for argument in arguments:
-        if argument.text.startswith("--") and len(argument.text) > 2:
-            flag, equals, value = argument.text[2:].partition("=")
-            name = flag.replace("_", "-")
-            again |= {name} & flags.keys()
-            values = [Argument(value, argument.where)] if equals else []
-            flags.pop(name, None)
-            flags[name], where[name] = values, argument.where
-        elif values is None:
-            if as_run(argument.text):
-                raise ConfigError(f"{shown(argument.text)!r} belongs to no flag", where=argument.where)
-        else:
-            values.append(argument)
-    return flags, again, where
-
-
-def _of_program(launch: Launch, flags: Flags) -> Iterable[Line]:
-    """What is to be said of slime's other program, which generates while it trains."""
+def _of_program(launch: Launch, flags: Flags, schedule: str) -> Iterable[Line]:
+    """What is to be said of slime's other program, which generates while it trains, and what its loss lacks."""
     name = Path(launch.program).name
-    if name != "train_async.py":
-        return
-    verdict, why = (
-        Verdict.CHANGES,
-        "it generates one rollout ahead of training, with older weights than --schedule here",
-    )
-    if value_of(flags, "loss-type") == SFT:
-        verdict, why = Verdict.NOT_NEEDED, "supervised fine-tuning generates nothing"
-    yield Line(flag=name, verdict=verdict, why=why, where=launch.where)
+    if name == PROGRAM:
+        verdict, why, options = of_program(flags, schedule)
+        yield Line(flag=name, verdict=verdict, why=why, options=options, where=launch.where)
+    for flag, why, options in corrections(flags, schedule):
+        yield Line(flag=flag, verdict=Verdict.CHANGES, why=why, options=options, where=launch.where)
 
 
 def _of_absent(flags: Flags) -> Iterable[Line]:
@@ -149,26 +127,31 @@ def texts_of(raw: Raw) -> list[str]:
 
 def _defaults(flags: Flags, target: Target) -> Iterable[Line]:
     """The defaults of slime, where those of a run here are others."""
+    project = target.project
+    if "fully-async" in flags and project == RELAX and "max-staleness" not in flags:
+        yield _added("max_staleness", "0", "Relax's default, without --max-staleness")
     supervised = value_of(flags, "loss-type") == SFT
     if not supervised:
-        yield _added("rollout_engine", "sglang", "slime's engines are always SGLang's")
+        yield _added("rollout_engine", "sglang", f"{project}'s engines are always SGLang's")
     if target.with_megatron:
-        yield _added("train_backend", "megatron", "slime's trainer")
+        yield _added("train_backend", "megatron", f"{project}'s trainer")
         for name, value in (("transformer_impl", "transformer_engine"), ("bf16", "true")):
             if name in target.megatron and name.replace("_", "-") not in flags:
-                yield _added(name, value, f"slime's default, without {flag_of(name)}")
+                yield _added(name, value, f"{project}'s default, without {flag_of(name)}")
     for flag, option, value, only_with in DEFAULTS:
         if flag in flags or (only_with and only_with not in flags) or (supervised and option in _OF_GENERATION):
             continue
+        if option == "actor_num_gpus_per_node" and "resource" in flags:
+            continue
         if option == "loss_agg_mode" and value_of(flags, "advantage-estimator") == "gspo":
             continue  # a number for each row, whatever the mode
-        yield _added(option, value, f"slime's default, without --{flag}")
+        yield _added(option, value, f"{project}'s default, without --{flag}")
     for name in ("offload-train", "offload-rollout") if "colocate" in flags else ():
         if not {name, f"no-{name}", "offload"} & flags.keys():
-            yield _added(name.replace("-", "_"), "true", "slime's --colocate implies it")
+            yield _added(name.replace("-", "_"), "true", f"{project}'s --colocate implies it")
     alone = (value_of(flags, "n-samples-per-prompt") or "1") == "1"
     if alone and not supervised and "disable-grpo-std-normalization" not in flags:
-        yield _added("grpo_std_normalization", "false", "as slime does with one sample a prompt")
+        yield _added("grpo_std_normalization", "false", f"as {project} does with one sample a prompt")
 
 
 def _added(option: str, value: str, why: str) -> Line:
@@ -217,7 +200,7 @@ def yaml_text(translation: Translation, target: Target, *, title: str, run_dir: 
             if line.left_out:
                 text = f"# {shown(text)}  # {line.left_out}"
             elif line.verdict is Verdict.RENAMED:
-                text += f"  # slime's {line.flag} {line.value}".rstrip()
+                text += f"  # {target.project}'s {line.flag} {line.value}".rstrip()
             elif line.why and line.why != WITH_MEGATRON:
                 text += f"  # {line.why}"
             sections[heading].append(text)

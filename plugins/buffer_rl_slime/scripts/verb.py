@@ -1,6 +1,6 @@
 """``buffer-rl import``: translate the launch script of another project
 
-``buffer-rl import slime SCRIPT`` makes it a file of options, with a verdict for each flag.
+``buffer-rl import slime SCRIPT``, or ``import relax SCRIPT``, makes it a file of options, with a verdict for each flag.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from buffer_rl.options.section import compose, load_section
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.verbs.table import print_table
 from buffer_rl.verbs.train import plugins_named, sections_of
-from buffer_rl_slime.scripts.flags import Verdict
+from buffer_rl_slime.scripts.meaning import Verdict
 from buffer_rl_slime.scripts.shell_script import Launch, Script, read_script
-from buffer_rl_slime.scripts.translation import Line, Translation, translate, yaml_text
+from buffer_rl_slime.scripts.translation import RELAX, Line, Translation, translate, yaml_text
 from buffer_rl_slime.scripts.verdicts import Target
 
 _DESCRIPTION = """\
-Translate a launch script of slime (bash). The script is read, with what it sources, and never run.
+Translate a launch script of slime or Relax (bash). The script is read, with what it sources, and never run.
 
 One line a flag: same, renamed, not needed, changes the result, or not there yet, each with its reason. --out writes
 the options as a file for 'buffer-rl train --config FILE'. Variables of the environment are as if they were not set:
@@ -37,6 +37,7 @@ _TITLES = {
     Verdict.CHANGES: "Changes the result",
     Verdict.NOT_YET: "Not there yet",
 }
+_PROJECTS = {"slime": "slime", "relax": RELAX}
 _BACKENDS = ("torch", "megatron")
 
 
@@ -44,25 +45,30 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     """Add the verb."""
     parser = subparsers.add_parser("import", description=_DESCRIPTION)
     projects = parser.add_subparsers(metavar="PROJECT", required=True, dest="project")
-    slime = projects.add_parser("slime", help="a bash script that starts slime's train.py", description=_DESCRIPTION)
-    slime.add_argument("script", metavar="SCRIPT", help="for example scripts/run-qwen3-4B.sh")
-    slime.add_argument(
+    for name, project in _PROJECTS.items():
+        _add_project(projects, name, project, argv)
+
+
+def _add_project(projects: argparse._SubParsersAction[Any], name: str, project: str, argv: Sequence[str]) -> None:
+    parser = projects.add_parser(name, help=f"a bash script that starts {project}'s training", description=_DESCRIPTION)
+    parser.add_argument("script", metavar="SCRIPT", help="for example scripts/run-qwen3-4B.sh")
+    parser.add_argument(
         "--out", metavar="FILE", help="write the options to this file, for buffer-rl train --config FILE"
     )
-    slime.add_argument("--force", action="store_true", help="overwrite FILE")
-    slime.add_argument(
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.add_argument(
         "--set", nargs="*", action="extend", default=[], metavar="NAME=VALUE", help="variables of the script"
     )
-    slime.add_argument(
+    parser.add_argument(
         "--laptop", action="store_true", help="one machine without GPUs: the embedded engine, one trainer rank"
     )
-    slime.add_argument(
+    parser.add_argument(
         "--train-backend",
         choices=_BACKENDS,
         help="the trainer (default: megatron where its plugin is there, else torch)",
     )
-    slime.add_argument("-p", "--plugin", nargs="*", action="extend", default=[], metavar="NAME", help="as for train")
-    slime.set_defaults(run=run, found=plugins_named(argv))
+    parser.add_argument("-p", "--plugin", nargs="*", action="extend", default=[], metavar="NAME", help="as for train")
+    parser.set_defaults(run=run, found=plugins_named(argv))
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -76,7 +82,7 @@ def run(namespace: argparse.Namespace) -> int:
     translation = translate(launch, target)
     flags = [line for line in translation.lines if line.flag.startswith("--")]
     say(f"{launch.where}: {Path(launch.program).name} with {len(flags)} flags")
-    _report(translation, namespace.script)
+    _report(translation, namespace.script, target.project)
     if folders := translation.python_path():
         say(f"\nnotice: the job has PYTHONPATH={folders}; buffer-rl finds your functions if it has it too")
     for notice in script.notices:
@@ -86,7 +92,7 @@ def run(namespace: argparse.Namespace) -> int:
     text = yaml_text(
         translation,
         target,
-        title=f"buffer-rl import slime {Path(namespace.script).name}",
+        title=f"buffer-rl import {namespace.project} {Path(namespace.script).name}",
         run_dir=f"runs/{Path(namespace.script).stem}",
     )
     _write(out, text)
@@ -105,7 +111,7 @@ def _given(texts: Sequence[str]) -> Mapping[str, str]:
 
 def _launch(script: Script, path: str) -> Launch:
     """The training that the script starts. Raises ConfigError if there is none, or several."""
-    found = [launch for launch in script.launches if Path(launch.program).name.startswith("train")]
+    found = [launch for launch in script.launches if _name(launch.program).startswith("train")]
     if not found:
         others = ", ".join(f"{launch.program} ({launch.where})" for launch in script.launches)
         raise ConfigError(
@@ -117,6 +123,11 @@ def _launch(script: Script, path: str) -> Launch:
         lines = ", ".join(launch.where for launch in found)
         raise ConfigError(f"the script starts {len(found)} trainings: {lines}", where=path, hint="keep one of them")
     return found[0]
+
+
+def _name(program: str) -> str:
+    """The name of the file; for a module, the last part of its name."""
+    return Path(program).name if program.endswith(".py") else program.rpartition(".")[2]
 
 
 def _target(namespace: argparse.Namespace) -> Target:
@@ -142,10 +153,11 @@ def _target(namespace: argparse.Namespace) -> Target:
         megatron=frozenset(megatron),
         with_megatron=wanted == "megatron" and bool(megatron),
         laptop=namespace.laptop,
+        project=_PROJECTS[namespace.project],
     )
 
 
-def _report(translation: Translation, script: str) -> None:
+def _report(translation: Translation, script: str, project: str) -> None:
     """Print a table for each verdict, those to look at last, and how many flags each has."""
     for verdict, title in _TITLES.items():
         lines = [line for line in translation.lines if line.verdict is verdict]
@@ -156,7 +168,7 @@ def _report(translation: Translation, script: str) -> None:
                 [_row(line, script) for line in lines],
             )
     if translation.added:
-        say(f"\nAdded, because slime does so by itself ({len(translation.added)})")
+        say(f"\nAdded, because {project} does so by itself ({len(translation.added)})")
         print_table(("option", "value", "", ""), [_row(line, script) for line in translation.added])
 
 

@@ -11,27 +11,25 @@ from pydantic.fields import FieldInfo
 
 from buffer_rl.options.section import declared, did_you_mean, flag_of, item_of_mapping
 from buffer_rl.options.values import Raw
+from buffer_rl_slime.scripts.asynchronous import judge_ahead
+from buffer_rl_slime.scripts.command_flags import SFT, Flags, steps_per_rollout, value_of
 from buffer_rl_slime.scripts.flags import (
     GRADERS,
     REFERENCES,
     REMARKS,
     REWARD_NAMES,
-    Verdict,
     is_of_shape,
     known_flag,
 )
-from buffer_rl_slime.scripts.shell_expansion import Argument
+from buffer_rl_slime.scripts.meaning import Judgement, Verdict
 from buffer_rl_slime.scripts.shell_values import as_run, marks_of
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
 
-SFT = "sft_loss"
 GPUS_OF_A_NODE = "8"
 """slime's default of ``--num-gpus-per-node``."""
 WITH_MEGATRON = "with --train-backend megatron"
-
-Judgement = tuple[Verdict, str, dict[str, Raw]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +37,15 @@ class Target:
     """What the options are for.
 
     names: the registered names of a plugin kind. megatron: the options of the Megatron trainer's plugin, none where it
-    is not there; with_megatron: whether the run uses it. laptop: whether to leave GPUs and servers out."""
+    is not there; with_megatron: whether the run uses it. laptop: whether to leave GPUs and servers out. project: whose
+    script it is, as people write it."""
 
     options_class: type[Args]
     names: Callable[[str], Sequence[str]]
     megatron: frozenset[str]
     with_megatron: bool
     laptop: bool
+    project: str = "slime"
 
     @property
     def fields(self) -> Mapping[str, FieldInfo]:
@@ -53,24 +53,19 @@ class Target:
         return self.options_class.model_fields
 
 
-Flags = dict[str, list[Argument]]
-"""The values of each flag, by its name without dashes."""
-
-
-def value_of(flags: Flags, name: str) -> str:
-    """The values of a flag as one text; empty without them."""
-    return " ".join(argument.text for argument in flags.get(name, ()))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Gives flags their verdicts. flags: all of the command, since some depend on others."""
+    """Gives flags their verdicts. flags: all of the command, since some depend on others. schedule: what the command
+    means as ``--schedule``; empty where it generates and trains in turn."""
 
     flags: Flags
     target: Target
+    schedule: str = ""
 
     def judge(self, name: str, values: list[str]) -> Judgement:
         """The verdict for one flag, the reason, and the options that it becomes."""
+        if (ahead := judge_ahead(name, values, self.flags, self.schedule)) is not None:
+            return ahead
         own = {
             "eval-prompt-data": self._eval_prompt_data,
             "ref-load": self._ref_load,
@@ -133,8 +128,8 @@ class Judge:
             )
         if "." in raw or ":" in raw:
             whose = (
-                "slime's function: docs/coming_from_slime.md says which run"
-                if raw.startswith("slime.")
+                f"{self.target.project}'s function: docs/coming_from_slime.md says which run"
+                if raw.startswith(("slime.", "relax."))
                 else "your function"
             )
             return verdict, why or f"{whose}; --dry-run looks whether it can be imported", {option: raw}
@@ -245,12 +240,7 @@ class Judge:
     def _steps(self) -> int:
         """Optimizer steps of the run. Raises ValueError where the flags do not say."""
         rollouts = int(value_of(self.flags, "num-rollout"))
-        if "global-batch-size" not in self.flags:
-            return rollouts * int(value_of(self.flags, "num-steps-per-rollout") or "1")
-        samples = int(value_of(self.flags, "rollout-batch-size")) * int(
-            value_of(self.flags, "n-samples-per-prompt") or "1"
-        )
-        return rollouts * samples // int(value_of(self.flags, "global-batch-size"))
+        return rollouts * steps_per_rollout(self.flags)
 
     def _opd_type(self, values: list[str]) -> Judgement:
         if values == ["megatron"]:

@@ -10,7 +10,8 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.options.help import FlagParser, add_options, given_flags, take_items
 from buffer_rl.options.section import compose
 from buffer_rl_sglang.options import SglangOptions
-from buffer_rl_slime.scripts.flags import REMARKS, REWARD_NAMES, Verdict, known_flag
+from buffer_rl_slime.scripts.flags import REMARKS, REWARD_NAMES, known_flag
+from buffer_rl_slime.scripts.meaning import Verdict
 from buffer_rl_trackers.options import TrackerOptions
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming_from_slime.md"

@@ -28,6 +28,9 @@ OF_OTHER_COMMANDS = {
     **{"--strict": "mypy", "--logdir": "tensorboard", "--backend-store-uri": "mlflow", "--build-arg": "docker"},
     **{"--job-name": "sbatch", "--requeue": "sbatch", "--open-mode": "sbatch"},
     "--signal": "sbatch and scancel",
+    **{"--fully-async": "Relax and miles", "--hybrid": "Relax", "--num-iters-per-train-update": "Relax"},
+    **{"--max-weight-staleness": "miles", "--pause-generation-mode": "miles"},
+    **{"--update-weights-interval": "slime", "--keep-old-actor": "slime"},
 }
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")

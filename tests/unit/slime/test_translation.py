@@ -20,7 +20,8 @@ from buffer_rl.options.values import read_yaml
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl_sglang.options import OWN, SglangOptions
 from buffer_rl_slime.scripts import flags as slime_flags
-from buffer_rl_slime.scripts.flags import Verdict, known_flag
+from buffer_rl_slime.scripts.flags import known_flag
+from buffer_rl_slime.scripts.meaning import Verdict
 from buffer_rl_slime.scripts.shell_expansion import Argument
 from buffer_rl_slime.scripts.shell_script import Launch
 from buffer_rl_slime.scripts.shell_values import computed, unset
@@ -220,7 +221,8 @@ def test_what_slime_does_by_itself_is_added_where_a_run_does_otherwise() -> None
 
 
 def test_a_program_that_generates_ahead_is_said() -> None:
-    assert lines("--lr", "1", program="/x/train_async.py")["train_async.py"].verdict is C
+    line = lines("--lr", "1", program="/x/train_async.py")["train_async.py"]
+    assert (line.verdict, line.options) == (R, {"schedule": "one-step-off"})
     assert lines("--loss-type", "sft_loss", program="train_async.py")["train_async.py"].verdict is N
 
 
