@@ -1,9 +1,10 @@
-"""The one loop, and what it needs of its process.
+"""What a run does, and what that needs of its process.
 
-driver       the loop
-tasks        calls on roles: the runtime's contract; calls on roles that add fields
+driver       trains step by step, publishes, saves, evaluates
+production   tickets, the selections of steps, the work of roles on them; what is lost starts again
+tasks        the runtime's contract; calls on roles and what coroutines wait for; replacement of dead processes
 runtime      calls on Ray actors and on objects of this process
-local_roles  roles in this process: checkpoints, files of rollouts
+local_roles  roles in this process: checkpoints, files of rollouts, the closing of selections
 launch       assembles a run from its options
 offload      who has the memory of shared devices, and when
 checks       options that contradict each other; notices about options

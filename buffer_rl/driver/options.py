@@ -17,9 +17,8 @@ class RunOptions(Section):
     )
     schedule: Literal["lockstep", "pipelined", "one-step-off", "async"] = option(
         "lockstep",
-        "lockstep: train after the last group of a rollout; pipelined: work on each group as soon as it is finished. "
-        "Both train on exactly the current weights. one-step-off: generate the next rollout during a step; async: "
-        "generate all the time, within --max-staleness",
+        "lockstep: train after the last group of a rollout; pipelined: work on each group as soon as it is finished; "
+        "one-step-off: generate the next rollout during a step; async: generate all the time, within --max-staleness",
         common=True,
     )
     max_staleness: int | None = option(

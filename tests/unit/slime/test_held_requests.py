@@ -8,6 +8,7 @@ from typing import Any
 
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.places import Places
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl_slime.http import post
 
@@ -24,8 +25,7 @@ async def test_a_request_is_held_back_as_those_of_the_run_are() -> None:
                 prompts=none,
                 scorer=none,
                 engine=client,
-                semaphore=asyncio.Semaphore(),
-                admission=asyncio.Lock(),
+                places=Places(1),
                 seed=0,
             )
             with context.active():
