@@ -26,6 +26,7 @@ async def test_a_request_is_held_back_as_those_of_the_run_are() -> None:
                 scorer=none,
                 engine=client,
                 places=Places(1),
+                at_end=asyncio.Lock(),
                 seed=0,
             )
             with context.active():
