@@ -104,14 +104,14 @@ class LiveRun:
         self.wait_until(lambda: time.monotonic() > end, seconds + 60)
 
     def kill(self, victim: str, number: int = 0) -> bool:
-        """Kill ``driver``, ``rank``, ``buffer`` or ``rollout``, as ``kill -9`` does; of several ranks the one of that
-        number, or the last. Returns whether it was there."""
+        """Kill ``driver``, ``rank``, ``buffer``, ``rollout``, ``storage`` or ``engine``, as ``kill -9`` does; of
+        several the one of that number, or the last. Returns whether it was there."""
         if victim == "driver":
             self.driver.kill()
             return True
         titles = {"rank": "ray::TrainRank", "buffer": "ray::BufferActor", "rollout": "ray::RolloutWorker"}
-        title = titles[victim]
-        found = [process.pid for process in descendants(self.driver.pid) if process.command.startswith(title)]
+        titles |= {"storage": "ray::StorageActor", "engine": "buffer_rl.embedded.server"}
+        found = [process.pid for process in descendants(self.driver.pid) if titles[victim] in process.command]
         for pid in found[number : number + 1] or found[-1:]:
             os.kill(pid, signal.SIGKILL)
         return bool(found)
