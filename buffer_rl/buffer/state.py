@@ -21,6 +21,7 @@ from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer, check
 from buffer_rl.buffer.pools import Pools
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.rollouts import POSITION, SURPLUS, GroupQueue, Lease, Rollouts
+from buffer_rl.buffer.selection_metrics import selection_metrics
 from buffer_rl.buffer.window import Window
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
@@ -422,6 +423,7 @@ class BufferState:
             drops={SURPLUS: num_foreign} if num_foreign else {},
             surplus=num_queued,
             staleness=staleness,
+            metrics=self._metrics(chosen),
         )
         pool.report = report
         if not chosen:
@@ -439,6 +441,12 @@ class BufferState:
         if not self._rollouts.has_opened(last_ticket, step + (self._schedule.target if self._schedule else 0)):
             return None
         return self._window.choose(len(self._window))
+
+    def _metrics(self, chosen: Iterable[GroupUid]) -> dict[str, float]:
+        """Of a selection, if the step's metrics cannot be those of one ticket."""
+        if self._schedule is None or not self._schedule.max_staleness:
+            return {}
+        return selection_metrics(self._pools.store(evaluation=False), chosen, self._window)
 
     def _staleness(self, step: int, chosen: Iterable[GroupUid]) -> list[int]:
         """Of each group: the step minus the oldest version of its tokens. Asserts the bound."""

@@ -52,6 +52,11 @@ class Window:
         return len(self._places)
 
     @property
+    def num_finished(self) -> int:
+        """Live groups that can be taken."""
+        return self._num_finished
+
+    @property
     def num_passed(self) -> int:
         """The largest number of younger groups that passed one live group."""
         return max((place.passed for place in self._places.values()), default=0)

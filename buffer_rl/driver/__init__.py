@@ -1,6 +1,8 @@
 """The one loop, and what it needs of its process.
 
 driver       the loop
+production   tickets, and the selections of steps
+production_metrics  a step's metrics from those of tickets
 tasks        calls on roles: the runtime's contract; calls on roles that add fields
 runtime      calls on Ray actors and on objects of this process
 local_roles  roles in this process: checkpoints, files of rollouts

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.offload import MemoryTurns
+from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics
 from buffer_rl.driver.tasks import Calls, Restarts, StepTimes, Task, is_worker_death
 from buffer_rl.errors import BufferRestartedError, BufferRLError, PayloadLostError, RolloutError
-from buffer_rl.observe.metrics import DROP_PREFIX, drop_metrics
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plan.schedule import RunPlan
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 Produced = tuple[dict[str, float], list[dict[str, Any]]]
 """Metrics of a ticket or an evaluation, and samples to show."""
-Ended = tuple[dict[str, float], list[dict[str, Any]], dict[str, int]]
-"""The same, and the groups that the ticket dropped, by reason."""
 
 
 class Production:
@@ -48,9 +46,10 @@ class Production:
         self._is_halted = False
         self._tickets: dict[int, Ticket] = {}  # that run
         self._producing: dict[int, asyncio.Task[None]] = {}
-        self._ended: dict[int, Ended] = {}  # tickets that are not part of a step's metrics yet
+        self._ended: dict[int, EndedTicket] = {}  # tickets that are not part of a step's metrics yet
         self._streams: dict[int, dict[str, asyncio.Task[WorkReport]]] = {}  # of roles, by step
         self._closing: asyncio.Task[RolloutReport] | None = None
+        self._metrics = ProductionMetrics(plan.schedule, calls.runtime.now)
         self._open_calls: set[Task] = set()  # on rollout workers and roles
         self._incarnation: str | None = None  # of the Buffer that has the tickets
         self._retries = 0
@@ -89,6 +88,7 @@ class Production:
         schedule = self._plan.schedule
         try:
             ticket = self._tickets[number] = await self._calls.buffer(BufferState.generate, number, False)
+            self._metrics.begin()
             self._incarnation = ticket.incarnation
             if schedule.streams and not schedule.by_window:
                 await self._calls.buffer(BufferState.open_selection, number)
@@ -97,7 +97,7 @@ class Production:
         except BufferRLError as error:
             await self._lose(error)
         else:
-            self._ended[number] = {**metrics, **drop_metrics(report.drops)}, samples, report.drops
+            self._ended[number] = EndedTicket(metrics, samples, report)
         del self._producing[number], self._tickets[number]
         self._calls.tell()
 
@@ -141,7 +141,7 @@ class Production:
         else:
             closed, _ = await self._calls.buffer(BufferState.close_selection, rollout_id)
             report = cast("RolloutReport", closed)  # its ticket has ended
-        metrics, drops = self._metrics(rollout_id, report)
+        metrics, drops = self._step_metrics(rollout_id, report)
         if report.num_groups == 0:
             raise RolloutError(
                 "no group was finished, so there is nothing to train on",
@@ -161,19 +161,19 @@ class Production:
             self._closing.add_done_callback(lambda _: self._calls.tell())
         return self._closing
 
-    def _metrics(self, rollout_id: int, report: RolloutReport) -> tuple[dict[str, float], dict[str, int]]:
-        """Of the tickets that ended since the step before, or of the step's own; and the groups that were dropped."""
-        numbers = sorted(self._ended) if self._plan.schedule.by_window else [rollout_id]
+    def _step_metrics(self, rollout_id: int, report: RolloutReport) -> tuple[dict[str, float], dict[str, int]]:
+        """Of a step and of the tickets that ended since the one before, or its own; and the groups that they dropped,
+        by reason."""
+        schedule = self._plan.schedule
+        numbers = sorted(self._ended) if schedule.by_window else [rollout_id]
         ended = {number: self._ended.pop(number) for number in numbers}
+        metrics = self._metrics.of(list(ended.values()), report)
+        for number, ticket in ended.items():
+            own = ticket.all_metrics if schedule.max_staleness else metrics
+            self._observer.rollout_ended(number, False, own, ticket.samples)
         drops = Counter(report.drops)
-        for *_, dropped in ended.values():
-            drops.update(dropped)
-        metrics = joined_metrics([metrics for metrics, *_ in ended.values()]) | drop_metrics(drops)
-        metrics["rollout/num_groups"] = float(report.num_groups)
-        for number, (own, samples, _) in ended.items():
-            self._observer.rollout_ended(number, False, metrics if len(ended) == 1 else own, samples)
-        if self._plan.schedule.max_staleness and (staleness := report.staleness):
-            metrics |= {"staleness/mean": sum(staleness) / len(staleness), "staleness/max": float(max(staleness))}
+        for ticket in ended.values():
+            drops.update(ticket.report.drops)
         return metrics, dict(sorted(drops.items()))
 
     # -- roles ---------------------------------------------------------------------------------------
@@ -316,13 +316,3 @@ class Production:
             raise
         self._open_calls.discard(call)
         return answer
-
-
-def joined_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several tickets: sums of tokens and of dropped groups, else means over those that have them."""
-    joined: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
-        counts = name == "rollout/generated_tokens" or name.startswith(DROP_PREFIX)
-        joined[name] = sum(values) if counts else sum(values) / len(values)
-    return joined

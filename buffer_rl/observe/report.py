@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.text import Text
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean, sparkline, write_curve
-from buffer_rl.observe.metrics import DROP_PREFIX, read_metrics
+from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS, drops_of, read_metrics
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts, read_facts, read_jsonl
 from buffer_rl.observe.startup import text_of
@@ -244,7 +245,7 @@ def plain_text(value: Any) -> str:
 
 def _facts(report: Report, steps: Mapping[int, Mapping[str, float]]) -> dict[str, str]:
     seconds = sum(metrics.get("perf/step_time", 0.0) for metrics in steps.values())
-    tokens = sum(metrics.get("rollout/generated_tokens", 0.0) for metrics in steps.values())
+    tokens = sum(m.get(f"{part}/generated_tokens", 0.0) for m in steps.values() for part in PARTS_OF_ROLLOUTS)
     return {
         "training steps": str(len(steps)),
         "they took": format_duration(seconds) if seconds else "",
@@ -329,20 +330,16 @@ def _timeline(spans: Spans) -> list[tuple[_Figure, StepStats]]:
 
 
 def _drops(steps: Mapping[int, Mapping[str, float]]) -> _Figure | None:
-    reasons: dict[str, float] = {}
-    for metrics in steps.values():
-        for name, value in metrics.items():
-            if name.startswith(DROP_PREFIX):
-                reasons[name] = reasons.get(name, 0.0) + value
-    ordered = sorted((name for name in reasons if reasons[name] > 0), key=lambda name: -reasons[name])
-    if not ordered:
+    drops = [drops_of(metrics) for metrics in steps.values()]
+    reasons = Counter[str]()
+    for of_step in drops:
+        reasons.update(of_step)
+    if not reasons:
         return None
-    layers = {
-        name.removeprefix(DROP_PREFIX): [metrics.get(name, 0.0) for metrics in steps.values()]
-        for name in ordered[: COLOURS - 1]
-    }
+    ordered = [reason for reason, _ in reasons.most_common()]
+    layers = {reason: [float(of_step.get(reason, 0)) for of_step in drops] for reason in ordered[: COLOURS - 1]}
     if rest := ordered[COLOURS - 1 :]:
-        layers["other reasons"] = [sum(metrics.get(name, 0.0) for name in rest) for metrics in steps.values()]
+        layers["other reasons"] = [float(sum(of_step.get(reason, 0) for reason in rest)) for of_step in drops]
     chart = stacked_bars(list(steps), layers, label="Dropped groups over training steps", width=1000, height=200)
     totals = {f"{name}: {format_number(sum(counts))}": number for number, (name, counts) in enumerate(layers.items())}
     return _Figure(heading="Groups a step, by reason", picture=chart, names=totals, wide=True)

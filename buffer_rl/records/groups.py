@@ -156,8 +156,8 @@ class RolloutReport:
     drops: rejected groups by reason; ``unreported`` counts leased groups that were never mentioned again.
     surplus: finished groups that the step does not need; they went back to the queue as prompts. Foreign ones, which
     have no place there, are among the drops.
-    staleness: of each group of a selection: the step minus the oldest version of its trained tokens. num_mixed: how
-    many of its groups have tokens of several versions.
+    staleness: of each group of a selection: the step minus the oldest version of its trained tokens. metrics: of a
+    selection whose groups may be of several tickets, flat numbers (``selection_metrics``).
     """
 
     num_groups: int
@@ -165,7 +165,7 @@ class RolloutReport:
     drops: dict[str, int] = field(default_factory=dict)
     surplus: int = 0
     staleness: list[int] = field(default_factory=list)
-    num_mixed: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
