@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.state import BufferState
@@ -85,21 +85,27 @@ class Production:
 
     async def _produce(self, number: int) -> None:
         """One ticket. If it is lost, *train* has production start again."""
-        schedule = self._plan.schedule
+        shown = self._times.shown("rollout", "rollout", number) if self._plan.schedule.max_staleness else nullcontext()
         try:
-            ticket = self._tickets[number] = await self._calls.buffer(BufferState.generate, number, False)
-            self._metrics.begin()
-            self._incarnation = ticket.incarnation
-            if schedule.streams and not schedule.by_window:
-                await self._calls.buffer(BufferState.open_selection, number)
-            metrics, samples = await self._run_ticket(ticket)
-            report = await self._calls.buffer(BufferState.end_ticket, self._tickets[number])
+            with shown:
+                ended = await self._produced(number)
         except BufferRLError as error:
             await self._lose(error)
         else:
-            self._ended[number] = EndedTicket(metrics, samples, report)
+            self._ended[number] = ended
         del self._producing[number], self._tickets[number]
         self._calls.tell()
+
+    async def _produced(self, number: int) -> EndedTicket:
+        schedule = self._plan.schedule
+        ticket = self._tickets[number] = await self._calls.buffer(BufferState.generate, number, False)
+        self._metrics.begin()
+        self._incarnation = ticket.incarnation
+        if schedule.streams and not schedule.by_window:
+            await self._calls.buffer(BufferState.open_selection, number)
+        metrics, samples = await self._run_ticket(ticket)
+        report = await self._calls.buffer(BufferState.end_ticket, self._tickets[number])
+        return EndedTicket(metrics, samples, report)
 
     async def _run_ticket(self, ticket: Ticket) -> Produced:
         """Have a rollout worker run a ticket, and another one go on with it where it dies."""

@@ -31,16 +31,14 @@ from buffer_rl.observe.summary import REPORT_FILE, EvalGain, eval_gains, gain_ta
 from buffer_rl.observe.svg_chart import COLOURS, TEMPLATES, Line, format_number, line_chart, stacked_bars
 from buffer_rl.observe.terminal import printable
 from buffer_rl.observe.timeline import read_trace
+from buffer_rl.observe.timeline_picture import format_seconds, headline, names_shown, step_picture
 from buffer_rl.observe.timeline_stats import (
     Spans,
     StepStats,
+    advice,
     chosen_steps,
-    format_seconds,
-    headline,
-    names_shown,
     overlap_of,
     spans_within,
-    step_picture,
     step_stats,
     step_windows,
 )
@@ -59,6 +57,11 @@ _CHARTS = (
     ("Response length (tokens)", {"mean": "rollout/response_len/mean", "longest": "rollout/response_len/max"}),
     ("Share of truncated responses", {"truncated": "rollout/truncated_ratio"}),
     ("Tokens per second", {"tokens per second": "perf/tokens_per_s"}),
+    ("Staleness (weight versions)", {"mean": "staleness/mean", "largest": "staleness/max"}),
+    (
+        "Groups left when a step was chosen",
+        {"live": "production/live_groups", "finished": "production/finished_groups"},
+    ),
 )
 # The trainer's passes for log-probabilities are inside the phase ``train``; the rollout worker's own times
 # (generate, reward) overlap each other and are no phases.
@@ -182,6 +185,7 @@ def render_report(report: Report) -> str:
         phases=phases,
         phase_charts=phase_charts,
         timeline=_timeline(report.spans),
+        advice=advice(report.spans),
         drops=_drops(steps),
         samples=samples,
         sample_kinds={kind: kind for kind in sorted({row["kind"] for row in samples})},
@@ -316,10 +320,10 @@ def _timing(steps: Mapping[int, Mapping[str, float]]) -> tuple[list[_Phase], lis
 
 def _timeline(spans: Spans) -> list[tuple[_Figure, StepStats]]:
     """The first step, the one of median length, and the last; empty without a step."""
-    windows = step_windows(spans)
+    kind, shown = overlap_of(spans), []
+    windows = step_windows(spans, kind)
     if not windows:
         return []
-    kind, shown = overlap_of(spans), []
     for rollout_id, which in chosen_steps(windows).items():
         stats = step_stats(spans, rollout_id, windows[rollout_id], kind)
         members = spans_within(spans, stats.start, stats.end)

@@ -59,7 +59,6 @@ MODULES: Mapping[str, str] = {
     "ids": "records.ids",
     "lazy_list": "records.groups",
     "model_config": "files.hf_config",
-    "observe.timeline_picture": "observe.timeline_stats",
     "parent": "cluster.process",
     "plugins": "plugin.registry",
     "redaction": "options.redaction",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics
+from buffer_rl.observe.timeline import WorkSpan
+from buffer_rl.observe.timeline_stats import Overlap, overlap_of
 from buffer_rl.plan.schedule import LOCKSTEP, Mode, Schedule
 from buffer_rl.records.groups import RolloutReport
 from buffer_rl.testing.virtual_rollouts import VirtualRollouts
-from harness.schedule_trial import Setting, run
+from harness.schedule_trial import Setting, Silent, run
 
 ASYNC = Schedule(mode=Mode.ASYNC, target=1, max_staleness=2)
 
@@ -122,3 +125,58 @@ def test_a_run_counts_each_ticket_once_and_its_tokens_over_the_time_of_its_steps
     counted = sum(m["production/generated_tokens"] / m["perf/tokens_per_s"] for m in steps if "perf/tokens_per_s" in m)
     assert counted <= seconds
     assert counted == pytest.approx(seconds, rel=0.2)
+
+
+class Timeline(Silent):
+    """Keeps what is shown, and what is under way at the end of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[str, WorkSpan]] = []
+        self.open: list[list[WorkSpan]] = []
+
+    def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
+        self.spans += [(role, span) for span in spans]
+
+    def under_way(self, spans: Mapping[str, Sequence[WorkSpan]]) -> None:
+        self.open.append(list(spans.get("rollout", ())))
+
+
+def test_the_span_of_a_rollout_is_from_the_opening_of_its_ticket_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline()
+    monkeypatch.setattr("harness.schedule_trial.Silent", lambda: timeline)
+    setting = Setting(schedule=ASYNC, groups_per_step=4, num_samples=1, num_steps=12, slots=4, eval_interval=5)
+    run(setting, tmp_path)
+    tickets = {s.rollout_id: s for role, s in timeline.spans if (role, s.name) == ("rollout", "rollout")}
+    published = {s.rollout_id: s.end for role, s in timeline.spans if (role, s.name) == ("publish", "publish")}
+    evaluated = [s.rollout_id for role, s in timeline.spans if s.name == "evaluate"]
+    assert sorted(tickets) == list(range(12))
+    assert evaluated == [0, 5, 10, 12]
+    assert all(tickets[number].start >= published.get(number - 1, 0.0) for number in tickets)
+    assert any(tickets[number].end > tickets[number + 1].start for number in range(11))
+    assert len(timeline.open) == 12
+    # What a step's end found under way is the beginning of what is shown later.
+    for span in [span for spans in timeline.open for span in spans if span.name == "rollout"]:
+        assert span.start == tickets[span.rollout_id].start
+        assert span.end <= tickets[span.rollout_id].end
+    assert overlap_of(shown_of(timeline)) is Overlap.ASYNC
+
+
+def shown_of(timeline: Timeline) -> dict[str, list[WorkSpan]]:
+    roles = dict.fromkeys(role for role, _ in timeline.spans)
+    return {role: [span for of, span in timeline.spans if of == role] for role in roles}
+
+
+def test_at_a_staleness_of_0_it_is_the_time_for_which_the_step_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline()
+    monkeypatch.setattr("harness.schedule_trial.Silent", lambda: timeline)
+    run(Setting(schedule=LOCKSTEP, num_steps=4), tmp_path)
+    rollouts = [span for span in shown_of(timeline)["rollout"] if span.name == "rollout"]
+    assert [span.rollout_id for span in rollouts] == [0, 1, 2, 3]
+    assert [span.seconds for span in rollouts] == [metrics["perf/rollout_time"] for metrics in timeline.metrics]
+    assert timeline.open == []
+    assert overlap_of(shown_of(timeline)) is Overlap.LOCKSTEP
