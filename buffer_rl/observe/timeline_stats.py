@@ -249,8 +249,8 @@ def _shares(busy: Mapping[str, list[Interval]], start: float, end: float) -> dic
 
 def advice(spans: Spans, kind: Overlap | None = None) -> str:
     """Which side of an asynchronous run waits for the other, and what to change; empty for other runs, and for fewer
-    than three steps. The first step is left out, since the engines have not produced ahead of it yet, and what comes after
-    the last ticket."""
+    than three steps. The first step is left out, since the engines have not produced ahead of it yet, and so is what
+    comes after the last ticket."""
     kind = kind or overlap_of(spans)
     windows = list(step_windows(spans, kind).values()) if kind.crosses_steps else []
     if len(windows) < 3:
