@@ -110,6 +110,8 @@ class Driver:
                 self._calls.begin(group)
                 others = [self._calls.spawn(self._production.admit(self._admits)), self._calls.spawn(self._fail())]
                 await self._train()
+                if self._plan.schedule.by_window:  # what no step trained on
+                    self._production.report_tickets(self._result.steps)
                 for task in (*others, *self._production.under_way()):
                     task.cancel()
         except BufferRLError as error:
@@ -164,6 +166,8 @@ class Driver:
         if self._plan.saves_at(step, stopped_early=False):
             await self._save(step)
         self._owes_evaluation |= self._plan.evaluates_at(step)
+        if self._plan.schedule.max_staleness:
+            metrics |= self._production.report_tickets(rollout_id)
         try:
             if publishes := await self._may_publish(step):
                 metrics |= await unbroken(self._publish_and_release(step))

@@ -49,7 +49,7 @@ class Production:
         self._ended: dict[int, EndedTicket] = {}  # tickets that are not part of a step's metrics yet
         self._streams: dict[int, dict[str, asyncio.Task[WorkReport]]] = {}  # of roles, by step
         self._closing: asyncio.Task[RolloutReport] | None = None
-        self._metrics = ProductionMetrics(plan.schedule, calls.runtime.now)
+        self._metrics = ProductionMetrics(calls.runtime.now)
         self._open_calls: set[Task] = set()  # on rollout workers and roles
         self._incarnation: str | None = None  # of the Buffer that has the tickets
         self._retries = 0
@@ -134,21 +134,23 @@ class Production:
     async def selected(
         self, rollout_id: int, wait: Callable[[Callable[[], bool]], Awaitable[None]]
     ) -> dict[str, float]:
-        """Close the selection of a step, once its groups are finished, and have the roles work on it. Returns the
-        metrics of production until then. wait: for a condition. Raises RolloutError if there is no group."""
+        """Close the selection of a step, once its groups are finished, and have the roles work on it. Returns its
+        metrics, at a staleness of 0 with those of its ticket. wait: for a condition. Raises RolloutError if there is no
+        group."""
         schedule = self._plan.schedule
         if schedule.by_window and schedule.streams and rollout_id not in self._streams:
             await self._calls.buffer(BufferState.open_selection, rollout_id)
             self._start_roles(rollout_id, while_open=True)
-        await wait(lambda: self.can_close(rollout_id))
+        is_of_ticket = not schedule.max_staleness  # so that both have the same metrics
+        await wait(lambda: self.can_close(rollout_id) and not (is_of_ticket and rollout_id not in self._ended))
         if self._closing is not None:
             closing, self._closing = self._closing, None
             report = closing.result()
         else:
             closed, _ = await self._calls.buffer(BufferState.close_selection, rollout_id)
             report = cast("RolloutReport", closed)  # its ticket has ended
-        metrics, drops = self._step_metrics(rollout_id, report)
         if report.num_groups == 0:
+            drops = self._drops(rollout_id, report)
             raise RolloutError(
                 "no group was finished, so there is nothing to train on",
                 where=f"rollout {rollout_id}",
@@ -156,6 +158,11 @@ class Production:
             )
         if not schedule.streams:
             self._start_roles(rollout_id, while_open=False)
+        if not is_of_ticket:
+            return self._metrics.of_selection(report)
+        ticket = self._ended.pop(rollout_id)
+        metrics = self._metrics.of_both(ticket, report)
+        self._observer.rollout_ended(rollout_id, False, metrics, ticket.samples)
         return metrics
 
     def _close(self, rollout_id: int) -> asyncio.Task[RolloutReport]:
@@ -167,20 +174,23 @@ class Production:
             self._closing.add_done_callback(lambda _: self._calls.tell())
         return self._closing
 
-    def _step_metrics(self, rollout_id: int, report: RolloutReport) -> tuple[dict[str, float], dict[str, int]]:
-        """Of a step and of the tickets that ended since the one before, or its own; and the groups that they dropped,
-        by reason."""
-        schedule = self._plan.schedule
-        numbers = sorted(self._ended) if schedule.by_window else [rollout_id]
-        ended = {number: self._ended.pop(number) for number in numbers}
-        metrics = self._metrics.of(list(ended.values()), report)
-        for number, ticket in ended.items():
-            own = ticket.all_metrics if schedule.max_staleness else metrics
-            self._observer.rollout_ended(number, False, own, ticket.samples)
+    def _drops(self, rollout_id: int, report: RolloutReport) -> dict[str, int]:
+        """The groups that a step's tickets dropped, by reason, as far as they have ended."""
         drops = Counter(report.drops)
-        for ticket in ended.values():
-            drops.update(ticket.report.drops)
-        return metrics, dict(sorted(drops.items()))
+        for number in self._reported_with(rollout_id):
+            drops.update(self._ended[number].report.drops)
+        return dict(sorted(drops.items()))
+
+    def _reported_with(self, rollout_id: int) -> list[int]:
+        return sorted(self._ended) if self._plan.schedule.by_window else [rollout_id]
+
+    def report_tickets(self, rollout_id: int) -> dict[str, float]:
+        """The metrics of the tickets that ended since this was called before, or of the step's own. The observer gets
+        each of them."""
+        ended = {number: self._ended.pop(number) for number in self._reported_with(rollout_id)}
+        for number, ticket in ended.items():
+            self._observer.rollout_ended(number, False, ticket.all_metrics, ticket.samples)
+        return self._metrics.of_tickets(list(ended.values()))
 
     # -- roles ---------------------------------------------------------------------------------------
 

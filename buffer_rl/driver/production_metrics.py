@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from buffer_rl.observe.metrics import DROP_PREFIX, drop_metrics
-from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import RolloutReport
 
 LENGTH = "response_len/mean"
@@ -56,7 +55,6 @@ class _Lengths:
 class ProductionMetrics:
     """Joins the metrics of tickets into those of steps. now: seconds since some fixed moment."""
 
-    schedule: Schedule
     now: Callable[[], float]
     _trained: _Lengths = field(default_factory=_Lengths)
     _offered: _Lengths = field(default_factory=_Lengths)
@@ -67,20 +65,27 @@ class ProductionMetrics:
         if self._counted_at is None:
             self._counted_at = self.now()
 
-    def of(self, ended: Sequence[EndedTicket], selection: RolloutReport) -> dict[str, float]:
-        """The metrics of a step. ended: the tickets since the step before; at a staleness of 0, its own."""
-        metrics = joined_metrics([ticket.all_metrics for ticket in ended])
-        if not self.schedule.max_staleness:
-            drops = Counter(selection.drops)
-            for ticket in ended:
-                drops.update(ticket.report.drops)
-            return {**metrics, **drop_metrics(drops), "rollout/num_groups": float(selection.num_groups)}
-        metrics = {_of_production(name): value for name, value in metrics.items()} | selection.metrics
-        metrics |= drop_metrics(selection.drops)
-        metrics |= {"rollout/num_groups": float(selection.num_groups), "production/tickets": float(len(ended))}
+    def of_both(self, ticket: EndedTicket, selection: RolloutReport) -> dict[str, float]:
+        """At a staleness of 0: the metrics of a step, which are those of its ticket."""
+        drops = Counter(selection.drops)
+        drops.update(ticket.report.drops)
+        num_groups = float(selection.num_groups)
+        return {**ticket.metrics, **drop_metrics(dict(drops)), "rollout/num_groups": num_groups}
+
+    def of_selection(self, selection: RolloutReport) -> dict[str, float]:
+        """Else: the metrics of what a step trains on."""
+        metrics = {**selection.metrics, **drop_metrics(selection.drops)}
+        metrics["rollout/num_groups"] = float(selection.num_groups)
         if staleness := selection.staleness:
             metrics |= {"staleness/mean": sum(staleness) / len(staleness), "staleness/max": float(max(staleness))}
         self._trained.add(selection.metrics.get(f"rollout/{LENGTH}"), selection.num_groups)
+        return metrics
+
+    def of_tickets(self, ended: Sequence[EndedTicket]) -> dict[str, float]:
+        """The metrics of the tickets that ended since the step before, and over what was trained on until now."""
+        joined = joined_metrics([ticket.all_metrics for ticket in ended])
+        metrics = {_of_production(name): value for name, value in joined.items()}
+        metrics["production/tickets"] = float(len(ended))
         for ticket in ended:
             self._offered.add(ticket.metrics.get(f"rollout/{LENGTH}"), ticket.report.num_groups)
         if self._trained.mean and self._offered.mean:

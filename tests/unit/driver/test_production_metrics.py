@@ -29,17 +29,16 @@ def selection(**more: Any) -> RolloutReport:
     return RolloutReport(num_groups=2, num_rows=4, **more)
 
 
-def metrics_of(schedule: Schedule, *times: float) -> ProductionMetrics:
+def metrics_of(*times: float) -> ProductionMetrics:
     """With a clock that shows these times one after another."""
-    return ProductionMetrics(schedule, iter(times).__next__)
+    return ProductionMetrics(iter(times).__next__)
 
 
 def test_at_a_staleness_of_0_the_metrics_of_a_step_are_those_of_its_ticket() -> None:
-    metrics = metrics_of(LOCKSTEP, 0.0, 10.0)
-    metrics.begin()
+    metrics = metrics_of()
     ended = ticket(raw_reward=0.5, generated_tokens=40.0, drops={"zero_std": 1})
     report = selection(drops={"surplus": 2}, metrics={"rollout/raw_reward": 9.0}, staleness=[0, 0])
-    assert metrics.of([ended], report) == {
+    assert metrics.of_both(ended, report) == {
         "rollout/raw_reward": 0.5,
         "rollout/generated_tokens": 40.0,
         "rollout/drop_surplus": 2.0,
@@ -49,7 +48,7 @@ def test_at_a_staleness_of_0_the_metrics_of_a_step_are_those_of_its_ticket() -> 
 
 
 def test_else_they_are_of_the_selection_and_those_of_tickets_are_named_production() -> None:
-    metrics = metrics_of(ASYNC, 0.0, 10.0)
+    metrics = metrics_of(0.0, 10.0)
     metrics.begin()
     ended = [
         ticket(raw_reward=0.5, response_len__max=30.0, generated_tokens=40.0, infra_failures=1.0, drops={"dull": 1}),
@@ -57,10 +56,14 @@ def test_else_they_are_of_the_selection_and_those_of_tickets_are_named_productio
     ]
     ended[0].metrics["perf/reward_time"] = 2.0
     report = selection(drops={"too_old": 1}, metrics={"rollout/raw_reward": 0.25}, staleness=[0, 1, 2, 2])
-    assert metrics.of(ended, report) == {
+    assert metrics.of_selection(report) == {
         "rollout/raw_reward": 0.25,
         "rollout/drop_too_old": 1.0,
         "rollout/num_groups": 2.0,
+        "staleness/mean": 1.25,
+        "staleness/max": 2.0,
+    }
+    assert metrics.of_tickets(ended) == {
         "production/raw_reward": 0.75,
         "production/response_len/max": 30.0,
         "production/generated_tokens": 100.0,
@@ -69,25 +72,25 @@ def test_else_they_are_of_the_selection_and_those_of_tickets_are_named_productio
         "production/tickets": 2.0,
         "perf/reward_time": 2.0,
         "perf/tokens_per_s": 10.0,
-        "staleness/mean": 1.25,
-        "staleness/max": 2.0,
     }
 
 
 def test_tokens_of_a_step_without_an_ended_ticket_are_part_of_the_next_steps_rate() -> None:
-    metrics = metrics_of(ASYNC, 0.0, 10.0, 25.0)
+    metrics = metrics_of(0.0, 10.0, 25.0)
     metrics.begin()
     metrics.begin()  # another ticket, which reads no clock
-    assert "perf/tokens_per_s" not in metrics.of([], selection())
-    assert metrics.of([ticket(generated_tokens=100.0)], selection())["perf/tokens_per_s"] == 10.0
-    assert metrics.of([ticket(generated_tokens=30.0)], selection())["perf/tokens_per_s"] == 2.0
+    assert "perf/tokens_per_s" not in metrics.of_tickets([])
+    assert metrics.of_tickets([ticket(generated_tokens=100.0)])["perf/tokens_per_s"] == 10.0
+    assert metrics.of_tickets([ticket(generated_tokens=30.0)])["perf/tokens_per_s"] == 2.0
 
 
 def test_the_length_ratio_is_of_all_groups_trained_and_offered_so_far() -> None:
-    metrics = metrics_of(ASYNC)
-    first = metrics.of([ticket(1, response_len__mean=10.0)], selection(metrics={"rollout/response_len/mean": 5.0}))
+    metrics = metrics_of()
+    metrics.of_selection(selection(metrics={"rollout/response_len/mean": 5.0}))
+    first = metrics.of_tickets([ticket(1, response_len__mean=10.0)])
     assert first["production/length_ratio"] == 0.5
-    second = metrics.of([ticket(3, response_len__mean=2.0)], selection(metrics={"rollout/response_len/mean": 7.0}))
+    metrics.of_selection(selection(metrics={"rollout/response_len/mean": 7.0}))
+    second = metrics.of_tickets([ticket(3, response_len__mean=2.0)])
     assert second["production/length_ratio"] == ((5 * 2 + 7 * 2) / 4) / ((10 * 1 + 2 * 3) / 4)
 
 
@@ -125,6 +128,38 @@ def test_a_run_counts_each_ticket_once_and_its_tokens_over_the_time_of_its_steps
     counted = sum(m["production/generated_tokens"] / m["perf/tokens_per_s"] for m in steps if "perf/tokens_per_s" in m)
     assert counted <= seconds
     assert counted == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.ASYNC])
+def test_at_a_staleness_of_0_every_step_has_the_metrics_of_its_ticket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    class Late(Counting):
+        async def run(self, ticket: Any) -> Any:
+            answer = await super().run(ticket)
+            await self.runtime.loop.sleep_until(self.runtime.loop.time() + 3.0)  # its groups are finished
+            return answer
+
+    monkeypatch.setattr("harness.schedule_trial.VirtualRollouts", Late)
+    outcome = run(Setting(schedule=Schedule(mode=mode), num_steps=5), tmp_path)
+    assert [metrics["rollout/raw_reward"] for metrics in outcome.metrics] == [0, 1, 2, 3, 4]
+    assert all(not name.startswith(("production", "staleness")) for metrics in outcome.metrics for name in metrics)
+
+
+def test_tickets_that_end_after_the_last_step_are_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reports(Silent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ended: list[int] = []
+
+        def rollout_ended(self, rollout_id: int, *_: Any) -> None:
+            self.ended.append(rollout_id)
+
+    reports = Reports()
+    monkeypatch.setattr("harness.schedule_trial.Silent", lambda: reports)
+    outcome = run(Setting(schedule=ASYNC, num_steps=9), tmp_path)
+    assert sorted(reports.ended) == list(range(9))
+    assert outcome.metrics[-1]["production/tickets"] >= 1  # that of the last step, which ended during its update
 
 
 class Timeline(Silent):
