@@ -130,17 +130,23 @@ def test_a_run_counts_each_ticket_once_and_its_tokens_over_the_time_of_its_steps
     assert counted == pytest.approx(seconds, rel=0.2)
 
 
+def late(seconds: float) -> type[Counting]:
+    """Tickets end so long after their groups are finished."""
+
+    class Late(Counting):
+        async def run(self, ticket: Any) -> Any:
+            answer = await super().run(ticket)
+            await self.runtime.loop.sleep_until(self.runtime.loop.time() + seconds)
+            return answer
+
+    return Late
+
+
 @pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.ASYNC])
 def test_at_a_staleness_of_0_every_step_has_the_metrics_of_its_ticket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:
-    class Late(Counting):
-        async def run(self, ticket: Any) -> Any:
-            answer = await super().run(ticket)
-            await self.runtime.loop.sleep_until(self.runtime.loop.time() + 3.0)  # its groups are finished
-            return answer
-
-    monkeypatch.setattr("harness.schedule_trial.VirtualRollouts", Late)
+    monkeypatch.setattr("harness.schedule_trial.VirtualRollouts", late(3.0))
     outcome = run(Setting(schedule=Schedule(mode=mode), num_steps=5), tmp_path)
     assert [metrics["rollout/raw_reward"] for metrics in outcome.metrics] == [0, 1, 2, 3, 4]
     assert all(not name.startswith(("production", "staleness")) for metrics in outcome.metrics for name in metrics)
@@ -155,11 +161,13 @@ def test_tickets_that_end_after_the_last_step_are_reported_too(tmp_path: Path, m
         def rollout_ended(self, rollout_id: int, *_: Any) -> None:
             self.ended.append(rollout_id)
 
-    reports = Reports()
-    monkeypatch.setattr("harness.schedule_trial.Silent", lambda: reports)
-    outcome = run(Setting(schedule=ASYNC, num_steps=9), tmp_path)
-    assert sorted(reports.ended) == list(range(9))
-    assert outcome.metrics[-1]["production/tickets"] >= 1  # that of the last step, which ended during its update
+    for seconds, num_in_steps in ((3.0, 9), (5.2, 8)):  # during the last update, and during its publication
+        reports = Reports()
+        monkeypatch.setattr("harness.schedule_trial.Silent", lambda reports=reports: reports)
+        monkeypatch.setattr("harness.schedule_trial.VirtualRollouts", late(seconds))
+        outcome = run(Setting(schedule=ASYNC, num_steps=9, train_s=5.0, load_s=0.5), tmp_path)
+        assert sorted(reports.ended) == list(range(9))
+        assert sum(metrics["production/tickets"] for metrics in outcome.metrics) == num_in_steps
 
 
 class Timeline(Silent):
