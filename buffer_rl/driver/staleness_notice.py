@@ -28,7 +28,9 @@ def staleness_notice(args: Args) -> str:
 def slots_text(args: Args) -> str:
     """How many samples may be in flight, how many of them the rollout workers send, and for how many the engines have
     slots; with what to change if slots stay empty."""
-    groups = (Schedule.of(args).target + 1) * args.rollout_batch_size
+    schedule = Schedule.of(args)
+    tickets = schedule.target + 1 if schedule.by_window else 1  # one-step-off they run one after another
+    groups = tickets * args.rollout_batch_size
     samples, sent = groups * args.n_samples_per_prompt, args.num_rollout_workers * args.rollout_concurrency
     line = f"up to {groups} groups ({samples} samples) are in flight; rollout workers send at most {sent} at a time"
     if args.engine_urls or args.rollout_external_engine_addrs:  # --router-url is set for engines of the run as well

@@ -42,6 +42,10 @@ STEP = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "rollout_num_engines
             "; the slots of engines that run elsewhere are not known",
         ),
         ({"router_url": "http://router", "engine_max_running_requests": 32}, "engines have 64 slots"),  # its own
+        (
+            {"schedule": "one-step-off", "engine_max_running_requests": 20},
+            "have 40 slots, of which at least 8 stay empty",
+        ),
         ({"schedule": "lockstep", "engine_max_running_requests": 16}, "engines have 32 slots"),
     ],
 )
