@@ -11,7 +11,8 @@ from pathlib import Path
 
 from buffer_rl.observe.svg_chart import picture_file
 from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.observe.timeline_stats import WIDTH, Spans, headline, names_shown, spans_within, step_lanes, step_stats
+from buffer_rl.observe.timeline_picture import WIDTH, headline, names_shown, step_lanes
+from buffer_rl.observe.timeline_stats import Spans, spans_within, step_stats
 
 PICTURE = Path(__file__).with_name("schedules.svg")
 GROUPS = (1.1, 1.4, 1.7, 2.1, 2.6, 3.3, 4.4, 8.0)

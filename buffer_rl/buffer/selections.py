@@ -14,6 +14,7 @@ from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes
 from buffer_rl.buffer.ledger import RunRecord
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.buffer.rollouts import SURPLUS, Lease, Rollouts
+from buffer_rl.buffer.selection_metrics import selection_metrics
 from buffer_rl.buffer.window import Window
 from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.plan.schedule import Schedule
@@ -179,6 +180,7 @@ class Selections:
             drops={SURPLUS: num_foreign} if num_foreign else {},
             surplus=num_queued,
             staleness=staleness,
+            metrics=self._metrics(chosen),
         )
         return pool.report
 
@@ -318,6 +320,12 @@ class Selections:
             if self._bound is not None and not self._rollouts.finished[uid].imported:
                 assert step - oldest <= self._bound, f"step {step} would train on group {uid}, of version {oldest}"
         return staleness
+
+    def _metrics(self, chosen: Iterable[GroupUid]) -> dict[str, float]:
+        """Of a selection, if the step's metrics cannot be those of one ticket."""
+        if self._schedule is None or not self._schedule.max_staleness:
+            return {}
+        return selection_metrics(self._stores[False], chosen, self._window)
 
     def _close(self, pool: DataPool, chosen: list[GroupUid]) -> int:
         """Returns how many rows the groups have."""

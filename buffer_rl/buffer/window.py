@@ -51,6 +51,16 @@ class Window:
     def __len__(self) -> int:
         return len(self._places)
 
+    @property
+    def num_finished(self) -> int:
+        """Live groups that can be taken."""
+        return self._num_finished
+
+    @property
+    def num_passed(self) -> int:
+        """The largest number of younger groups that passed one live group."""
+        return max((place.passed for place in self._places.values()), default=0)
+
     def lease(self, uid: GroupUid) -> None:
         """A group is live, as the youngest."""
         assert uid not in self._places, "a live group is not leased"

@@ -2,6 +2,7 @@
 
 driver       trains step by step, publishes, saves, evaluates
 production   tickets, the selections of steps, the work of roles on them; what is lost starts again
+production_metrics  a step's metrics from those of tickets
 tasks        the runtime's contract; calls on roles and what coroutines wait for; replacement of dead processes
 runtime      calls on Ray actors and on objects of this process
 local_roles  roles in this process: checkpoints, files of rollouts, the closing of selections
@@ -10,6 +11,7 @@ offload      who has the memory of shared devices, and when
 checks       options that contradict each other; notices about options
 algorithm_checks  those of estimator, loss, critic, teacher, rewards
 async_checks  those of runs that train on samples of older weights
+staleness_notice  what such a run says at its start
 role_checks  the same, for what depends on imported plugins
 restart      when and how a run's processes are started again, and what it keeps then
 folders      locks of the folders that only one driver may write to

@@ -44,7 +44,7 @@ from buffer_rl.errors import (
     EndedBySignal,
     WorkerDiedError,
 )
-from buffer_rl.observe.timeline import clock_origin
+from buffer_rl.observe.timeline import WorkSpan, clock_origin
 from buffer_rl.plan.roles import FIELD_OF_MODEL
 from buffer_rl.plan.schedule import RunPlan, RunResult
 from buffer_rl.rollout.production import task_group
@@ -110,6 +110,8 @@ class Driver:
                 self._calls.begin(group)
                 others = [self._calls.spawn(self._production.admit(self._admits)), self._calls.spawn(self._fail())]
                 await self._train()
+                if self._plan.schedule.by_window:  # what no step trained on
+                    self._production.report_tickets(self._result.steps)
                 for task in (*others, *self._production.under_way()):
                     task.cancel()
         except BufferRLError as error:
@@ -164,11 +166,15 @@ class Driver:
         if self._plan.saves_at(step, stopped_early=False):
             await self._save(step)
         self._owes_evaluation |= self._plan.evaluates_at(step)
+        if self._plan.schedule.max_staleness:
+            metrics |= self._production.report_tickets(rollout_id)
         try:
             if publishes := await self._may_publish(step):
                 metrics |= await unbroken(self._publish_and_release(step))
         finally:  # a restart does not take a step again that is in a checkpoint
             metrics |= self._times.metrics(metrics.get("rollout/generated_tokens"))
+            if self._plan.schedule.max_staleness:
+                self._observer.under_way(self._times.under_way())
             self._observer.step(rollout_id, metrics)
         if publishes and self._owes_evaluation:
             await self._evaluate()
@@ -179,7 +185,9 @@ class Driver:
         """Wait for the groups of a step and for all fields of its optimizer step. What is lost is produced again."""
         while True:
             try:
-                with self._times.of("rollout", "rollout", rollout_id):
+                # At a staleness of 0 the step waits for as long as its ticket runs; else tickets are shown.
+                shown = () if self._plan.schedule.max_staleness else ("rollout", rollout_id)
+                with self._times.of("rollout", *shown):
                     self._observer.phase("generate")
                     metrics = await self._production.selected(rollout_id, self._until)
                     if self._plan.records:
@@ -291,6 +299,11 @@ class Driver:
             self._observer.phase("publish")
             times = await self._calls.call("publish", "publish", version, timeout_s=self._plan.publish_timeout_s)
         self._published = version
+        if self._plan.schedule.max_staleness and (paused := times.get("perf/publish_pause")):
+            # The last part of a publication, in which tickets run and engines do not.
+            ended = self._runtime.now()
+            span = WorkSpan(name="pause", rollout_id=version, start=ended - paused, end=ended)
+            self._observer.worked("publish", [span])
         self._observer.published(version, times)
 
     async def _feed_engines(self, version: int) -> None:

@@ -28,7 +28,8 @@ from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunC
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
-from buffer_rl.engines.fleet import EngineFleet, slots_notice
+from buffer_rl.driver.staleness_notice import staleness_notice
+from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
@@ -295,18 +296,10 @@ class _Run:
             follow=None if follow is None else follow.write,
         )
         if schedule.max_staleness:
-            self._tell_staleness(schedule)
+            self.observer.notice(staleness_notice(self.args))
             if schedule.by_window and not schedule.drains:
                 publisher.try_retraction()
         return publisher
-
-    def _tell_staleness(self, schedule: Schedule) -> None:
-        target, bound, per_step = schedule.target, schedule.max_staleness, self.args.rollout_batch_size
-        line = f"target staleness {target}, at most {bound}"
-        if schedule.by_window:
-            line += f"; a group is trained on before {schedule.window(per_step)} younger ones have passed it"
-        self.observer.notice(f"--schedule {schedule.mode}: {line}")
-        self.observer.notice(slots_notice(self.args))
 
     @property
     def _drain_timeout_s(self) -> float:

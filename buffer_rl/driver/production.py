@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.offload import MemoryTurns
+from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics
 from buffer_rl.driver.tasks import Calls, Restarts, StepTimes, Task, is_worker_death
 from buffer_rl.errors import BufferRestartedError, BufferRLError, PayloadLostError, RolloutError
-from buffer_rl.observe.metrics import DROP_PREFIX, drop_metrics
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plan.schedule import RunPlan
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 Produced = tuple[dict[str, float], list[dict[str, Any]]]
 """Metrics of a ticket or an evaluation, and samples to show."""
-Ended = tuple[dict[str, float], list[dict[str, Any]], dict[str, int]]
-"""The same, and the groups that the ticket dropped, by reason."""
 
 
 class Production:
@@ -48,9 +46,10 @@ class Production:
         self._is_halted = False
         self._tickets: dict[int, Ticket] = {}  # that run
         self._producing: dict[int, asyncio.Task[None]] = {}
-        self._ended: dict[int, Ended] = {}  # tickets that are not part of a step's metrics yet
+        self._ended: dict[int, EndedTicket] = {}  # tickets that are not part of a step's metrics yet
         self._streams: dict[int, dict[str, asyncio.Task[WorkReport]]] = {}  # of roles, by step
         self._closing: asyncio.Task[RolloutReport] | None = None
+        self._metrics = ProductionMetrics(calls.runtime.now)
         self._open_calls: set[Task] = set()  # on rollout workers and roles
         self._incarnation: str | None = None  # of the Buffer that has the tickets
         self._retries = 0
@@ -86,20 +85,27 @@ class Production:
 
     async def _produce(self, number: int) -> None:
         """One ticket. If it is lost, *train* has production start again."""
-        schedule = self._plan.schedule
+        shown = self._times.shown("rollout", "rollout", number) if self._plan.schedule.max_staleness else nullcontext()
         try:
-            ticket = self._tickets[number] = await self._calls.buffer(BufferState.generate, number, False)
-            self._incarnation = ticket.incarnation
-            if schedule.streams and not schedule.by_window:
-                await self._calls.buffer(BufferState.open_selection, number)
-            metrics, samples = await self._run_ticket(ticket)
-            report = await self._calls.buffer(BufferState.end_ticket, self._tickets[number])
+            with shown:
+                ended = await self._produced(number)
         except BufferRLError as error:
             await self._lose(error)
         else:
-            self._ended[number] = {**metrics, **drop_metrics(report.drops)}, samples, report.drops
+            self._ended[number] = ended
         del self._producing[number], self._tickets[number]
         self._calls.tell()
+
+    async def _produced(self, number: int) -> EndedTicket:
+        schedule = self._plan.schedule
+        ticket = self._tickets[number] = await self._calls.buffer(BufferState.generate, number, False)
+        self._metrics.begin()
+        self._incarnation = ticket.incarnation
+        if schedule.streams and not schedule.by_window:
+            await self._calls.buffer(BufferState.open_selection, number)
+        metrics, samples = await self._run_ticket(ticket)
+        report = await self._calls.buffer(BufferState.end_ticket, self._tickets[number])
+        return EndedTicket(metrics, samples, report)
 
     async def _run_ticket(self, ticket: Ticket) -> Produced:
         """Have a rollout worker run a ticket, and another one go on with it where it dies."""
@@ -128,21 +134,23 @@ class Production:
     async def selected(
         self, rollout_id: int, wait: Callable[[Callable[[], bool]], Awaitable[None]]
     ) -> dict[str, float]:
-        """Close the selection of a step, once its groups are finished, and have the roles work on it. Returns the
-        metrics of production until then. wait: for a condition. Raises RolloutError if there is no group."""
+        """Close the selection of a step, once its groups are finished, and have the roles work on it. Returns its
+        metrics, at a staleness of 0 with those of its ticket. wait: for a condition. Raises RolloutError if there is no
+        group."""
         schedule = self._plan.schedule
         if schedule.by_window and schedule.streams and rollout_id not in self._streams:
             await self._calls.buffer(BufferState.open_selection, rollout_id)
             self._start_roles(rollout_id, while_open=True)
-        await wait(lambda: self.can_close(rollout_id))
+        is_of_ticket = not schedule.max_staleness  # so that both have the same metrics
+        await wait(lambda: self.can_close(rollout_id) and not (is_of_ticket and rollout_id not in self._ended))
         if self._closing is not None:
             closing, self._closing = self._closing, None
             report = closing.result()
         else:
             closed, _ = await self._calls.buffer(BufferState.close_selection, rollout_id)
             report = cast("RolloutReport", closed)  # its ticket has ended
-        metrics, drops = self._metrics(rollout_id, report)
         if report.num_groups == 0:
+            drops = self._drops(rollout_id, report)
             raise RolloutError(
                 "no group was finished, so there is nothing to train on",
                 where=f"rollout {rollout_id}",
@@ -150,6 +158,11 @@ class Production:
             )
         if not schedule.streams:
             self._start_roles(rollout_id, while_open=False)
+        if not is_of_ticket:
+            return self._metrics.of_selection(report)
+        ticket = self._ended.pop(rollout_id)
+        metrics = self._metrics.of_both(ticket, report)
+        self._observer.rollout_ended(rollout_id, False, metrics, ticket.samples)
         return metrics
 
     def _close(self, rollout_id: int) -> asyncio.Task[RolloutReport]:
@@ -161,20 +174,23 @@ class Production:
             self._closing.add_done_callback(lambda _: self._calls.tell())
         return self._closing
 
-    def _metrics(self, rollout_id: int, report: RolloutReport) -> tuple[dict[str, float], dict[str, int]]:
-        """Of the tickets that ended since the step before, or of the step's own; and the groups that were dropped."""
-        numbers = sorted(self._ended) if self._plan.schedule.by_window else [rollout_id]
-        ended = {number: self._ended.pop(number) for number in numbers}
+    def _drops(self, rollout_id: int, report: RolloutReport) -> dict[str, int]:
+        """The groups that a step's tickets dropped, by reason, as far as they have ended."""
         drops = Counter(report.drops)
-        for *_, dropped in ended.values():
-            drops.update(dropped)
-        metrics = joined_metrics([metrics for metrics, *_ in ended.values()]) | drop_metrics(drops)
-        metrics["rollout/num_groups"] = float(report.num_groups)
-        for number, (own, samples, _) in ended.items():
-            self._observer.rollout_ended(number, False, metrics if len(ended) == 1 else own, samples)
-        if self._plan.schedule.max_staleness and (staleness := report.staleness):
-            metrics |= {"staleness/mean": sum(staleness) / len(staleness), "staleness/max": float(max(staleness))}
-        return metrics, dict(sorted(drops.items()))
+        for number in self._reported_with(rollout_id):
+            drops.update(self._ended[number].report.drops)
+        return dict(sorted(drops.items()))
+
+    def _reported_with(self, rollout_id: int) -> list[int]:
+        return sorted(self._ended) if self._plan.schedule.by_window else [rollout_id]
+
+    def report_tickets(self, rollout_id: int) -> dict[str, float]:
+        """The metrics of the tickets that ended since this was called before, or of the step's own. The observer gets
+        each of them."""
+        ended = {number: self._ended.pop(number) for number in self._reported_with(rollout_id)}
+        for number, ticket in ended.items():
+            self._observer.rollout_ended(number, False, ticket.all_metrics, ticket.samples)
+        return self._metrics.of_tickets(list(ended.values()))
 
     # -- roles ---------------------------------------------------------------------------------------
 
@@ -316,13 +332,3 @@ class Production:
             raise
         self._open_calls.discard(call)
         return answer
-
-
-def joined_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several tickets: sums of tokens and of dropped groups, else means over those that have them."""
-    joined: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
-        counts = name == "rollout/generated_tokens" or name.startswith(DROP_PREFIX)
-        joined[name] = sum(values) if counts else sum(values) / len(values)
-    return joined

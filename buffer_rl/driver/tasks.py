@@ -8,8 +8,8 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.errors import BufferRLError, WorkerDiedError
@@ -157,6 +157,7 @@ class StepTimes:
         self._started = runtime.now()
         self._seconds: dict[str, float] = {}
         self._buffer_seconds: dict[str, float] = {}
+        self._open: dict[object, tuple[str, WorkSpan]] = {}  # role and beginning of what is under way
 
     def begin(self) -> None:
         """A step begins."""
@@ -165,7 +166,7 @@ class StepTimes:
 
     def metrics(self, generated_tokens: float | None) -> dict[str, float]:
         """``perf/{name}_time`` in seconds, and ``perf/tokens_per_s``: generated tokens per second of
-        ``perf/rollout_time``."""
+        ``perf/rollout_time``, if they are of the step alone and not None."""
         metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
         metrics["perf/step_time"] = self._runtime.now() - self._started
         if self._seconds.get("rollout", 0.0) > 0 and generated_tokens is not None:
@@ -177,12 +178,28 @@ class StepTimes:
         """Count the block's seconds as ``perf/{name}_time``; on the timeline of ``role``, where one is given."""
         started = self._runtime.now()
         try:
+            with nullcontext() if role is None else self.shown(role, name, rollout_id):
+                yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._runtime.now() - started
+
+    @contextmanager
+    def shown(self, role: str, name: str, rollout_id: int) -> Iterator[None]:
+        """Show the block on the timeline of ``role``; steps that end meanwhile know it as ``under_way``."""
+        started, key = self._runtime.now(), object()
+        self._open[key] = role, WorkSpan(name=name, rollout_id=rollout_id, start=started, end=started)
+        try:
             yield
         finally:
-            ended = self._runtime.now()
-            self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
-            if role is not None:
-                self._observer.worked(role, [WorkSpan(name=name, rollout_id=rollout_id, start=started, end=ended)])
+            _, span = self._open.pop(key)
+            self._observer.worked(role, [replace(span, end=self._runtime.now())])
+
+    def under_way(self) -> dict[str, list[WorkSpan]]:
+        """What has begun and not ended, by role, until now."""
+        spans: dict[str, list[WorkSpan]] = {}
+        for role, span in self._open.values():
+            spans.setdefault(role, []).append(replace(span, end=self._runtime.now()))
+        return spans
 
     def of_buffer(self, progress: Mapping[str, Any]) -> dict[str, float]:
         """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger.

@@ -23,7 +23,6 @@ from buffer_rl.engines.router import Router
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
-from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.calls import Guarded, call, returned
 from buffer_rl.plugin.registry import PluginRegistry
 
@@ -234,24 +233,6 @@ class EngineFleet:
         self._log(line)
         if self._notice is not None:
             self._notice(line)
-
-
-def slots_notice(args: Args) -> str:
-    """A line on how many samples may be in flight, how many of them the rollout workers send, and for how many the
-    engines have slots; with what to change if slots stay empty."""
-    groups = (Schedule.of(args).target + 1) * args.rollout_batch_size
-    samples, sent = groups * args.n_samples_per_prompt, args.num_rollout_workers * args.rollout_concurrency
-    line = f"up to {groups} groups ({samples} samples) are in flight; rollout workers send at most {sent} at a time"
-    if args.engine_urls or args.rollout_external_engine_addrs:  # --router-url is set for engines of the run as well
-        return f"{line}; the slots of engines that run elsewhere are not known"
-    slots = args.rollout_num_engines * args.engine_max_running_requests
-    line += f"; engines have {slots} slots"
-    if sent < min(slots, samples):
-        least = -(-min(slots, samples) // args.num_rollout_workers)
-        return f"{line}, of which at least {slots - sent} stay empty: --rollout-concurrency {least} fills more"
-    if samples < slots:
-        line += f", of which at least {slots - samples} stay empty"
-    return line
 
 
 def _wait_for_all(servers: Sequence[EngineProcess | Router], deadline: float) -> None:

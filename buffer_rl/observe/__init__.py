@@ -7,7 +7,8 @@ metrics         metrics.jsonl, and the hub of metric loggers
 tensorboard     the logger of that name
 run_folder      JSONL files that a resumed run continues; samples.jsonl and run.json
 timeline        spans of work of all roles, their clocks, and trace.json
-timeline_stats  idle shares, waits, overlap and lower bound of a step, from its spans; the spans as SVG
+timeline_stats  idle shares, waits, overlap and lower bound of a step, from its spans
+timeline_picture  the spans of a step as SVG
 curve           the learning curve, as a picture and as a line of text
 svg_chart       line charts and stacked bars as SVG
 startup         when each part of a run was ready

@@ -1,7 +1,8 @@
 """The learning curve of a run, from its metrics: a picture, and a line of blocks for a terminal.
 
 ``rollout/raw_reward`` at step r and ``eval/NAME`` at step r both speak of weight version r, so they share the axis. A
-dynamic filter selects the groups of the former; ``rollout/raw_reward_all`` is over the groups that it dropped too.
+dynamic filter selects the groups of the former; ``rollout/raw_reward_all`` is over the groups that it dropped too. In
+an asynchronous run this is ``production/raw_reward_all``, of the tickets that ended before the step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.observe.metrics import eval_scores, read_metrics
+from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS, eval_scores, read_metrics, reward_with_dropped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,17 +52,24 @@ class Curves:
 def curves_of(records: Iterable[Mapping[str, Any]]) -> Curves:
     """The curves of a run's metric lines; where a step occurs twice (after a resume) the later line counts."""
     reward: dict[int, float] = {}
-    everything: dict[int, float] = {}
     evals: dict[str, dict[int, float]] = {}
+    of_step: dict[int, dict[str, Any]] = {}
+    names = {f"{part}/{name}" for part in PARTS_OF_ROLLOUTS for name in ("raw_reward", "raw_reward_all")}
     for record in records:
         step = int(record["step"])
         if record.get("rollout/raw_reward") is not None:
             reward[step] = float(record["rollout/raw_reward"])
-        if record.get("rollout/raw_reward_all") is not None:
-            everything[step] = float(record["rollout/raw_reward_all"])
+        for name in names & record.keys():
+            of_step.setdefault(step, {})[name] = record[name]
         for name, score in eval_scores({k: v for k, v in record.items() if k.startswith("eval/")}).items():
             evals.setdefault(name, {})[step] = score
-    differs = any(reward.get(step) != value for step, value in everything.items())
+    differs = any(reward_with_dropped(metrics) is not None for metrics in of_step.values())
+    everything = {
+        step: float(value)
+        for step, metrics in of_step.items()
+        for name, value in metrics.items()
+        if name.endswith("_all") and value is not None
+    }
     return Curves(
         reward=_series(reward),
         all_rewards=_series(everything if differs else {}),

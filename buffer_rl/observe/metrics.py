@@ -19,6 +19,8 @@ from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, records_before
 
 METRICS_FILE = "metrics.jsonl"
 DROP_PREFIX = "rollout/drop_"
+PARTS_OF_ROLLOUTS = ("rollout", "production")
+"""What metrics of rollouts are named by: at a staleness of 0 the first alone, else the second for what tickets did."""
 _NUMBER_AT_END = re.compile(r"^(.+?)[_ :=]-?\d+(\.\d+)?(e[+-]?\d+)?$", re.DOTALL)
 _log = logging.getLogger(__name__)
 
@@ -119,12 +121,24 @@ def drop_metrics(drops: Mapping[str, int], prefix: str = DROP_PREFIX) -> dict[st
 
 
 def drops_of(metrics: Mapping[str, float]) -> dict[str, int]:
-    """Dropped groups by reason, from ``rollout/drop_REASON``; reasons with no group are left out."""
-    return {
-        name.removeprefix(DROP_PREFIX): int(value)
-        for name, value in metrics.items()
-        if name.startswith(DROP_PREFIX) and value
-    }
+    """Dropped groups by reason, from ``rollout/drop_REASON`` and ``production/drop_REASON``; reasons with no group are
+    left out."""
+    found: dict[str, int] = {}
+    for name, value in metrics.items():
+        part, _, rest = name.partition("/drop_")
+        if rest and value and part in PARTS_OF_ROLLOUTS:
+            found[rest] = found.get(rest, 0) + int(value)
+    return found
+
+
+def reward_with_dropped(metrics: Mapping[str, float]) -> float | None:
+    """The mean reward of kept and filtered groups together; None if no filter made it another one than that of the
+    kept ones."""
+    for part in PARTS_OF_ROLLOUTS:
+        everything = metrics.get(f"{part}/raw_reward_all")
+        if everything is not None and everything != metrics.get(f"{part}/raw_reward"):
+            return float(everything)
+    return None
 
 
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:

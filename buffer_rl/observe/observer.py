@@ -14,9 +14,10 @@ from buffer_rl.observe.progress import ROLLOUT_PHASES, Progress
 from buffer_rl.observe.run_folder import SampleDump, add_facts, write_facts
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
-from buffer_rl.observe.timeline_stats import Overlap, step_metrics
+from buffer_rl.observe.timeline_stats import Overlap, Spans, spans_after, step_metrics
 from buffer_rl.options.section import Options
 from buffer_rl.plan.roles import ACTOR, CRITIC
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
 
@@ -51,7 +52,8 @@ class RunObserver:
         self._dump = SampleDump(run_dir, resume_step=resume_step)
         self._trace = TraceFile(run_dir, resume_step=resume_step) if args.trace else None
         self._spans: dict[str, list[WorkSpan]] = {}  # of the steps that are not logged yet
-        self._overlap = Overlap.of_options(args.schedule, args.stream_gradients)
+        self._under_way: Spans = {}
+        self._overlap = Overlap.of_options(args.schedule, args.stream_gradients, Schedule.of(args).max_staleness)
         self._startup = startup or StartUp()
         title = f"buffer-rl · {Path(run_dir).name}"
         self._progress = Progress(args.progress, args.num_rollout, title=title, startup=self._startup)
@@ -84,7 +86,7 @@ class RunObserver:
         self._dump = SampleDump(self._run_dir, resume_step=before)
         if self._trace is not None:
             self._trace.went_back(before)
-        self._spans = {}
+        self._spans, self._under_way = {}, {}
         self._progress.went_back(max(0, before))
         self._incidents.went_back(max(0, before))
 
@@ -133,10 +135,17 @@ class RunObserver:
             self._trace.write(role, spans)
         self._spans.setdefault(role, []).extend(spans)
 
+    def under_way(self, spans: Spans) -> None:
+        """What has begun and not ended, by role, until now: counted in the next ``step``, and again as ``worked``."""
+        self._under_way = spans
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rollout ``step`` was trained on and published: all metrics of the step."""
-        metrics = {**metrics, **step_metrics(self._spans, step, self._overlap)}
-        self._spans = {role: [span for span in self._spans[role] if span.step > step] for role in self._spans}
+        spans = {**self._spans}
+        for role, members in self._under_way.items():
+            spans[role] = [*spans.get(role, ()), *members]
+        metrics = {**metrics, **step_metrics(spans, step, self._overlap)}
+        self._spans, self._under_way = spans_after(self._spans, step, self._overlap), {}
         self._metrics.log(metrics, step)
         self._progress.step(metrics, step)
         self._say(self._incidents.step(step, metrics))

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer_rl.observe.curve import sparkline
-from buffer_rl.observe.metrics import drops_of, eval_scores
+from buffer_rl.observe.metrics import drops_of, eval_scores, reward_with_dropped
 from buffer_rl.observe.startup import StartUp, text_of
 from buffer_rl.observe.terminal import printable
 
@@ -321,10 +321,8 @@ def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) 
 
 def reward_of_all(metrics: Mapping[str, float]) -> str:
     """``" (0.250 with dropped groups)"`` where a filter made the mean reward another one, else an empty text."""
-    everything = metrics.get("rollout/raw_reward_all")
-    if everything is None or everything == metrics.get("rollout/raw_reward"):
-        return ""
-    return f" ({everything:.3f} with dropped groups)"
+    everything = reward_with_dropped(metrics)
+    return "" if everything is None else f" ({everything:.3f} with dropped groups)"
 
 
 def eval_line(metrics: Mapping[str, float], step: int) -> str:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.text import Text
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean, sparkline, write_curve
-from buffer_rl.observe.metrics import DROP_PREFIX, read_metrics
+from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS, drops_of, read_metrics
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts, read_facts, read_jsonl
 from buffer_rl.observe.startup import text_of
@@ -30,16 +31,14 @@ from buffer_rl.observe.summary import REPORT_FILE, EvalGain, eval_gains, gain_ta
 from buffer_rl.observe.svg_chart import COLOURS, TEMPLATES, Line, format_number, line_chart, stacked_bars
 from buffer_rl.observe.terminal import printable
 from buffer_rl.observe.timeline import read_trace
+from buffer_rl.observe.timeline_picture import format_seconds, headline, names_shown, step_picture
 from buffer_rl.observe.timeline_stats import (
     Spans,
     StepStats,
+    advice,
     chosen_steps,
-    format_seconds,
-    headline,
-    names_shown,
     overlap_of,
     spans_within,
-    step_picture,
     step_stats,
     step_windows,
 )
@@ -58,6 +57,11 @@ _CHARTS = (
     ("Response length (tokens)", {"mean": "rollout/response_len/mean", "longest": "rollout/response_len/max"}),
     ("Share of truncated responses", {"truncated": "rollout/truncated_ratio"}),
     ("Tokens per second", {"tokens per second": "perf/tokens_per_s"}),
+    ("Staleness (weight versions)", {"mean": "staleness/mean", "largest": "staleness/max"}),
+    (
+        "Groups left when a step was chosen",
+        {"live": "production/live_groups", "finished": "production/finished_groups"},
+    ),
 )
 # The trainer's passes for log-probabilities are inside the phase ``train``; the rollout worker's own times
 # (generate, reward) overlap each other and are no phases.
@@ -181,6 +185,7 @@ def render_report(report: Report) -> str:
         phases=phases,
         phase_charts=phase_charts,
         timeline=_timeline(report.spans),
+        advice=advice(report.spans),
         drops=_drops(steps),
         samples=samples,
         sample_kinds={kind: kind for kind in sorted({row["kind"] for row in samples})},
@@ -244,7 +249,7 @@ def plain_text(value: Any) -> str:
 
 def _facts(report: Report, steps: Mapping[int, Mapping[str, float]]) -> dict[str, str]:
     seconds = sum(metrics.get("perf/step_time", 0.0) for metrics in steps.values())
-    tokens = sum(metrics.get("rollout/generated_tokens", 0.0) for metrics in steps.values())
+    tokens = sum(m.get(f"{part}/generated_tokens", 0.0) for m in steps.values() for part in PARTS_OF_ROLLOUTS)
     return {
         "training steps": str(len(steps)),
         "they took": format_duration(seconds) if seconds else "",
@@ -315,10 +320,10 @@ def _timing(steps: Mapping[int, Mapping[str, float]]) -> tuple[list[_Phase], lis
 
 def _timeline(spans: Spans) -> list[tuple[_Figure, StepStats]]:
     """The first step, the one of median length, and the last; empty without a step."""
-    windows = step_windows(spans)
+    kind, shown = overlap_of(spans), []
+    windows = step_windows(spans, kind)
     if not windows:
         return []
-    kind, shown = overlap_of(spans), []
     for rollout_id, which in chosen_steps(windows).items():
         stats = step_stats(spans, rollout_id, windows[rollout_id], kind)
         members = spans_within(spans, stats.start, stats.end)
@@ -329,20 +334,16 @@ def _timeline(spans: Spans) -> list[tuple[_Figure, StepStats]]:
 
 
 def _drops(steps: Mapping[int, Mapping[str, float]]) -> _Figure | None:
-    reasons: dict[str, float] = {}
-    for metrics in steps.values():
-        for name, value in metrics.items():
-            if name.startswith(DROP_PREFIX):
-                reasons[name] = reasons.get(name, 0.0) + value
-    ordered = sorted((name for name in reasons if reasons[name] > 0), key=lambda name: -reasons[name])
-    if not ordered:
+    drops = [drops_of(metrics) for metrics in steps.values()]
+    reasons = Counter[str]()
+    for of_step in drops:
+        reasons.update(of_step)
+    if not reasons:
         return None
-    layers = {
-        name.removeprefix(DROP_PREFIX): [metrics.get(name, 0.0) for metrics in steps.values()]
-        for name in ordered[: COLOURS - 1]
-    }
+    ordered = [reason for reason, _ in reasons.most_common()]
+    layers = {reason: [float(of_step.get(reason, 0)) for of_step in drops] for reason in ordered[: COLOURS - 1]}
     if rest := ordered[COLOURS - 1 :]:
-        layers["other reasons"] = [sum(metrics.get(name, 0.0) for name in rest) for metrics in steps.values()]
+        layers["other reasons"] = [float(sum(of_step.get(reason, 0) for reason in rest)) for of_step in drops]
     chart = stacked_bars(list(steps), layers, label="Dropped groups over training steps", width=1000, height=200)
     totals = {f"{name}: {format_number(sum(counts))}": number for number, (name, counts) in enumerate(layers.items())}
     return _Figure(heading="Groups a step, by reason", picture=chart, names=totals, wide=True)

@@ -25,7 +25,7 @@ _ORDER = tuple(ROLES)
 SAME_CLOCK_S = 0.05
 """Processes of one machine share the monotonic clock; what they measure differs by how long a look at two clocks takes.
 Differences up to this are no shift."""
-_NAMED_BY_VERSION = ("publish", "save", "evaluate")
+_NAMED_BY_VERSION = ("publish", "pause", "save", "evaluate")
 _MICROSECONDS = 1e6
 
 
@@ -33,8 +33,9 @@ _MICROSECONDS = 1e6
 class WorkSpan:
     """A stretch of work on a rollout. start, end: seconds of ``time.monotonic()``. num_rows: 0 where not counted.
 
-    The ``rollout_id`` of the spans ``publish``, ``save`` and ``evaluate`` is the version of the weights: that of the
-    rollout trained on before, plus one.
+    The ``rollout_id`` of the spans ``publish``, ``pause``, ``save`` and ``evaluate`` is the version of the weights:
+    that of the step before, plus one. In an asynchronous run that of a rollout's span is the number of its ticket,
+    whose groups several steps may train on.
     """
 
     name: str
@@ -50,7 +51,8 @@ class WorkSpan:
 
     @property
     def step(self) -> int:
-        """The training step that it is part of: the rollout's id; -1 for what comes before the first rollout."""
+        """The training step that it is part of: the rollout's id; -1 for what comes before the first rollout. Not of a
+        ticket of an asynchronous run."""
         return self.rollout_id - (self.name in _NAMED_BY_VERSION)
 
 

@@ -1,19 +1,23 @@
 """Statistics of a step from its spans: idle roles, waits between roles, overlap, and the lower bound of its time.
 
-A step is what happens from the start of its rollout to the start of the next one; evaluations are no part of it. Its
-streamed work is what roles do with single groups once they are finished: reference and old log-probabilities,
-advantages and, with streamed gradients, forward and backward. Its bound is what the step cannot take less than:
+A step is what happens from the start of its rollout to the start of the next one; evaluations are no part of it. In an
+asynchronous run, whose tickets run across steps, it is what happens from the end of the training step before to its own
+end: of its update, saving and publication. Its streamed work is what roles do with single groups once they are
+finished: reference and old log-probabilities, advantages and, with streamed gradients, forward and backward. Its bound
+is what the step cannot take less than:
 
     lockstep            T_gen + streamed work + T_update + T_publish + T_save
     pipelined,
     streamed gradients  max(T_gen, streamed work - tail) + tail + T_update + T_publish + T_save
+    one-step-off        max(T_gen, streamed work + T_update + T_save) + T_publish
+    async               max(T_gen, streamed work + T_update + T_save + T_publish)
 
 T_update is forward, backward and the optimizer, with streamed gradients the optimizer alone. The tail is the work on
 the last groups that is left when generation has ended. Roles work beside each other, so the longest of them counts in
 the maximum, and in lockstep the time in which any of them worked. Only what lies within the step counts, and of update,
-publication and saving only what nothing else ran beside, so that no step takes less than its bound.
-
-The picture of a step has one lane for each role, as inline SVG in the colours of the page's style.
+publication and saving only what nothing else ran beside, so that no step takes less than its bound. In the last two
+rows T_gen is the time in which any ticket or evaluation ran, less the pauses of engines, and the update is streamed
+work.
 """
 
 from __future__ import annotations
@@ -22,45 +26,43 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from html import escape
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import Any
 
-from buffer_rl.observe.svg_chart import MAX_POINTS, ticks
 from buffer_rl.observe.timeline import WorkSpan, in_order
-from buffer_rl.plan.roles import DEDICATED, ROLES
+from buffer_rl.plan.schedule import Mode
 
 Spans = Mapping[str, Sequence[WorkSpan]]
 Interval = tuple[float, float]
 NO_ROLE = "no role"
 PHASES_OF_OTHERS = ("publish", "save")
 """Rows of the timeline that are no roles with processes of their own, so that nothing is idle in them."""
-WIDTH = 1000
-_LEFT, _RIGHT, _TOP, _BOTTOM = 108, 84, 4, 22
-_LANE, _GAP = 22, 8
-# Work that is none of a role's stream: its label and colour.
-_OTHER_WORK = {
-    "train_log_probs": ("log-probabilities by the trainer", 2),
-    "values": ("values by the critic", 2),
-    "update": ("update", 3),
-}
-_LABELS = {name: role.title for name, role in ROLES.items()} | {kind: work[0] for kind, work in _OTHER_WORK.items()}
-_COLOURS = {name: role.colour for name, role in ROLES.items()} | {kind: work[1] for kind, work in _OTHER_WORK.items()}
-_SAME = {role.fields[0]: name for name, role in DEDICATED.items() if role.model}
+BOTH_IDLE, EVEN = 0.25, 0.1
+"""Idle shares of engines and trainer that one device cannot mend, and a difference that it would turn around."""
 
 
 class Overlap(StrEnum):
-    """The work of a step that may overlap its rollout."""
+    """The work of a step that may overlap its rollout; in the last two, also the rollouts of other steps."""
 
     LOCKSTEP = "lockstep"
     PIPELINED = "pipelined"
     STREAMED_GRADIENTS = "pipelined, streamed gradients"
+    ONE_STEP_OFF = "one-step-off"
+    ASYNC = "async"
 
     @classmethod
-    def of_options(cls, schedule: str, stream_gradients: bool) -> Overlap:
-        """What ``--schedule`` and ``--stream-gradients`` let overlap."""
+    def of_options(cls, schedule: str, stream_gradients: bool, max_staleness: int = 0) -> Overlap:
+        """What ``--schedule`` and ``--stream-gradients`` let overlap. max_staleness: M of the schedule."""
+        if max_staleness:
+            return cls.ONE_STEP_OFF if schedule == Mode.ONE_STEP_OFF else cls.ASYNC
         if stream_gradients:
             return cls.STREAMED_GRADIENTS
-        return cls.LOCKSTEP if schedule == "lockstep" else cls.PIPELINED
+        return cls.PIPELINED if schedule == Mode.PIPELINED else cls.LOCKSTEP
+
+    @property
+    def crosses_steps(self) -> bool:
+        """Whether tickets run while earlier steps are trained on."""
+        return self in (Overlap.ONE_STEP_OFF, Overlap.ASYNC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +103,12 @@ class StepStats:
         return self.wall / self.bound if self.bound > 0 else None
 
 
-def step_windows(spans: Spans) -> dict[int, Interval]:
+def step_windows(spans: Spans, kind: Overlap | None = None) -> dict[int, Interval]:
     """Start and end of every step, by rollout id, ascending in time. The end is the start of the next rollout or
-    evaluation, and that of its last work where there is none yet."""
+    evaluation, and that of its last work where there is none yet; in an asynchronous run, that of its last work. kind:
+    see ``step_stats``."""
+    if (kind or overlap_of(spans)).crosses_steps:
+        return _training_windows(spans)
     of_rollout = [span for span in spans.get("rollout", ()) if span.name == "rollout"]
     starts = sorted(span.start for span in spans.get("rollout", ()))
     last_end: dict[int, float] = {}
@@ -117,8 +122,38 @@ def step_windows(spans: Spans) -> dict[int, Interval]:
     return windows
 
 
+def _training_windows(spans: Spans) -> dict[int, Interval]:
+    """From the end of the step before to that of the step's last work, of steps with an update."""
+    work = [span for role, members in spans.items() if role != "rollout" for span in members]
+    updated = {span.rollout_id for span in work if span.name == "update"}
+    ends: dict[int, float] = {}
+    for span in work:
+        ends[span.step] = max(ends.get(span.step, span.end), span.end)
+    start = min((span.start for members in spans.values() for span in members), default=0.0)
+    windows = {}
+    for step in sorted(ends):
+        if step in updated:
+            windows[step] = (start, ends[step])
+        start = ends[step]
+    return windows
+
+
+def spans_after(spans: Spans, step: int, kind: Overlap) -> dict[str, list[WorkSpan]]:
+    """What the statistics of later steps need, once ``step`` has ended."""
+    window = step_windows(spans, kind).get(step) if kind.crosses_steps else None
+    if window is None:
+        return {role: [span for span in spans[role] if span.step > step] for role in spans}
+    return {role: [span for span in spans[role] if span.end > window[0]] for role in spans}
+
+
 def overlap_of(spans: Spans) -> Overlap:
     """The schedule as the spans show it: more than one step's, for a short rollout may end before any work starts."""
+    updates = {span.rollout_id: span.end for span in spans.get("train", ()) if span.name == "update"}
+    tickets = [span for span in spans.get("rollout", ()) if span.name == "rollout"]
+    if any(ticket.start < updates.get(ticket.rollout_id - 1, ticket.start) for ticket in tickets):
+        published = merged((span.start, span.end) for span in spans.get("publish", ()))
+        crossed = common(merged((ticket.start, ticket.end) for ticket in tickets), published)
+        return Overlap.ASYNC if crossed else Overlap.ONE_STEP_OFF
     if any(span.name == "train" for span in spans.get("train", ())):
         return Overlap.STREAMED_GRADIENTS
     ends = {span.rollout_id: span.end for span in spans.get("rollout", ()) if span.name == "rollout"}
@@ -134,14 +169,16 @@ def step_stats(spans: Spans, rollout_id: int, window: Interval | None = None, ki
     """The statistics of one step. Raises KeyError if there is no such rollout.
 
     window: as ``step_windows`` has it. kind: the schedule; as ``overlap_of`` sees it where None."""
-    start, end = window or step_windows(spans)[rollout_id]
+    kind = kind or overlap_of(spans)
+    start, end = window or step_windows(spans, kind)[rollout_id]
     shown = spans_within(spans, start, end)
     own = {role: [span for span in shown[role] if span.step == rollout_id] for role in shown}
+    if kind.crosses_steps:
+        return _step_across(rollout_id, (start, end), kind, shown, own)
     generation = merged(_clipped(own.get("rollout", ()), start, end))
     worked = {role: [span for span in own[role] if _is_streamed(role, span)] for role in own}
     streamed = {role: _clipped(worked[role], start, end) for role in worked}
     parts = [part for role in streamed for part in streamed[role]]
-    kind = kind or overlap_of(spans)
     tail = _tail(worked, generation, end)
     updates = [span for span in own.get("train", ()) if span.name == "update"]
     last = merged(_clipped((*updates, *(span for role in PHASES_OF_OTHERS for span in own.get(role, ()))), start, end))
@@ -152,8 +189,6 @@ def step_stats(spans: Spans, rollout_id: int, window: Interval | None = None, ki
     else:
         bound = max([gen_seconds, *(length(merged(members)) - tail for members in streamed.values())]) + tail
     bound += length(last) - length(common(last, early))
-    busy = {role: merged(_clipped(shown[role], start, end)) for role in shown}
-    working = [role for role in busy if role not in PHASES_OF_OTHERS]
     return StepStats(
         rollout_id=rollout_id,
         start=start,
@@ -164,17 +199,81 @@ def step_stats(spans: Spans, rollout_id: int, window: Interval | None = None, ki
         overlapped=sum(length(common([part], generation)) for part in parts),
         tail=tail,
         bound=bound,
-        busy={role: length(busy[role]) for role in busy},
-        idle={role: 1.0 - length(busy[role]) / (end - start) if end > start else 0.0 for role in working},
-        waits={role: _waits(role, busy, start, end) for role in working},
+        **_shares({role: merged(_clipped(shown[role], start, end)) for role in shown}, start, end),
     )
+
+
+def _step_across(rollout_id: int, window: Interval, kind: Overlap, shown: Spans, own: Spans) -> StepStats:
+    """The statistics of a step of an asynchronous run. shown, own: what ran in it, and the part of its own work."""
+    start, end = window
+    generation = _generation(shown, start, end)
+    work = [(role, span) for role in own if role != "rollout" for span in own[role]]
+    parts = _clipped((span for role, span in work if role not in PHASES_OF_OTHERS), start, end)
+    sending = merged(_clipped(own.get("publish", ()), start, end))
+    training = merged([*parts, *_clipped(own.get("save", ()), start, end)])
+    if kind is Overlap.ONE_STEP_OFF:
+        bound = max(length(generation), length(training))
+        bound += length(sending) - length(common(sending, merged([*generation, *training])))
+    else:
+        bound = max(length(generation), length(merged([*training, *sending])))
+    busy = {role: merged(_clipped(shown[role], start, end)) for role in shown}
+    return StepStats(
+        rollout_id=rollout_id,
+        start=start,
+        end=end,
+        kind=kind,
+        generation=length(generation),
+        streamed=sum(b - a for a, b in parts),
+        overlapped=sum(length(common([part], generation)) for part in parts),
+        tail=0.0,
+        bound=bound,
+        **_shares({**busy, "rollout": generation}, start, end),
+    )
+
+
+def _generation(spans: Spans, start: float, end: float) -> list[Interval]:
+    """When engines had tickets or an evaluation to work on, and were not paused."""
+    pauses = merged(_clipped((span for span in spans.get("publish", ()) if span.name == "pause"), start, end))
+    return without(merged(_clipped(spans.get("rollout", ()), start, end)), pauses)
+
+
+def _shares(busy: Mapping[str, list[Interval]], start: float, end: float) -> dict[str, Any]:
+    """``busy``, ``idle`` and ``waits`` of a step."""
+    working = [role for role in busy if role not in PHASES_OF_OTHERS]
+    return {
+        "busy": {role: length(busy[role]) for role in busy},
+        "idle": {role: 1.0 - length(busy[role]) / (end - start) if end > start else 0.0 for role in working},
+        "waits": {role: _waits(role, busy, start, end) for role in working},
+    }
+
+
+def advice(spans: Spans, kind: Overlap | None = None) -> str:
+    """Which side of an asynchronous run waits for the other, and what to change; empty for other runs, and for fewer
+    than three steps. The first step is left out, since the engines have not produced ahead of it yet, and so is what
+    comes after the last ticket."""
+    kind = kind or overlap_of(spans)
+    windows = list(step_windows(spans, kind).values()) if kind.crosses_steps else []
+    if len(windows) < 3:
+        return ""
+    last_ticket = max((span.end for span in spans.get("rollout", ()) if span.name == "rollout"), default=0.0)
+    start, end = windows[1][0], min(windows[-1][1], last_ticket)
+    if end <= start:
+        return ""
+    trainer = length(merged(_clipped(spans_within(spans, start, end).get("train", ()), start, end)))
+    idle = [1.0 - seconds / (end - start) for seconds in (length(_generation(spans, start, end)), trainer)]
+    line = f"engines idle {idle[0]:.0%}, trainer idle {idle[1]:.0%}"
+    if min(idle) > BOTH_IDLE:
+        return f"{line}: they wait for each other; a higher --max-staleness lets them overlap more"
+    if abs(idle[0] - idle[1]) < EVEN:
+        return f"{line}: their devices are divided well"
+    return f"{line}: give the {'trainer' if idle[0] > idle[1] else 'engines'} a device more"
 
 
 def step_metrics(spans: Spans, rollout_id: int, kind: Overlap | None = None) -> dict[str, float]:
     """``perf/idle/{role}``, ``perf/overlap`` (share of the streamed work that lay inside generation) and
     ``perf/wall_to_bound`` of a step whose work is done; empty if its rollout is not among the spans. kind: see
     ``step_stats``."""
-    window = step_windows(spans).get(rollout_id)
+    window = step_windows(spans, kind).get(rollout_id)
     if window is None:
         return {}
     stats = step_stats(spans, rollout_id, window, kind)
@@ -208,6 +307,12 @@ def common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval
     """What two unions (see ``merged``) have in common."""
     pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return merged((start, end) for start, end in pairs if end > start)
+
+
+def without(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """What one union (see ``merged``) has, and another one has not."""
+    gaps = pairwise([float("-inf"), *(edge for interval in right for edge in interval), float("inf")])
+    return common(left, [gap for gap in islice(gaps, 0, None, 2) if gap[1] > gap[0]])
 
 
 def _is_streamed(role: str, span: WorkSpan) -> bool:
@@ -250,112 +355,3 @@ def chosen_steps(windows: Mapping[int, Interval]) -> dict[int, str]:
         return {steps[0]: ""}
     middle = {by_length[len(by_length) // 2]: "median length of those between"} if by_length else {}
     return {steps[0]: "first", **middle, steps[-1]: "last"}
-
-
-def headline(stats: StepStats) -> str:
-    """One line: how long it took, the overlap that it reached and its distance from the bound."""
-    parts = [f"{format_seconds(stats.wall)}, {stats.kind}"]
-    if stats.overlap_share is not None:
-        parts.append(
-            f"overlap {format_seconds(stats.overlapped)} of {format_seconds(stats.streamed)} "
-            f"({stats.overlap_share:.0%})"
-        )
-    if stats.wall_to_bound is not None:
-        parts.append(f"wall/bound {stats.wall_to_bound:.2f}")
-    return " · ".join(parts)
-
-
-def names_shown(spans: Spans) -> dict[str, int]:
-    """The legend: what each colour in the picture means."""
-    kinds = {_kind(span) for members in spans.values() for span in members if span.name != "evaluate"}
-    known = sorted((kind for kind in _LABELS if kind in kinds), key=_colour)
-    return {_LABELS.get(kind, kind): _colour(kind) for kind in [*known, *sorted(kinds - set(known))]}
-
-
-def step_picture(spans: Spans, stats: StepStats) -> str:
-    """The lanes of one step as an SVG picture."""
-    parts, height = step_lanes(spans, stats, stats.wall)
-    label = f"Timeline of step {stats.rollout_id}"
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def step_lanes(spans: Spans, stats: StepStats, seconds: float) -> tuple[list[str], int]:
-    """The elements of a picture of one step, and its height in pixels; ``WIDTH`` pixels wide.
-
-    spans: of the step, by role. seconds: what the time axis ends with, at least the step's length."""
-    roles = in_order(role for role in spans if spans[role])
-    bottom = _TOP + len(roles) * (_LANE + _GAP)
-    scale = (WIDTH - _LEFT - _RIGHT) / (seconds or 1.0)
-    parts = []
-    for value in ticks(0.0, seconds or 1.0, 7):
-        x = _LEFT + value * scale
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g} s</text>')
-    for number, role in enumerate(roles):
-        top = _TOP + number * (_LANE + _GAP)
-        parts.append(f'<text x="{_LEFT - 8}" y="{top + _LANE / 2 + 4:g}" text-anchor="end">{escape(role)}</text>')
-        parts += _lane(spans[role], stats, top, scale)
-        if role not in PHASES_OF_OTHERS:
-            x = WIDTH - _RIGHT + 8
-            parts.append(f'<text x="{x}" y="{top + _LANE / 2 + 4:g}">idle {stats.idle.get(role, 1.0):.0%}</text>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    return parts, bottom + _BOTTOM
-
-
-def format_seconds(seconds: float) -> str:
-    """Three significant digits; below a second in milliseconds."""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms" if seconds > 0 else "0 s"
-    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s" if seconds < 1000 else f"{seconds:.0f} s"
-
-
-def _lane(members: Sequence[WorkSpan], stats: StepStats, top: float, scale: float) -> list[str]:
-    """The bars of one role; spans at the same time are drawn below each other."""
-    rows = _rows(span for span in members if span.name != "evaluate")
-    height = _LANE / max(len(rows), 1)
-    parts = []
-    for number, row in enumerate(rows):
-        for first, last, count in _joined(row, 0.6 / scale if len(members) > MAX_POINTS else 0.0):
-            start, end = max(first.start, stats.start), min(last.end, stats.end)
-            rows_text = f", {first.num_rows} rows" if first.num_rows and count == 1 else ""
-            times = f"{format_seconds(end - start)} from {format_seconds(start - stats.start)}"
-            name = f"{first.name} ({count} times)" if count > 1 else first.name
-            title = f"{name}, rollout {first.rollout_id}{rows_text}: {times}"
-            width = max((end - start) * scale - 0.6, 0.6)
-            parts.append(
-                f'<rect class="bar c{_colour(_kind(first))}" x="{_LEFT + (start - stats.start) * scale:.1f}"'
-                f' y="{top + number * height:.1f}" width="{width:.1f}" height="{height - (len(rows) > 1):.1f}">'
-                f"<title>{escape(title)}</title></rect>"
-            )
-    return parts
-
-
-def _rows(members: Iterable[WorkSpan]) -> list[list[WorkSpan]]:
-    rows: list[list[WorkSpan]] = []
-    for span in sorted(members, key=lambda span: span.start):
-        row = next((row for row in rows if row[-1].end <= span.start + 1e-6), None)
-        if row is None:
-            rows.append(row := [])
-        row.append(span)
-    return rows
-
-
-def _joined(row: Sequence[WorkSpan], gap: float) -> list[tuple[WorkSpan, WorkSpan, int]]:
-    """First, last and number of neighbours that are drawn as one: alike, and nearer to each other than ``gap``."""
-    joined: list[tuple[WorkSpan, WorkSpan, int]] = []
-    for span in row:
-        if joined and gap:
-            first, last, count = joined[-1]
-            if (span.name, span.rollout_id) == (last.name, last.rollout_id) and span.start - last.end < gap:
-                joined[-1] = (first, span, count + 1)
-                continue
-        joined.append((span, span, 1))
-    return joined
-
-
-def _kind(span: WorkSpan) -> str:
-    return _SAME.get(span.name, span.name)
-
-
-def _colour(kind: str) -> int:
-    return _COLOURS.get(kind, 7)

@@ -55,7 +55,6 @@ _RENAMED: Mapping[str, str] = {
     "engines.supervisor": "engine.heartbeat",
     "files.hf_config": "model_config",
     "kinds.marks": "scope",
-    "observe.timeline_stats": "observe.timeline_picture",
     "options": "configuration",
     "options.section": "config",
     "options.sources": "configuration.unknown_flags",

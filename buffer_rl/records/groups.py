@@ -157,6 +157,7 @@ class RolloutReport:
     surplus: finished groups that the step does not need; they went back to the queue as prompts. Foreign ones, which
     have no place there, are among the drops.
     staleness: of each group of a selection whose rows have versions: the step minus the oldest version of its tokens.
+    metrics: of a selection whose groups may be of several tickets, flat numbers (``selection_metrics``).
     """
 
     num_groups: int
@@ -164,6 +165,7 @@ class RolloutReport:
     drops: dict[str, int] = field(default_factory=dict)
     surplus: int = 0
     staleness: list[int] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from buffer_rl.kinds.data import SamplesToTrainData
 from buffer_rl.kinds.reward import RewardPostProcess
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plan.algorithm import is_supervised
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.calls import call, contained, error_text, place, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, RowId, Sample, SampleGroup
@@ -41,9 +42,9 @@ class GroupConverter:
     the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
     has them, NaN in rows of a foreign group that lack them; ``truncated`` ``[num_rows]`` bool; ``weight_version``
     ``[num_rows]`` int32, the oldest of the row, -1 if none; with ``baseline``, ``baseline_reward`` ``[num_rows]``
-    float32, of the samples' ``train_metadata``; under ``--replay-kept-tokens``, and after a conversion of the user's
-    too, ``kept_tokens`` and ``kept_counts`` (see
-    ``TrainBatch``).
+    float32, of the samples' ``train_metadata``. After a conversion of the user's too: under ``--replay-kept-tokens``
+    ``kept_tokens`` and ``kept_counts`` (see ``TrainBatch``); with ``mixes_versions``, ``weight_version`` and, in the
+    same form, ``newest_weight_version``.
     A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
     ``raw_reward`` the mean of the others, which are normalised without it.
     An evaluation group has the same columns, except that ``tokens`` and ``rollout_log_probs`` are left out and
@@ -57,12 +58,15 @@ class GroupConverter:
         post_process: RewardPostProcess | None = None,
         to_train_data: SamplesToTrainData | None = None,
         baseline: bool = False,
+        mixes_versions: bool = False,
         log_probs_reader: Callable[[], str] = str,
     ) -> None:
-        """log_probs_reader: the flag by which the run reads ``rollout_log_probs``, empty if it does not; asked for the
-        first row without them, since it imports the user's loss."""
+        """mixes_versions: whether a step may train on tokens of several weight versions. log_probs_reader: the flag by
+        which the run reads ``rollout_log_probs``, empty if it does not; asked for the first row without them, since it
+        imports the user's loss."""
         self._args = args
         self._baseline = baseline
+        self._mixes_versions = mixes_versions
         self._log_probs_reader = log_probs_reader
         self._post_process = post_process
         self._to_train_data = to_train_data
@@ -78,6 +82,7 @@ class GroupConverter:
                 registry, "samples_to_train_data", args.custom_convert_samples_to_train_data_path
             ),
             baseline=needs_baseline(args, registry),
+            mixes_versions=Schedule.of(args).max_staleness > 0,
             log_probs_reader=cache(partial(rollout_log_probs_reader, args, registry)),
         )
 
@@ -102,7 +107,8 @@ class GroupConverter:
             answer: object = call(
                 kind, path, self._to_train_data, user_args(self._args), samples, at=at, error_class=RolloutError
             )
-            return row_ids, self._kept_columns(samples) | checked_columns(answer, samples, place(kind, path, at))
+            columns = self._kept_columns(samples) | self._version_columns(samples)
+            return row_ids, columns | checked_columns(answer, samples, place(kind, path, at))
         scored = samples if evaluation else [s for s in samples if s.reward is not None or not s.remove_sample]
         if not scored:
             raise RolloutError("no sample of it has a reward", where=f"group {group.uid}", expected="at least one")
@@ -111,7 +117,7 @@ class GroupConverter:
         if len(scored) < len(samples):
             places = [i for i, sample in enumerate(samples) if sample.reward is not None]
             shown, reward = _spread(shown, places, len(samples), shown.mean()), _spread(reward, places, len(samples), 0)
-        columns: dict[str, Column] = {
+        columns = {
             "response_length": np.asarray([_response_length(s, evaluation) for s in samples], dtype=np.int32),
             "loss_mask": _loss_masks(samples),
             "raw_reward": shown.astype(np.float32),
@@ -131,7 +137,7 @@ class GroupConverter:
                 columns[name] = _log_probs(samples, name)
         if self._baseline:
             columns[BASELINE] = np.asarray([baseline_of(s) for s in samples], dtype=np.float32)
-        return row_ids, columns | self._kept_columns(samples)
+        return row_ids, columns | self._kept_columns(samples) | self._version_columns(samples)
 
     def _foreign_log_probs(self, sample: Sample) -> np.ndarray:
         """The engine's log-probabilities of a sample that perhaps no engine generated: NaN then."""
@@ -149,6 +155,15 @@ class GroupConverter:
         return {
             "kept_tokens": [np.frombuffer(b"".join(row), dtype=np.int32) for row in rows],
             "kept_counts": [np.array([len(ids) // 4 for ids in row], dtype=np.int32) for row in rows],
+        }
+
+    def _version_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
+        if not self._mixes_versions:
+            return {}
+        newest = [max((span.version for span in s.weight_versions), default=NO_VERSION) for s in samples]
+        return {
+            "weight_version": np.asarray([_oldest_version(s) for s in samples], dtype=np.int32),
+            "newest_weight_version": np.asarray(newest, dtype=np.int32),
         }
 
     def _raw_rewards(self, samples: Sequence[Sample]) -> np.ndarray:

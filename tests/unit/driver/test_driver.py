@@ -75,6 +75,9 @@ class Recorder:
     def notice(self, text: str) -> None:
         self.said.append(text)
 
+    def under_way(self, spans: Mapping[str, Sequence[WorkSpan]]) -> None:
+        pass
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.events.append(("step", step))
         self.metrics.append(dict(metrics))

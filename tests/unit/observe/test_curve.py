@@ -105,3 +105,14 @@ def test_a_moving_mean_stays_between_the_extremes_and_window_1_changes_nothing(v
 def test_steps_are_whole_on_the_axis_of_a_short_run():
     ticks = draw_curves(curves_of([{"step": s, "rollout/raw_reward": 0.5} for s in range(4)]), "t").axes[0].get_xticks()
     assert all(tick == int(tick) for tick in ticks)
+
+
+def test_in_an_asynchronous_run_the_reward_with_dropped_groups_is_of_tickets():
+    records = [
+        {"step": 0, "rollout/raw_reward": 0.5},
+        {"step": 0, "production/raw_reward": 0.25, "production/raw_reward_all": 0.25},
+    ]
+    assert curves_of(records).all_rewards.values == []  # no filter dropped any
+    filtered = [*records, {"step": 1, "production/raw_reward": 0.5, "production/raw_reward_all": 0.125}]
+    assert curves_of(filtered).all_rewards.values == [0.25, 0.125]
+    assert curves_of(filtered).reward.values == [0.5]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from buffer_rl.errors import DataError
-from buffer_rl.observe.metrics import MetricHub, MetricsFile, drop_metrics, read_metrics
+from buffer_rl.observe.metrics import MetricHub, MetricsFile, drop_metrics, drops_of, read_metrics
 
 
 class ListLogger:
@@ -130,3 +130,13 @@ def test_dropped_groups_are_counted_under_names_that_hold_no_data():
         "rollout/drop_baseline_aborted": 3.0,
         "rollout/drop_7": 1.0,
     }
+
+
+def test_groups_that_steps_and_tickets_dropped_are_counted_together():
+    metrics = {
+        "rollout/drop_too_old": 1.0,
+        "production/drop_dull": 2.0,
+        "production/drop_too_old": 3.0,
+        "x/drop_y": 1.0,
+    }
+    assert drops_of({**metrics, "rollout/drop_none": 0.0}) == {"too_old": 4, "dull": 2}

@@ -11,7 +11,8 @@ import pytest
 from buffer_rl.observe.report import Report, render_report
 from buffer_rl.observe.svg_chart import MAX_POINTS
 from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.observe.timeline_stats import Spans, chosen_steps, format_seconds, step_picture, step_stats
+from buffer_rl.observe.timeline_picture import format_seconds, step_picture
+from buffer_rl.observe.timeline_stats import Spans, chosen_steps, step_stats
 
 
 def spans_of(name: str, *times: tuple[float, float], rollout_id: int = 0) -> list[WorkSpan]:

@@ -108,7 +108,7 @@ def test_what_runs_on_after_the_step_or_beside_other_work_is_not_in_the_bound() 
         "publish": spans_of("publish", (12, 16), rollout_id=1),
         "save": spans_of("save", (16, 24), rollout_id=1),
     }
-    for kind in Overlap:
+    for kind in (Overlap.LOCKSTEP, Overlap.PIPELINED, Overlap.STREAMED_GRADIENTS):
         assert step_stats(spans, 0, kind=kind).bound == 10 + 4 + 2 + 4
 
 
@@ -142,15 +142,20 @@ def test_a_rollout_that_ended_before_any_work_started_is_still_of_a_pipelined_ru
 
 
 @pytest.mark.parametrize(
-    ("schedule", "streams", "kind"),
+    ("schedule", "streams", "max_staleness", "kind"),
     [
-        ("lockstep", False, Overlap.LOCKSTEP),
-        ("pipelined", False, Overlap.PIPELINED),
-        ("pipelined", True, Overlap.STREAMED_GRADIENTS),
+        ("lockstep", False, 0, Overlap.LOCKSTEP),
+        ("pipelined", False, 0, Overlap.PIPELINED),
+        ("pipelined", True, 0, Overlap.STREAMED_GRADIENTS),
+        ("one-step-off", False, 1, Overlap.ONE_STEP_OFF),
+        ("async", False, 2, Overlap.ASYNC),
+        ("async", True, 2, Overlap.ASYNC),
+        ("async", False, 0, Overlap.LOCKSTEP),
+        ("async", True, 0, Overlap.STREAMED_GRADIENTS),
     ],
 )
-def test_the_options_say_what_may_overlap(schedule: str, streams: bool, kind: Overlap) -> None:
-    assert Overlap.of_options(schedule, streams) is kind
+def test_the_options_say_what_may_overlap(schedule: str, streams: bool, max_staleness: int, kind: Overlap) -> None:
+    assert Overlap.of_options(schedule, streams, max_staleness) is kind
 
 
 def test_log_probabilities_of_single_groups_show_a_pipelined_run() -> None:
@@ -228,7 +233,7 @@ def test_no_step_takes_less_than_its_bound_whatever_ran_when(rollouts: list, rol
     spans["train"] = [*spans.get("train", []), *spans_of("update", *late[::2])]
     spans["publish"] = spans_of("publish", *late[1::2], rollout_id=1)
     for kind in Overlap:
-        stats = step_stats(spans, 0, kind=kind)
+        stats = step_stats(spans, 0, (2, 12) if kind.crosses_steps else None, kind)
         assert 0 <= stats.bound <= stats.wall
 
 

@@ -268,3 +268,16 @@ def test_a_conversion_of_the_user_makes_the_columns(kit: Any) -> None:
 def test_columns_that_cannot_be_trained_on_are_refused(kit: Any, function: str, words: str) -> None:
     with pytest.raises(RolloutError, match=words):
         encode_with(kit, scored(kit, [0.0, 1.0]), custom_convert_samples_to_train_data_path=function)
+
+
+def test_rows_have_their_newest_version_too_if_a_step_may_mix_versions(kit: Any) -> None:
+    group = scored(kit, [0.0, 1.0, 2.0])
+    group[0].weight_versions = [VersionSpan(3, 0, 3)]
+    group[1].weight_versions = [VersionSpan(4, 0, 2), VersionSpan(6, 2, 3)]
+    group[2].weight_versions = []
+    assert "newest_weight_version" not in encode(kit, group)[1]
+    args = kit.make_args(schedule="async")
+    _, columns = GroupConverter.from_args(args, PluginRegistry()).encode(group, False)
+    assert columns["weight_version"].tolist() == [3, 4, -1]
+    assert columns["newest_weight_version"].tolist() == [3, 6, -1]
+    assert columns["newest_weight_version"].dtype == np.int32

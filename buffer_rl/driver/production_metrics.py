@@ -1,0 +1,119 @@
+"""The metrics of a step, from those of the tickets that produced its groups.
+
+At a staleness of 0 a step and its ticket are of the same groups, and so are their metrics. Else a step trains on groups
+of several tickets, and some of a ticket's groups wait for later steps: ``rollout/*`` are of the step's rows, as the
+Buffer reports them, and ``production/*`` of the tickets that ended since the step before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from buffer_rl.observe.metrics import DROP_PREFIX, drop_metrics
+from buffer_rl.records.groups import RolloutReport
+
+LENGTH = "response_len/mean"
+LONGEST = "response_len/max"
+TOKENS = "generated_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTicket:
+    """What a rollout worker reported of a ticket, some samples to show, and what the Buffer counted."""
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+    report: RolloutReport
+
+    @property
+    def all_metrics(self) -> dict[str, float]:
+        """With the dropped groups, by reason."""
+        return {**self.metrics, **drop_metrics(self.report.drops)}
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """A mean over groups, from means over some of them."""
+
+    total: float = 0.0
+    num_groups: int = 0
+
+    def add(self, mean: float | None, num_groups: int) -> None:
+        if mean is not None:
+            self.total += mean * num_groups
+            self.num_groups += num_groups
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.num_groups if self.num_groups else 0.0
+
+
+@dataclass(slots=True)
+class ProductionMetrics:
+    """Joins the metrics of tickets into those of steps. now: seconds since some fixed moment."""
+
+    now: Callable[[], float]
+    _trained: _Lengths = field(default_factory=_Lengths)
+    _offered: _Lengths = field(default_factory=_Lengths)
+    _counted_at: float | None = None
+
+    def begin(self) -> None:
+        """A ticket opens: from the first one on, generated tokens are counted."""
+        if self._counted_at is None:
+            self._counted_at = self.now()
+
+    def of_both(self, ticket: EndedTicket, selection: RolloutReport) -> dict[str, float]:
+        """At a staleness of 0: the metrics of a step, which are those of its ticket."""
+        drops = Counter(selection.drops)
+        drops.update(ticket.report.drops)
+        num_groups = float(selection.num_groups)
+        return {**ticket.metrics, **drop_metrics(dict(drops)), "rollout/num_groups": num_groups}
+
+    def of_selection(self, selection: RolloutReport) -> dict[str, float]:
+        """Else: the metrics of what a step trains on."""
+        metrics = {**selection.metrics, **drop_metrics(selection.drops)}
+        metrics["rollout/num_groups"] = float(selection.num_groups)
+        if staleness := selection.staleness:
+            metrics |= {"staleness/mean": sum(staleness) / len(staleness), "staleness/max": float(max(staleness))}
+        self._trained.add(selection.metrics.get(f"rollout/{LENGTH}"), selection.num_groups)
+        return metrics
+
+    def of_tickets(self, ended: Sequence[EndedTicket]) -> dict[str, float]:
+        """The metrics of the tickets that ended since the step before, and over what was trained on until now."""
+        joined = joined_metrics([ticket.all_metrics for ticket in ended])
+        metrics = {_of_production(name): value for name, value in joined.items()}
+        metrics["production/tickets"] = float(len(ended))
+        for ticket in ended:
+            self._offered.add(ticket.metrics.get(f"rollout/{LENGTH}"), ticket.report.num_groups)
+        if self._trained.mean and self._offered.mean:
+            metrics["production/length_ratio"] = self._trained.mean / self._offered.mean
+        return metrics | self._rate(metrics.get(f"production/{TOKENS}"))
+
+    def _rate(self, generated_tokens: float | None) -> dict[str, float]:
+        """Per second since tokens were counted before: a step in which no ticket ended is part of the next one's."""
+        if generated_tokens is None or self._counted_at is None:
+            return {}
+        before, self._counted_at = self._counted_at, self.now()
+        seconds = self._counted_at - before
+        return {"perf/tokens_per_s": generated_tokens / seconds} if seconds > 0 else {}
+
+
+def joined_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several tickets: sums of tokens, failures and dropped groups, the longest response of all, else
+    means over the tickets that have them."""
+    joined: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part[name] for part in parts if name in part]
+        if name == f"rollout/{TOKENS}" or name.startswith(DROP_PREFIX) or name.endswith("_failures"):
+            joined[name] = sum(values)
+        else:
+            joined[name] = max(values) if name == f"rollout/{LONGEST}" else sum(values) / len(values)
+    return joined
+
+
+def _of_production(name: str) -> str:
+    part, _, rest = name.partition("/")
+    return f"production/{rest}" if part == "rollout" else name
