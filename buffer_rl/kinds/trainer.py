@@ -75,6 +75,9 @@ class FieldRole(Protocol):
 
     role: its row of the table: a ``name``, the ``fields`` that it adds, what it ``needs``, the number of ``processes``,
     and ``restart``.
+
+    It may also have ``work(dataset)``, which does all work on a step in place of ``compute`` for each micro-batch: it
+    reads ``dataset``, a ``buffer_rl.train.stream.StreamingDataset``, in one or several passes, and writes the fields.
     """
 
     role: ClassVar[Role]

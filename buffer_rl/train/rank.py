@@ -47,7 +47,7 @@ from buffer_rl.train.steps import (
     take_step,
     train_steps,
 )
-from buffer_rl.train.stream import gradient_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
+from buffer_rl.train.stream import gradient_stage, log_prob_stage
 from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
@@ -205,13 +205,12 @@ class TrainRank:
         place = self._trainer.topology
         if gradients:
             self._streamed, self._sums = rollout_id, Sums()
-            fields = frozenset(external_fields)
             stage = gradient_stage(
                 self._role,
                 self._trainer,
                 self._objective,
                 {model: partial(self._outputs, model) for model in models},
-                fields,
+                external_fields,
                 self._accumulated,
                 writes=place.is_head,
             )
@@ -220,18 +219,9 @@ class TrainRank:
             several = self._world_size > place.dp_size
             name = f"{self._role}_log_probs" if self._role == ACTOR else FIELD_OF_MODEL[self._role]
             stage = log_prob_stage(name, models, self._outputs, writes=place.is_head, is_final=several)
-        return run_stage(
-            stage,
-            self._buffer,
-            rollout_id,
-            rows_per_batch=rows_per_batch(self._args, place.dp_size),
-            replica=place.dp_rank,
-            num_replicas=place.dp_size,
-            together=place.in_step or self._args.balance_data,
-            in_step=place.in_step,
-            meet=self._peers.meet,
-            timeout_s=longest_wait(self._args),
-        )
+        together, more = place.in_step or self._args.balance_data, {"in_step": place.in_step, "meet": self._peers.meet}
+        dataset = stage.dataset(self._buffer, self._args, place.dp_rank, place.dp_size, together, **more)
+        return stage.run(dataset, rollout_id)
 
     @dispatch(collect=named_metrics)
     def finish_stream(self) -> StepReport:

@@ -24,11 +24,11 @@ from buffer_rl.errors import TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import fused_roles, own_roles, process_counts
-from buffer_rl.plan.roles import MODEL_OF_ROLE, SAMPLED_FIELDS, Role
-from buffer_rl.plugin.calls import construct, returned
+from buffer_rl.plan.roles import MODEL_OF_ROLE, Role
+from buffer_rl.plugin.calls import call, construct, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, TrainBatch
-from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, longest_wait, rows_per_batch, run_stage
+from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, reading
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -40,22 +40,23 @@ def joined_reports(role: str, answers: list[WorkReport]) -> WorkReport:
 
 
 def own_stage(reference: str, row: Role, args: Args, registry: PluginRegistry) -> Stage:
-    """What a role of ``--role-path`` does. Raises PluginError if its class cannot be constructed; so do calls that
-    return other fields than those of its row, or other rows than those of the batch."""
+    """What a role of ``--role-path`` does. Raises PluginError if its class cannot be constructed; so does a write of
+    other fields than those of its row, or of other rows than those of the batch.
+
+    One with ``work`` is final: its numbers may depend on all groups that it read, so none of them leaves the step, and
+    a process that replaces another reads all of them again."""
     role = construct("role", reference, registry.resolve("role", reference), args)
 
-    def compute(batch: TrainBatch) -> Mapping[str, Column]:
-        columns = role.compute(batch)
+    def check(batch: TrainBatch, columns: Mapping[str, Column]) -> None:
         if not isinstance(columns, Mapping) or set(columns) != set(row.fields):
             raise returned("role", reference, columns, f"a mapping with the fields {', '.join(row.fields)}")
         for name, column in columns.items():
             if not _has_rows_of(batch, column):
                 expected = f"{name}: for {len(batch)} rows, a list of [response_length] arrays or an array [num_rows]"
                 raise returned("role", reference, column, expected)
-        return columns
 
-    needs, produces = SAMPLED_FIELDS.union(row.needs), frozenset(row.fields)
-    return Stage(name=row.name, needs=needs, produces=produces, compute=compute)
+    work = partial(call, "role", reference, role.work, at="work") if hasattr(role, "work") else None
+    return Stage(reading(row.name, row.needs, row.fields, is_final=work is not None), role.compute, work, check)
 
 
 def _has_rows_of(batch: TrainBatch, column: Any) -> bool:
@@ -73,8 +74,6 @@ class RoleWorker:
         from buffer_rl.train.role_model import RoleModel
 
         redirect_output(log_path)
-        self._index = index
-        self._num_workers = num_workers
         self._args = load_args(args_text)
         self._role = role
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{index}")
@@ -82,6 +81,7 @@ class RoleWorker:
         prepare_torch(self._args, self._args.seed)
         self._model: Any = RoleModel(self._args, self._registry, role, index) if role in MODEL_OF_ROLE else None
         self._stage = self._make_stage()
+        self._dataset = self._stage.dataset(self._buffer, self._args, index, num_workers)
         settle_garbage_collector()
 
     def ready(self) -> None:
@@ -107,15 +107,7 @@ class RoleWorker:
         are of."""
         if self._role == "actor_fwd" and self.version() != str(rollout_id):
             raise TrainError(f"the weights are version {self.version()!r}", where="actor_fwd", expected=str(rollout_id))
-        report = run_stage(
-            self._stage,
-            self._buffer,
-            rollout_id,
-            rows_per_batch=rows_per_batch(self._args, self._num_workers),
-            replica=self._index,
-            num_replicas=self._num_workers,
-            timeout_s=longest_wait(self._args),
-        )
+        report = self._stage.run(self._dataset, rollout_id)
         gc.collect()
         return report
 

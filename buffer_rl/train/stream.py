@@ -11,14 +11,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from contextlib import closing, contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
-from buffer_rl.errors import BufferRLError
+from buffer_rl.errors import BufferRLError, TrainError
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import Trainer
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
@@ -42,31 +42,8 @@ ROLLOUT_GRACE_S = 120.0
 LogProbs = Callable[[str, TrainBatch], list[np.ndarray] | None]
 """``(model, batch) -> rows`` with a model of ``FIELD_OF_MODEL``; see ``Trainer.log_probs``."""
 
-
-def read_deals(
-    store: BufferClient, task: str, request: ReadRequest, timeout_s: float
-) -> Generator[tuple[RowsMeta, TrainBatch], None, None]:
-    """Read the deals of one replica from 0 to the end of ``task`` (see ``buffer_rl.buffer.pool.ReadRequest``). A deal's
-    batch may have no rows.
-
-    The next deal is requested while one is worked on; close the generator to wait until no request is under way.
-    timeout_s: longest wait for one deal. Raises what ``BufferClient.take`` raises.
-    """
-    asked: StartedCall[tuple[RowsMeta, TrainBatch | None]] | None = None
-    try:
-        for number in itertools.count():
-            answer = None if asked is None else asked.result()
-            if answer is None or not (answer[0].dealt or answer[0].ended):
-                answer = store.take(task, replace(request, deal=number), timeout_s)
-            meta, batch = answer
-            if batch is None:
-                return
-            ahead = replace(request, deal=number + 1, prefetch_reserve=request.num_replicas - 1)
-            asked = store.start_take(task, ahead)
-            yield meta, batch
-    finally:
-        if asked is not None:
-            asked.drain()
+Check = Callable[[TrainBatch, Mapping[str, Column]], None]
+"""Raises unless these are fields that the task writes of a micro-batch's rows."""
 
 
 def _alone(error: BufferRLError | None) -> None:
@@ -74,98 +51,174 @@ def _alone(error: BufferRLError | None) -> None:
         raise error
 
 
-def _next_deal(
-    deals: Iterator[tuple[RowsMeta, TrainBatch]],
-    error: BufferRLError | None,
-    meet: Callable[[BufferRLError | None], None],
-) -> tuple[RowsMeta, TrainBatch] | None:
-    """The next deal, None at the end, once the peers have met. error: what writing the deal before raised."""
-    dealt = None
-    try:
-        dealt = next(deals, None) if error is None else None
-    except BufferRLError as caught:
-        error = caught
-    meet(error)
-    return dealt
+@dataclass(slots=True, eq=False)
+class StreamingDataset:
+    """What one replica of a reading task gets of one selection after another: micro-batches of whole groups, as soon as
+    their fields are ready. One object serves a process for the whole run.
+
+    Each iteration inside ``step`` is a pass, which ends once the selection is closed and read to its end. The first
+    pass reads from the Buffer: while the caller works on a micro-batch, the next one is fetched, and the fields of the
+    one before are written. Further passes replay these objects in their order, with the columns that the caller added,
+    and ask the Buffer for nothing. A pass that was left early is completed by the next one.
+
+    Memory: the micro-batch that is worked on and the next one; with ``replays`` the replica's part of one selection.
+
+    request: for deal 0; a replica fetches ahead only if a batch is left for each of the others. timeout_s: longest wait
+    for one deal. replays: keep what was read for further passes. in_step: micro-batches without rows come too, as the
+    replicas work in step. meet: called before each micro-batch, and at the end, with what reading or writing raised;
+    see ``Peers.meet``. check: called with what is to be written. report: what was worked on since ``step``, a span for
+    each micro-batch and pass, to its first ``write``.
+
+    Example:
+        request = ReadRequest(reader="length", fields=SAMPLED_FIELDS, produces=frozenset({"length"}), num_rows=32)
+        dataset = StreamingDataset(client, request, timeout_s=600.0)
+        for selection in range(num_rollout):
+            with dataset.step(selection):
+                for batch in dataset:
+                    dataset.write(batch, {"length": batch.columns["response_length"]})
+    """
+
+    client: BufferClient
+    request: ReadRequest
+    _: KW_ONLY
+    timeout_s: float
+    replays: bool = False
+    in_step: bool = False
+    meet: Callable[[BufferRLError | None], None] = _alone
+    check: Check = field(default=lambda *_: None)
+    report: WorkReport = field(default_factory=WorkReport, init=False)
+    _passes_left: float = field(default=0, init=False)
+    _deals: Iterator[TrainBatch] = field(default=iter(()), init=False)
+    _kept: list[TrainBatch] = field(default_factory=list, init=False)
+    _writer: Writer | None = field(default=None, init=False)
+    _written: StartedCall[None] | None = field(default=None, init=False)
+    _worked_until: float = field(default=0, init=False)
+    _error: BufferRLError | None = field(default=None, init=False)
+
+    @contextmanager
+    def step(self, selection: int) -> Iterator[StreamingDataset]:
+        """Move on to the selection of step ``selection``, for the block. When the block ends, what was written is in
+        the Buffer, no call is under way, and what was read is forgotten.
+
+        Raises what a write raised after the last micro-batch."""
+        self._passes_left, self._error, self.report = math.inf if self.replays else 1, None, WorkReport()
+        try:
+            with closing(self._read(f"train_{selection}")) as self._deals:
+                yield self
+                self._finish_write()
+                _alone(self._error)
+        finally:
+            if self._written is not None:
+                self._written.drain()
+            self._written, self._passes_left, self._kept = None, 0, []
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        """One pass. Raises what ``BufferClient.take`` and writing raise, and TrainError if no pass is left."""
+        name = self.request.reader
+        if not self._passes_left:
+            expected = "one pass inside `with dataset.step(selection)`, or several with replays=True"
+            raise TrainError("no pass over a selection is left", where=f"the reader {name!r}", expected=expected)
+        self._passes_left -= 1
+        for number in itertools.count():
+            if (batch := self._next(number)) is None:
+                return
+            if batch.row_ids or self.in_step:
+                start, self._worked_until = time.monotonic(), 0
+                yield batch
+                end, rows = self._worked_until or time.monotonic(), len(batch)
+                self.report.add(WorkSpan(name=name, rollout_id=batch.rollout_id, start=start, end=end, num_rows=rows))
+
+    def write(self, batch: TrainBatch, columns: Mapping[str, Column]) -> None:
+        """Start to write fields of a micro-batch's rows, once those of the one before are written; nothing if there are
+        no rows or no fields. What writing raises, the iteration raises next."""
+        self._worked_until = self._worked_until or time.monotonic()
+        self.check(batch, columns)
+        try:
+            self._finish_write()
+            if columns and batch.row_ids:
+                self._written = self.client.start_put_fields(batch.task, batch.row_ids, columns, self._writer)
+        except BufferRLError as caught:
+            self._error = caught
+
+    def _finish_write(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def _next(self, number: int) -> TrainBatch | None:
+        """Micro-batch ``number``, None at the end, once the peers have met. An error stays: no end comes after it."""
+        batch = None
+        try:
+            if self._error is None:
+                batch = self._kept[number] if number < len(self._kept) else next(self._deals, None)
+        except BufferRLError as caught:
+            self._error = caught
+        self.meet(self._error)
+        return batch
+
+    def _read(self, task: str) -> Generator[TrainBatch, None, None]:
+        """The replica's deals, from 0 to the end of ``task`` (see ``ReadRequest``). The next deal is requested while
+        one is worked on; closing the generator waits until no request is under way."""
+        asked: StartedCall[tuple[RowsMeta, TrainBatch | None]] | None = None
+        try:
+            for number in itertools.count():
+                meta, batch = (None, None) if asked is None else asked.result()
+                if meta is None or not (meta.dealt or meta.ended):
+                    meta, batch = self.client.take(task, replace(self.request, deal=number), self.timeout_s)
+                if batch is None:
+                    return
+                self._writer = Writer(reader=self.request.reader, generation=meta.generation)
+                if self.replays:
+                    self._kept.append(batch)
+                ahead = replace(self.request, deal=number + 1, prefetch_reserve=self.request.num_replicas - 1)
+                asked = self.client.start_take(task, ahead)
+                yield batch
+        finally:
+            if asked is not None:
+                asked.drain()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One kind of work on each ready group of a rollout that still runs: read, compute, write back. The same loop
     serves the reference, the actor's forward pass, the advantages and the trainer, in a process of their own or in the
     idle trainer.
 
-    name: of its reading task. needs: fields of the rows that it waits for. produces: fields that it adds, none where
-    its effect stays in its process. compute: maps a batch to these fields. is_final: as in ``ReadRequest``.
+    reads: what it asks for, but for the rows and the replica; it produces nothing if its effect stays in its process.
+    compute: maps a batch to the fields that it produces. work: does all work on one selection, in place of ``compute``
+    for each micro-batch. check: as in ``StreamingDataset``.
     """
 
-    name: str
-    needs: frozenset[str]
-    produces: frozenset[str]
+    reads: ReadRequest
     compute: Callable[[TrainBatch], Mapping[str, Column]]
-    is_final: bool = False
+    work: Callable[[StreamingDataset], None] | None = None
+    check: Check = field(default=lambda *_: None)
+
+    def dataset(
+        self, client: BufferClient, args: Args, replica: int, num_replicas: int, together: bool = False, **more: Any
+    ) -> StreamingDataset:
+        """What one of the processes of the task reads. together: as in ``ReadRequest``. more: as in
+        ``StreamingDataset``."""
+        rows, wait_s, replays = rows_per_batch(args, num_replicas), longest_wait(args), self.work is not None
+        reads = replace(self.reads, num_rows=rows, replica=replica, num_replicas=num_replicas, together=together)
+        return StreamingDataset(client, reads, timeout_s=wait_s, replays=replays, check=self.check, **more)
+
+    def run(self, dataset: StreamingDataset, selection: int) -> WorkReport:
+        """Work on what ``dataset`` gets of a selection, until that is closed and read to its end. No call is under way
+        when this returns or raises."""
+        with dataset.step(selection):
+            if self.work is not None:
+                self.work(dataset)
+            else:
+                for batch in dataset:
+                    dataset.write(batch, self.compute(batch))
+        return dataset.report
 
 
-def run_stage(
-    stage: Stage,
-    store: BufferClient,
-    rollout_id: int,
-    *,
-    rows_per_batch: int,
-    replica: int = 0,
-    num_replicas: int = 1,
-    together: bool = False,
-    in_step: bool = False,
-    meet: Callable[[BufferRLError | None], None] = _alone,
-    timeout_s: float,
-) -> WorkReport:
-    """Work on the deals of one replica in rollout ``rollout_id`` until it is closed and read to its end.
-
-    While a batch is computed, the next one is fetched and the fields of the one before are written. No call is under
-    way when this returns or raises.
-
-    rows_per_batch: whole groups of about so many rows at a time. replica, num_replicas, together: as in
-    ``ReadRequest``; a replica fetches ahead only where a batch is left for each of the others. A batch without rows is
-    computed only where the replicas work ``in_step``, and what that returns is not written. meet: called
-    before each deal is computed, and at the end, with what reading or writing raised; see ``Peers.meet``. timeout_s:
-    longest wait for one deal.
-    """
-    request = ReadRequest(
-        reader=stage.name,
-        fields=stage.needs,
-        produces=stage.produces,
-        num_rows=rows_per_batch,
-        replica=replica,
-        num_replicas=num_replicas,
-        together=together,
-        is_final=stage.is_final,
-    )
-    report, written, error = WorkReport(), None, None
-    try:
-        with closing(read_deals(store, f"train_{rollout_id}", request, timeout_s)) as deals:
-            while (dealt := _next_deal(deals, error, meet)) is not None:
-                meta, batch = dealt
-                if not (batch.row_ids or in_step):
-                    continue
-                started = time.monotonic()
-                columns = stage.compute(batch)
-                ended = time.monotonic()
-                writer = Writer(reader=stage.name, generation=meta.generation)
-                try:
-                    if written is not None:
-                        written.result()
-                    writes = columns and batch.row_ids
-                    written = store.start_put_fields(batch.task, batch.row_ids, columns, writer) if writes else None
-                except BufferRLError as caught:
-                    error = caught
-                span = WorkSpan(name=stage.name, rollout_id=rollout_id, start=started, end=ended, num_rows=len(batch))
-                report.add(span)
-        if written is not None:
-            written.result()
-    finally:
-        if written is not None:
-            written.drain()
-    return report
+def reading(name: str, needs: Iterable[str], produces: Iterable[str], is_final: bool = False) -> ReadRequest:
+    """What the task ``name`` asks for (see ``Stage.reads``), which waits for ``SAMPLED_FIELDS`` and ``needs``."""
+    fields = SAMPLED_FIELDS.union(needs)
+    return ReadRequest(reader=name, fields=fields, produces=frozenset(produces), is_final=is_final, num_rows=1)
 
 
 def longest_wait(args: Args) -> float:
@@ -194,8 +247,7 @@ def log_prob_stage(
         found = {FIELD_OF_MODEL[model]: log_probs(model, batch) for model in models}
         return {field: rows for field, rows in found.items() if rows is not None and writes}
 
-    produces = frozenset(FIELD_OF_MODEL[model] for model in models)
-    return Stage(name=name, needs=SAMPLED_FIELDS, produces=produces, compute=compute, is_final=is_final)
+    return Stage(reading(name, (), [FIELD_OF_MODEL[model] for model in models], is_final), compute)
 
 
 def advantage_stage(objective: Objective, added: Iterable[str] = ()) -> Stage:
@@ -207,8 +259,8 @@ def advantage_stage(objective: Objective, added: Iterable[str] = ()) -> Stage:
         objective.compute_advantages(batch)
         return {name: batch.columns[name] for name in sorted(batch.columns.keys() - before)}
 
-    needs = SAMPLED_FIELDS | objective.needs.intersection({*MODEL_FIELDS, *added})
-    return Stage(name="advantages", needs=needs, produces=ADVANTAGE_FIELDS, compute=compute)
+    needs = objective.needs.intersection({*MODEL_FIELDS, *added})
+    return Stage(reading("advantages", needs, ADVANTAGE_FIELDS), compute)
 
 
 def gradient_stage(
@@ -216,7 +268,7 @@ def gradient_stage(
     trainer: Trainer,
     objective: Objective,
     models: Mapping[str, Callable[[TrainBatch], list[np.ndarray] | None]],
-    external_fields: frozenset[str],
+    external_fields: Iterable[str],
     accumulated: Callable[[Sums], None],
     *,
     writes: bool = True,
@@ -238,4 +290,4 @@ def gradient_stage(
         added = sorted(batch.columns.keys() - before) if produces and writes else []
         return {name: batch.columns[name] for name in added}
 
-    return Stage(name=role, needs=SAMPLED_FIELDS | external_fields, produces=produces, compute=compute, is_final=True)
+    return Stage(reading(role, external_fields, produces, is_final=True), compute)

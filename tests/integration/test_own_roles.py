@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.files.row_file import write_rollout
-from harness.recorded_rows import OPTIONS, recorded_rows
+from harness.recorded_rows import OPTIONS, SAMPLES, recorded_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -41,6 +41,30 @@ class Mortal(weights.Novelty):
             self.died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().compute(batch)
+"""
+
+# It reads a step twice, and ends its process once, in the second pass, after it has written a group.
+TWICE = f"""
+import os, signal, sys
+from pathlib import Path
+
+sys.path.append({str(FILE.parent)!r})
+import weights
+
+
+class Twice(weights.Brevity):
+    def __init__(self, args):
+        super().__init__(args)
+        self.died = Path(args.run_dir, "died")
+
+    def work(self, dataset):
+        computed = [self.compute(batch) for batch in dataset]
+        assert sum(len(columns["brevity"]) for columns in computed) == {NUM_GROUPS * (SAMPLES + 1)}
+        for number, batch in enumerate(dataset):
+            dataset.write(batch, computed[number])
+            if number == 1 and not self.died.exists():
+                self.died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -86,13 +110,17 @@ def test_fields_of_own_roles_train_as_if_the_rollout_had_given_them(
         return load_file(Path(args.run_dir) / "hf" / "model.safetensors")
 
     (tmp_path / "mortal.py").write_text(MORTAL)
+    (tmp_path / "twice.py").write_text(TWICE)
+    twice = {"role_path": [f"{FILE}:Novelty", f"{tmp_path / 'twice.py'}:Twice"]}
     mortal = {"role_path": [f"{tmp_path / 'mortal.py'}:Mortal", f"{FILE}:Brevity"], "progress": "plain"}
     ways: dict[str, Any] = {"lockstep": ROLES, "fused, streamed": {**ROLES, **STREAMED}, "killed": mortal | STREAMED}
+    ways |= {"two passes": twice, "two passes, streamed": twice | STREAMED}
     given = weights("given", "given")
     for way, changes in ways.items():
         for name, tensor in weights(way, "bare", **changes).items():
             assert torch.equal(tensor, given[name]), (way, name)
     assert list((tmp_path / "fused, streamed").rglob("novelty+brevity_0.log"))
+    assert len(list(tmp_path.rglob("died"))) == 3
     said = capfd.readouterr().out
     assert "novelty died and is replaced (1 of 2)" in said
     assert "brevity died and is replaced (1 of 2)" in said

@@ -19,11 +19,14 @@ from buffer_rl.errors import PluginError
 from buffer_rl.kinds.marks import Scope, is_for_rows, scope_of
 from buffer_rl.kinds.table import KINDS
 from buffer_rl.options.section import compose, flag_of, plugin_kind_of
+from buffer_rl.plan.roles import Role
 from buffer_rl.plugin.hookspecs import Hooks
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, TrainBatch
 from buffer_rl.testing.lint import failures
+from buffer_rl.train.role_worker import own_stage
 from harness.losses import objective_of, outcome, rows_of
+from harness.streams import Store, dataset_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"
 
@@ -129,7 +132,7 @@ def test_the_examples_of_losses_hold_what_they_declare_as_the_example_of_a_test_
 
 def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
     others = (b for b in blocks("python") if "TokenLoss" not in b and "lint_loss" not in b)
-    reward, marked, scope, role, stream, renamed, fused, source, hooks = others
+    reward, marked, scope, role, relative, stream, renamed, fused, source, hooks = others
     names: dict[str, Any] = {}
     exec(scope, names)
     assert scope_of(names["centred"]) is Scope.GROUP
@@ -137,7 +140,18 @@ def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
     columns = {"tokens": [np.array([7, 5, 6, 5])], "response_length": np.array([3])}
     batch = TrainBatch(rollout_id=0, task="train_0", row_ids=[], columns=columns)
     assert names["Novelty"](None).compute(batch)["novelty"][0].tolist() == [1, 1, 0]
-    compile(stream, "a trainer of your own", "exec")
+    place.write("my_relative.py", relative)
+    store, sizes = Store(num_selections=2), Store()
+    for number, used in ((0, store), (1, store), (0, sizes)):
+        used.pools[f"train_{number}"].select([used.add(10 * number + row, number) for row in (1, 2, 6)])
+    row = Role(name="relative", fields=("relative",))
+    stage = own_stage("my_relative:Relative", row, compose(CORE_SECTIONS)(), PluginRegistry())
+    for number in range(2):
+        stage.run(dataset_of(stage, store, 2), number)
+        means = [float(value) for value in store.fields("relative", number)]
+        assert means == [sign * (10 * number + row) for row in (1, 2, 6) for sign in (1, -1)]
+    exec(stream, {"client": sizes, "num_rollout": 1})
+    assert sizes.fields("size") == [4, 4, 5, 5, 9, 9]
     assert "NameMap" in renamed
     assert "folder_tensors" in fused
     place.write("my_reward.py", reward)

@@ -210,7 +210,9 @@ async def step(here: Here) -> Any:
 
 async def add_fields(here: Here) -> Any:
     row, batch = Role(name="mine", fields=("length",)), make_batch()
-    columns = own_stage(here.path, row, here.args(), PluginRegistry()).compute(batch)
+    stage = own_stage(here.path, row, here.args(), PluginRegistry())
+    columns = stage.compute(batch)
+    stage.check(batch, columns)
     return {name: list(column) for name, column in columns.items()}
 
 

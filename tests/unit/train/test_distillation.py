@@ -177,7 +177,7 @@ def test_every_schedule_and_role_ends_with_the_same_parameters(
             if dedicated:
                 group.columns.update(role(trainer._args, "teacher").compute(group))
                 advantages = role(trainer._args, "advantages")
-                assert advantages.needs == SAMPLED_FIELDS | {"teacher_log_probs"}
+                assert advantages.reads.fields == SAMPLED_FIELDS | {"teacher_log_probs"}
                 group.columns.update(advantages.compute(group))
             stage.compute(group)
         trainer.optimizer_step(1 / 30)

@@ -296,4 +296,4 @@ def test_the_role_waits_for_the_log_probabilities_that_its_estimator_needs(
             use_kl_loss=True, num_ref_workers=num_ref_workers, custom_advantage_function_path=mine(name)
         )
         worker._role, worker._registry = "advantages", PluginRegistry.from_flags([])
-        assert worker._make_stage().needs == SAMPLED_FIELDS | waits_for
+        assert worker._make_stage().reads.fields == SAMPLED_FIELDS | waits_for

@@ -136,7 +136,10 @@ def test_what_a_role_of_ones_own_returns_has_the_batches_rows_or_names_the_role(
 
     def compute(answer: Callable[[np.ndarray], Any]) -> Any:
         row = Row(name="own", fields=("score",))
-        return own_stage(f"{tmp_path / 'own.py'}:Own", row, answer, PluginRegistry()).compute(batch)["score"]
+        stage = own_stage(f"{tmp_path / 'own.py'}:Own", row, answer, PluginRegistry())
+        columns = stage.compute(batch)
+        stage.check(batch, columns)
+        return columns["score"]
 
     assert len(compute(lambda lengths: np.zeros(len(lengths)))) == len(batch)
     assert len(compute(lambda lengths: [np.zeros(length) for length in lengths])) == len(batch)

@@ -3,109 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from buffer_rl.buffer.columns import ColumnStore, assemble
-from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
-from buffer_rl.errors import BufferRestartedError, BufferRLError, DeadlineError, TrainError
+from buffer_rl.buffer.columns import assemble
+from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.errors import BufferRestartedError, BufferRLError, TrainError
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.roles import SAMPLED_FIELDS
 from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
 from buffer_rl.rollout.user_rollout import GRACE_S
-from buffer_rl.train.stream import (
-    Stage,
-    advantage_stage,
-    gradient_stage,
-    longest_wait,
-    read_deals,
-    run_stage,
-)
+from buffer_rl.train.stream import Stage, advantage_stage, gradient_stage, longest_wait, reading
 from harness.losses import loss_args, objective_of
-
-
-class Answer:
-    """The answer of a call that was executed when it was made. ``open`` are those that nobody asked for."""
-
-    open: ClassVar[list[Answer]] = []
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.error: TrainError | None = None
-        self.open.append(self)
-
-    def result(self) -> Any:
-        self.open.remove(self)
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    def drain(self) -> None:
-        if self in self.open:
-            with suppress(TrainError):
-                self.result()
-
-
-class Store:
-    """A pool in this process. What ``later`` does, one a wait, makes rows ready; then nothing comes any more."""
-
-    def __init__(self) -> None:
-        Answer.open.clear()
-        self.plane = ColumnStore()
-        self.pool = DataPool(0, "train_0", self.plane, 100)
-        self.later: list[Any] = []
-        self.asked = 0
-        self.ahead: list[int] = []
-        self.puts = 0
-
-    def add(self, row: int) -> GroupUid:
-        uid = GroupUid("data", row, 0)
-        columns: dict[str, Any] = {
-            "tokens": [np.arange(3 + row, dtype=np.int32)] * 2,
-            "response_length": np.array([2, 2], dtype=np.int32),
-            "loss_mask": [np.ones(2, dtype=np.float32)] * 2,
-            "reward": np.array([row, -row], dtype=np.float32),
-        }
-        self.plane.put(uid, [RowId(uid, 0), RowId(uid, 1)], columns)
-        self.pool.join(uid)
-        return uid
-
-    def take(
-        self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
-    ) -> tuple[RowsMeta, TrainBatch | None]:
-        assert task == "train_0"
-        while True:
-            meta = self.pool.get_meta(request)
-            self.asked += 1
-            if meta.dealt or meta.ended:
-                return meta, assemble(self.pool.plan_rows(meta.row_ids, fields)) if meta.dealt else None
-            if not self.later:
-                raise DeadlineError("nothing came")
-            self.later.pop(0)()
-
-    def start_take(self, task: str, request: ReadRequest) -> Answer:
-        meta = self.pool.get_meta(request)
-        self.ahead.append(len(meta.row_ids))
-        return Answer((meta, assemble(self.pool.plan_rows(meta.row_ids)) if meta.dealt else None))
-
-    def start_put_fields(
-        self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
-    ) -> Answer:
-        self.puts += 1
-        self.pool.put_fields(row_ids, columns, writer)
-        return Answer(None)
-
-
-def doubled(batch: TrainBatch) -> dict[str, Column]:
-    return {"ref_log_probs": [np.full(2, 2 * reward, dtype=np.float32) for reward in batch.columns["reward"]]}
-
-
-REF = Stage(name="ref", needs=SAMPLED_FIELDS, produces=frozenset({"ref_log_probs"}), compute=doubled)
+from harness.streams import REF, Answer, Store, deals_of, doubled, run_stage
 
 
 def test_a_stage_works_on_groups_as_they_finish_and_ends_with_the_rollout() -> None:
@@ -116,7 +29,7 @@ def test_a_stage_works_on_groups_as_they_finish_and_ends_with_the_rollout() -> N
         lambda: uids.append(store.add(3)),
         lambda: store.pool.select(uids),
     ]
-    report = run_stage(REF, store, 0, rows_per_batch=8, timeout_s=1.0)
+    report = run_stage(REF, store, 8)
     assert [(span.name, span.num_rows) for span in report.spans] == [("ref", 2)] * 3
     assert report.num_rows == 6
     batch = assemble(store.pool.plan())
@@ -133,7 +46,7 @@ def test_a_lone_group_is_worked_on_at_once_and_those_that_piled_up_meanwhile_go_
         lambda: uids.append(store.add(8)),
         lambda: store.pool.select(uids),
     ]
-    report = run_stage(REF, store, 0, rows_per_batch=8, timeout_s=1.0)
+    report = run_stage(REF, store, 8)
     assert [span.num_rows for span in report.spans] == [2, 8, 4, 2]
     # One request a batch, one more for each time that nothing was ready, and one for the end.
     assert store.asked == 4 + 3 + 1
@@ -152,17 +65,11 @@ def test_the_next_batch_is_fetched_while_one_is_worked_on_where_enough_is_ready(
     store = Store()
     uids = [store.add(row) for row in range(7)]
     store.later = [lambda: uids.append(store.add(7)), lambda: store.pool.select(uids)]
-    report = run_stage(REF, store, 0, rows_per_batch=4, num_replicas=num_replicas, timeout_s=1.0)
+    report = run_stage(REF, store, 4, 0, num_replicas)
     assert [span.num_rows for span in report.spans] == spans
     assert store.ahead == ahead
     assert Answer.open == []
     assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.plan().slices)
-
-
-def deals_of(store: Store, replica: int, num_rows: int) -> Generator[tuple[RowsMeta, TrainBatch], None, None]:
-    """What replica 0 or 1 of the task ``ref`` reads."""
-    request = ReadRequest(reader="ref", fields=SAMPLED_FIELDS, num_rows=num_rows, replica=replica, num_replicas=2)
-    return read_deals(cast("Any", store), "train_0", request, timeout_s=1.0)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -173,10 +80,10 @@ def test_what_is_fetched_ahead_leaves_a_batch_for_each_other_process(closed: boo
     if closed:
         store.pool.select(uids)
     first, other = deals = [deals_of(store, replica, rows) for replica in (0, 1)]
-    assert len(next(first)[1]) == max(rows, 2)
-    assert len(next(other)[1]) == max(rows, 2)
+    assert len(next(first)) == max(rows, 2)
+    assert len(next(other)) == max(rows, 2)
     assert store.ahead == [max(rows, 2), 0]  # the first left one, and there was none to leave by then
-    assert len(next(first)[1]) == max(rows, 2)
+    assert len(next(first)) == max(rows, 2)
     for batches in deals:
         batches.close()
     assert Answer.open == []
@@ -186,7 +93,7 @@ def test_the_end_is_learnt_while_the_last_batch_is_worked_on() -> None:
     store = Store()
     uids = [store.add(row) for row in range(3)]
     store.pool.select(uids)
-    report = run_stage(REF, store, 0, rows_per_batch=4, timeout_s=1.0)
+    report = run_stage(REF, store, 4)
     assert [span.num_rows for span in report.spans] == [4, 2]
     assert (store.asked, store.ahead) == (1, [2, 0])
 
@@ -208,10 +115,10 @@ def test_a_stage_that_fails_leaves_no_call_open_and_its_rows_come_again_for_its_
         return doubled(batch)
 
     with pytest.raises(TrainError, match="lost"):
-        run_stage(replace(REF, compute=failing), store, 0, rows_per_batch=4, timeout_s=1.0)
+        run_stage(replace(REF, compute=failing), store, 4)
     assert Answer.open == []
     assert store.pool.requeue_for_readers("ref") == 3
-    run_stage(REF, store, 0, rows_per_batch=4, timeout_s=1.0)
+    run_stage(REF, store, 4)
     assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.plan().slices)
 
 
@@ -219,15 +126,14 @@ def test_a_stage_that_needs_a_field_of_another_waits_for_it() -> None:
     store = Store()
     uid = store.add(1)
     seen: list[int] = []
-    needs = SAMPLED_FIELDS | {"ref_log_probs"}
 
     def count(batch: TrainBatch) -> dict[str, Column]:
         seen.append(len(batch.columns["ref_log_probs"]))
         return {}
 
-    train = Stage(name="train", needs=needs, produces=frozenset(), compute=count, is_final=True)
-    store.later = [lambda: store.pool.select([uid]), lambda: run_stage(REF, store, 0, rows_per_batch=8, timeout_s=1.0)]
-    run_stage(train, store, 0, rows_per_batch=8, timeout_s=1.0)
+    train = Stage(reading("train", ["ref_log_probs"], (), is_final=True), count)
+    store.later = [lambda: store.pool.select([uid]), lambda: run_stage(REF, store, 8)]
+    run_stage(train, store, 8)
     assert seen == [2]
 
 
@@ -236,9 +142,9 @@ def test_ranks_of_a_replica_read_the_same_batches_however_far_one_is_ahead() -> 
     uids = [store.add(row) for row in range(5)]
     store.pool.select(uids)
     ranks = [deals_of(store, 0, 4) for _ in (0, 1)]
-    ahead = [batch.row_ids for _, batch in ranks[0]]
+    ahead = [batch.row_ids for batch in ranks[0]]
     assert [len(rows) for rows in ahead] == [4, 4, 2]
-    assert [batch.row_ids for _, batch in ranks[1]] == ahead
+    assert [batch.row_ids for batch in ranks[1]] == ahead
     assert list(deals_of(store, 1, 4)) == []
 
 
@@ -259,16 +165,14 @@ def test_a_deal_without_rows_is_worked_on_only_by_replicas_in_step_and_not_writt
         return doubled(batch) if batch.row_ids else {"ref_log_probs": []}
 
     asked: dict[str, Any] = {
-        "reader": "ref", "fields": SAMPLED_FIELDS, "produces": REF.produces, "num_rows": 2, "num_replicas": 2,
+        "reader": "ref", "fields": SAMPLED_FIELDS, "produces": REF.reads.produces, "num_rows": 2, "num_replicas": 2,
         "together": together,
     }  # fmt: skip
     if together:
         store.pool.select([uid])
     reports = [
         run_stage(
-            replace(REF, compute=compute), cast("Any", store), 0,
-            rows_per_batch=2, replica=replica, num_replicas=2, together=together, in_step=together,
-            timeout_s=1.0,
+            replace(REF, compute=compute), store, 2, replica, 2, together=together, in_step=together
         )
         for replica in (0, 1)
     ]  # fmt: skip
@@ -290,7 +194,7 @@ def test_what_was_computed_of_a_group_that_left_meanwhile_is_passed_over() -> No
             store.plane.drop(surplus)
         return doubled(batch)
 
-    report = run_stage(replace(REF, compute=closing), store, 0, rows_per_batch=2, timeout_s=1.0)
+    report = run_stage(replace(REF, compute=closing), store, 2)
     assert [span.num_rows for span in report.spans] == [2, 2]
     assert store.pool.plan().slices[0].cells["ref_log_probs"].inline is not None
     assert len(store.pool.plan().slices) == 1
@@ -330,7 +234,7 @@ def test_peers_hear_of_a_rank_that_cannot_go_on_before_the_next_pass(while_writi
             raise error
 
     with pytest.raises(BufferRestartedError):
-        run_stage(REF, cast("Any", store), 0, rows_per_batch=2, meet=meet, timeout_s=1.0)
+        run_stage(REF, store, 2, meet=meet)
     assert met == [None, BufferRestartedError]
 
 
@@ -347,7 +251,7 @@ def test_a_rank_whose_peer_cannot_go_on_computes_no_further() -> None:
             raise TrainError("another rank cannot go on")
 
     with pytest.raises(TrainError):
-        run_stage(replace(REF, compute=compute), cast("Any", store), 0, rows_per_batch=2, meet=meet, timeout_s=1.0)
+        run_stage(replace(REF, compute=compute), store, 2, meet=meet)
     assert seen == [2]
 
 
@@ -385,7 +289,7 @@ def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compu
         store.pool.select([uid])
         sums: list[Sums] = []
         stage = gradient_stage("train", cast("Any", trainer), objective_of(), {}, frozenset(), sums.append)
-        run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
+        run_stage(stage, store, 8)
         assert trainer.used == expected
         assert sums == [Sums(divisor=1.0)]
 
@@ -398,7 +302,7 @@ def test_a_critic_that_streams_gives_its_values_and_the_advantages_that_it_makes
     objective = objective_of("critic", advantage_estimator="gae", use_critic=True, lambd=0.0)
     models = {"critic": lambda batch: [np.full(len(row), 0.25, dtype=np.float32) for row in batch.columns["loss_mask"]]}
     stage = gradient_stage("critic", cast("Any", trainer), objective, models, frozenset(), lambda _: None)
-    run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
+    run_stage(stage, store, 8)
     batch = assemble(store.pool.plan())
     assert batch.columns["values"][0].tolist() == [0.25, 0.25]
     assert batch.columns["advantages"][0].tolist() == [0.0, 0.75]
@@ -411,7 +315,7 @@ def test_the_role_keeps_advantages_that_came_with_a_group(returns: list[np.ndarr
     uid = of_converter(store, 1, **({} if returns is None else {"returns": returns}))
     store.pool.select([uid])
     stage = advantage_stage(objective_of())
-    run_stage(stage, store, 0, rows_per_batch=8, timeout_s=1.0)
+    run_stage(stage, store, 8)
     batch = assemble(store.pool.plan())
     assert [row[0] for row in batch.columns["advantages"]] == [5.0, 7.0]
     assert [row[0] for row in batch.columns["returns"]] == ([5.0, 7.0] if returns is None else [9.0, 9.0])
@@ -427,8 +331,7 @@ def test_a_stage_holds_no_batch_that_it_has_worked_on() -> None:
         assert sum(ref() is not None for ref in alive) <= 2  # this one, and the one that the loop's name still has
         return doubled(batch)
 
-    stage = Stage(name="ref", needs=SAMPLED_FIELDS, produces=frozenset({"ref_log_probs"}), compute=compute)
-    assert run_stage(stage, store, 0, rows_per_batch=1, timeout_s=1.0).num_rows == 12
+    assert run_stage(replace(REF, compute=compute), store, 1).num_rows == 12
 
 
 def test_a_role_waits_for_a_group_as_long_as_all_rollout_workers_that_may_replace_each_other() -> None:
