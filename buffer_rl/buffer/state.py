@@ -396,7 +396,7 @@ class BufferState:
 
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""
-        run = {"version": self._record.version, "incarnation": self.ledger.fencing_token}
+        run = {"version": self._record.version, "incarnation": self.ledger.fencing_token, "revision": self.revision}
         return self._rollouts.progress() | run
 
     def state_dict(self) -> dict[str, Any]:

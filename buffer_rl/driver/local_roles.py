@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -180,6 +181,6 @@ class Selections:
     def __init__(self, buffer: BufferClient) -> None:
         self._buffer = buffer
 
-    def close(self, rollout_id: int, last_ticket: int, timeout_s: float) -> RolloutReport:
-        """See ``BufferClient.await_selection``."""
-        return self._buffer.await_selection(rollout_id, last_ticket, timeout_s)
+    def close(self, rollout_id: int, last_ticket: int) -> RolloutReport:
+        """See ``BufferClient.await_selection``. The caller has the deadline: it knows whether production moves."""
+        return self._buffer.await_selection(rollout_id, last_ticket, math.inf)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.offload import MemoryTurns
 from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics
-from buffer_rl.driver.tasks import Calls, Restarts, StepTimes, Task, is_worker_death
+from buffer_rl.driver.tasks import Calls, NoAnswer, Restarts, StepTimes, Task, is_worker_death
 from buffer_rl.errors import BufferRestartedError, BufferRLError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plan.schedule import RunPlan
@@ -116,7 +116,7 @@ class Production:
             if schedule.streams and not schedule.by_window and number not in self._streams:
                 self._start_roles(number, while_open=True)
             try:
-                return cast("Produced", await self._answer(call, self._plan.rollout_timeout_s))
+                return cast("Produced", await self._answer_while_it_moves(call))
             except BufferRLError as error:
                 if not self._plan.passes_on_tickets or not is_worker_death("rollout", error):
                     raise
@@ -168,9 +168,8 @@ class Production:
     def _close(self, rollout_id: int) -> asyncio.Task[RolloutReport]:
         """The closing of a selection of the window; it is begun once."""
         if self._closing is None:
-            limit = (self._plan.schedule.target + 1) * self._plan.rollout_timeout_s
-            call = self._calls.runtime.submit("selection", "close", rollout_id, self._plan.num_rollouts - 1, limit)
-            self._closing = asyncio.ensure_future(self._calls.runtime.answer(call, limit))
+            call = self._calls.runtime.submit("selection", "close", rollout_id, self._plan.num_rollouts - 1)
+            self._closing = asyncio.ensure_future(self._answer_while_it_moves(call))
             self._closing.add_done_callback(lambda _: self._calls.tell())
         return self._closing
 
@@ -238,7 +237,7 @@ class Production:
             ticket = await self._calls.buffer(BufferState.generate, version, True)
             try:
                 with self._times.of("evaluate", "rollout", version):
-                    limit = self._plan.rollout_timeout_s
+                    limit = self._plan.schedule.ticket_limit_s(self._plan.rollout_timeout_s)
                     produced = await self._calls.call("rollout", "run", ticket, timeout_s=limit)
                 await self._calls.buffer(BufferState.end_ticket, ticket)
             except BufferRLError as error:
@@ -323,10 +322,25 @@ class Production:
         self._open_calls.add(call)
         return call
 
+    async def _answer_while_it_moves(self, call: Task) -> Any:
+        """The answer of a call that waits for groups. At a staleness of 0 it has the time of a rollout; else (S + 1)
+        times as long after the last change in the Buffer, since tickets queue behind each other."""
+        limit, before = self._plan.schedule.ticket_limit_s(self._plan.rollout_timeout_s), -1
+        while True:
+            try:
+                return await self._answer(call, limit)
+            except NoAnswer:
+                progress = await self._calls.buffer(BufferState.get_progress)
+                if not self._plan.schedule.target or progress["revision"] == before:
+                    raise
+                before = progress["revision"]
+
     async def _answer(self, call: Task, timeout_s: float) -> Any:
         """The answer of a call of production, which is under way until it has one."""
         try:
             answer = await self._calls.runtime.answer(call, timeout_s)
+        except NoAnswer:
+            raise
         except BufferRLError:
             self._open_calls.discard(call)
             raise

@@ -17,8 +17,8 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar, cast
 
 from buffer_rl.cluster.actor_group import Call
-from buffer_rl.driver.tasks import Task, run_to_end
-from buffer_rl.errors import DeadlineError, WorkerError
+from buffer_rl.driver.tasks import NoAnswer, Task, run_to_end
+from buffer_rl.errors import WorkerError
 
 R = TypeVar("R")
 
@@ -118,9 +118,9 @@ class RayRuntime:
             async with asyncio.timeout(timeout_s):
                 await ended
         except TimeoutError:
-            where = f"{call.role}.{call.method}"
+            late = NoAnswer.of(call, timeout_s)
             del call, task, future  # an answer that comes later is not kept by the traceback of the error
-            raise DeadlineError(f"no answer within {timeout_s:g} s", where=where) from None
+            raise late from None
         return call.result()
 
     def restart(self, role: str) -> Call:

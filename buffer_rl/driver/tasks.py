@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, cast
 
-from buffer_rl.errors import BufferRLError, WorkerDiedError
+from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.plan.schedule import RolePlan, RunPlan
 
@@ -46,8 +46,8 @@ class Runtime(Protocol):
         ...
 
     async def answer(self, task: Task, timeout_s: float) -> Any:
-        """The task's answer. Raises the error of ``buffer_rl.errors`` that it ended with; DeadlineError, naming role
-        and method, after ``timeout_s``. Neither that nor a cancellation ends the call."""
+        """The task's answer. Raises the error of ``buffer_rl.errors`` that it ended with; NoAnswer after ``timeout_s``.
+        Neither that nor a cancellation ends the call."""
         ...
 
     def restart(self, role: str) -> Task:
@@ -57,6 +57,15 @@ class Runtime(Protocol):
     def now(self) -> float:
         """Seconds since some fixed moment."""
         ...
+
+
+class NoAnswer(DeadlineError):
+    """A call did not answer in time, and is under way still."""
+
+    @classmethod
+    def of(cls, task: Task, timeout_s: float) -> NoAnswer:
+        """Of a call."""
+        return cls(f"no answer within {timeout_s:g} s", where=f"{task.role}.{task.method}")
 
 
 def role_of(error: BufferRLError) -> str:

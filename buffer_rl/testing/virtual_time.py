@@ -14,8 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from buffer_rl.driver.tasks import Task, run_to_end
-from buffer_rl.errors import DeadlineError
+from buffer_rl.driver.tasks import NoAnswer, Task, run_to_end
 
 R = TypeVar("R")
 
@@ -171,7 +170,7 @@ class VirtualRuntime:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(mine.work)
         except TimeoutError:
-            raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{task.role}.{task.method}") from None
+            raise NoAnswer.of(task, timeout_s) from None
 
     def restart(self, role: str) -> VirtualTask:
         return VirtualTask(role=role, method="restart", work=self.loop.create_task(self._restart(role)))

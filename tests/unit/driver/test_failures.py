@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.errors import BufferRLError, EngineError, RolloutError
+from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, RolloutError
 from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.records.groups import Ticket
 from buffer_rl.testing.virtual_rollouts import VirtualRollouts
@@ -128,3 +128,30 @@ def test_the_first_of_several_failures_leaves_bare(tmp_path: Path) -> None:
 
     with pytest.raises(RolloutError, match=r"^a bug in train_\d$"):
         spans_of("asynchronous", tmp_path, fail)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_ticket_that_queues_behind_others_has_its_deadline_from_the_last_change(tmp_path: Path, moves: bool) -> None:
+    """One slot for the groups of three tickets, so that a ticket takes longer than a rollout may."""
+    setting = replace(
+        SETTING,
+        schedule=SCHEDULES["asynchronous"],
+        slots=1,
+        sigma=0.5,
+        groups_per_step=4,
+        load_s=0.1,
+        eval_interval=None,
+    )
+    buffer = TrialBuffer(tmp_path, setting)
+    changes = {"rollout_timeout_s": 12}
+    runtime, driver, _ = world(setting, buffer, Saves(buffer), Stopping(None), Outcome(setting), changes)
+    if not moves:
+        runtime.roles["rollout"].length = lambda uid, index: 1e9
+        with pytest.raises(DeadlineError, match=r"no answer within 36 s"):
+            driver.run()
+        assert runtime.now() == 72.0  # it looked once whether anything moves
+        return
+    driver.run()
+    runs = [span.start for span in runtime.spans if span.method == "run" and not span.args[0].evaluation]
+    ends = [span.start for span in runtime.spans if span.method == "end_ticket" and not span.args[0].evaluation]
+    assert max(end - start for start, end in zip(runs, ends, strict=True)) > 36
