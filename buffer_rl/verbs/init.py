@@ -10,13 +10,15 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _DESCRIPTION = """\
@@ -86,6 +88,8 @@ def project_files(model: str | None = None) -> dict[str, str]:
 
 def templates(folder: str) -> Environment:
     """The templates of files that verbs write, in a folder beside this module."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # which naming a plugin does not need
+
     return Environment(
         loader=FileSystemLoader(Path(__file__).with_name(folder)),
         undefined=StrictUndefined,
