@@ -41,8 +41,8 @@ class GroupConverter:
     ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within
     the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
     has them, NaN in rows of a foreign group that lack them; ``truncated`` ``[num_rows]`` bool; ``weight_version``
-    ``[num_rows]`` int32, the oldest of the row, -1 if none; with ``baseline``, ``baseline_reward`` ``[num_rows]``
-    float32, of the samples' ``train_metadata``. After a conversion of the user's too: under ``--replay-kept-tokens``
+    ``[num_rows]`` int32, the oldest of its trained tokens, -1 if none; with ``baseline``,
+    ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``. After a conversion of the user's too: under ``--replay-kept-tokens``
     ``kept_tokens`` and ``kept_counts`` (see ``TrainBatch``); with ``mixes_versions``, ``weight_version`` and, in the
     same form, ``newest_weight_version``.
     A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
@@ -406,10 +406,11 @@ def _array(
 
 
 def _oldest_version(sample: Sample) -> int:
-    if len(sample.weight_versions) == 1:
-        return sample.weight_versions[0].version
-    oldest = sample.oldest_version
-    return NO_VERSION if oldest is None else oldest
+    """Of the tokens that are trained on: others may be of any age."""
+    spans, mask = sample.weight_versions, sample.loss_mask
+    if sample.remove_sample:
+        return NO_VERSION
+    return min((s.version for s in spans if mask is None or any(mask[s.start : s.end])), default=NO_VERSION)
 
 
 def _unusable(sample: Sample, what: str, expected: str) -> RolloutError:

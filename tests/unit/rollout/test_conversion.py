@@ -270,6 +270,16 @@ def test_columns_that_cannot_be_trained_on_are_refused(kit: Any, function: str, 
         encode_with(kit, scored(kit, [0.0, 1.0]), custom_convert_samples_to_train_data_path=function)
 
 
+def test_the_version_of_a_row_is_the_oldest_of_the_tokens_that_are_trained_on(kit: Any) -> None:
+    group = scored(kit, [0.0, 1.0, 2.0])
+    for sample in group:
+        sample.weight_versions = [VersionSpan(2, 0, 1), VersionSpan(5, 1, 3)]
+    group[1].loss_mask = [0, 1, 1]  # an earlier turn that is context
+    group[2].remove_sample = True
+    _, columns = encode(kit, group)
+    assert columns["weight_version"].tolist() == [2, 5, -1]
+
+
 def test_rows_have_their_newest_version_too_if_a_step_may_mix_versions(kit: Any) -> None:
     group = scored(kit, [0.0, 1.0, 2.0])
     group[0].weight_versions = [VersionSpan(3, 0, 3)]
