@@ -42,9 +42,9 @@ class GroupConverter:
     the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
     has them, NaN in rows of a foreign group that lack them; ``truncated`` ``[num_rows]`` bool; ``weight_version``
     ``[num_rows]`` int32, the oldest of its trained tokens, -1 if none; with ``baseline``,
-    ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``. After a conversion of the user's too:
-    under ``--replay-kept-tokens`` ``kept_tokens`` and ``kept_counts`` (see ``TrainBatch``); with ``mixes_versions``, ``weight_version`` and, in the
-    same form, ``newest_weight_version``.
+    ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``.
+    After a conversion of the user's too: under ``--replay-kept-tokens`` ``kept_tokens`` and ``kept_counts`` (see
+    ``TrainBatch``); with ``mixes_versions``, ``weight_version`` and, in the same form, ``newest_weight_version``.
     A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
     ``raw_reward`` the mean of the others, which are normalised without it.
     An evaluation group has the same columns, except that ``tokens`` and ``rollout_log_probs`` are left out and
