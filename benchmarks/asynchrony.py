@@ -283,7 +283,7 @@ def live(mode: str, costs: Costs, num_steps: int, folder: Path, data: Path) -> F
                 "rm_type": "exact_match",
                 "max_logprob_diff": None,
                 "weight_sync_mode": "disk",
-                "logger": ["jsonl"],
+                "logger": [],
                 "progress": "none",
                 "use_tis": True,
                 "schedule": schedule.mode.value,

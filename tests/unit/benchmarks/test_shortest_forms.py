@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 TIMEOUT_S = 240.0
 SHORTEST: dict[str, tuple[str, ...]] = {
     "algorithms": ("--quick", "--out", "runs"),
+    "asynchrony": ("--quick",),
     "faults": ("rollout", "--kills", "1"),
     "finish_depth": (),
     "group_costs": ("--groups", "1000", "--rounds", "1", "--parts", "queue"),
