@@ -220,11 +220,11 @@ def virtual_table(devices: int, sigmas: list[float], num_steps: int, data: Path)
 
 
 class LiveTrainer(SleepingTrainer):
-    """Sleeps for each token of its rows' responses; the options say how long."""
+    """Sleeps for each token of its rows' responses, as long as ``--lr`` says."""
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Any) -> None:
         super().__init__(args, rank, world_size, objective)
-        self._trained_s = float(args.trained_s)
+        self._trained_s = float(args.lr)  # a trainer without a learning rate
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """No forward pass of its own."""
@@ -271,7 +271,7 @@ def live(mode: str, costs: Costs, num_steps: int, folder: Path, data: Path) -> F
                 "prompt_data": str(data),
                 "hf_checkpoint": str(folder / "model"),
                 "train_backend": f"{HERE / 'asynchrony.py'}:LiveTrainer",
-                "custom_config_path": {"trained_s": costs.trained},
+                "lr": costs.trained,
                 "router_url": engine.url,
                 "engine_urls": [engine.url],
                 "seed": SEED,
@@ -298,7 +298,7 @@ def live(mode: str, costs: Costs, num_steps: int, folder: Path, data: Path) -> F
     for line in steps:
         now += line["perf/step_time"]
         ends.append(now)
-    staleness = [int(line["staleness/max"]) for line in steps if "staleness/max" in line]
+    staleness = [int(line["staleness/max"]) for line in lines if "staleness/max" in line]
     return Figures(ends=ends, idle=sum(line["perf/rollout_time"] for line in steps) / now, staleness=staleness)
 
 
