@@ -57,7 +57,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class StopNow(Exception):
-    """A signal with a deadline came during production or an evaluation."""
+    """A signal with a deadline came during production or an evaluation, or an evaluation ended the run."""
 
 
 SAVE_AFTER_ERROR_S = 30.0
@@ -125,9 +125,10 @@ class Driver:
         return self._result
 
     def _admits(self) -> bool:
-        """Whether tickets may open: not at the end, nor while an evaluation is alone."""
+        """Whether tickets may open: not once the run stopped early, nor while an evaluation is alone. After a Ctrl-C
+        they do: the step under way may need one."""
         alone = self._evaluating is not None and not self._plan.schedule.max_staleness
-        return not (alone or self._result.stopped_early or self._stop.number is not None)
+        return not (alone or self._result.stopped_early)
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -144,10 +145,10 @@ class Driver:
                 await self._evaluate()
             self._production.released = self._version
             while self._result.steps < plan.num_rollouts and not self._result.stopped_early:
-                self._times.begin()
-                self._calls.tell()
                 if self._stop.number is not None:
                     return await self._save_at_exit()
+                self._times.begin()
+                self._calls.tell()
                 await self._step(self._result.steps)
             await self._evaluated()
             if self._result.stopped_early and plan.saves_at(self._result.steps, stopped_early=True):
@@ -339,13 +340,13 @@ class Driver:
 
     async def _until(self, condition: Callable[[], bool], *, of_production: bool = True) -> None:
         """Wait until ``condition`` holds. Raises the error with which production was lost; in a wait for production or
-        an evaluation StopNow, if a signal with a deadline came."""
+        an evaluation StopNow, if a signal with a deadline came or the run stops early."""
         while not condition():
             changed = self._calls.changed
             if self._production.lost is not None:
                 raise self._production.lost
             if of_production:
-                if self._stop.number is not None and not self._stop.after_step:
+                if self._result.stopped_early or (self._stop.number is not None and not self._stop.after_step):
                     raise StopNow
                 if (version := self._starved()) is not None:
                     await self._feed_engines(version)

@@ -146,7 +146,7 @@ class Saves:
         self.step = 0
         self.saved: Mapping[str, Any] | None = None
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, owes_evaluation: bool = False) -> None:
         self.step, self.saved = step, saved_state(self._buffer.state)
 
     def seal(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, RolloutError
-from buffer_rl.plan.schedule import Mode, Schedule
+from buffer_rl.plan.schedule import Mode, Schedule, parse_early_stop
 from buffer_rl.records.groups import Ticket
 from buffer_rl.testing.virtual_rollouts import VirtualRollouts
 from buffer_rl.testing.virtual_time import Span, VirtualRuntime
@@ -155,3 +156,45 @@ def test_a_ticket_that_queues_behind_others_has_its_deadline_from_the_last_chang
     runs = [span.start for span in runtime.spans if span.method == "run" and not span.args[0].evaluation]
     ends = [span.start for span in runtime.spans if span.method == "end_ticket" and not span.args[0].evaluation]
     assert max(end - start for start, end in zip(runs, ends, strict=True)) > 36
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_moment_ends_the_run_after_the_step_or_in_its_rollout_and_saves_it(
+    tmp_path: Path, name: str, number: int
+) -> None:
+    setting = replace(SETTING, schedule=SCHEDULES[name])
+    whole = spans_of(name, tmp_path, lambda runtime: None)
+    first = next(span.end for span in whole if span.method == "run" and not span.args[0].evaluation)
+    for moment in moments(whole)[::3]:
+        if not first < moment < max(span.start for span in whole if span.method == "train"):
+            continue
+        buffer = TrialBuffer(tmp_path, setting)
+        saves, changes = Saves(buffer), {"saves": True}
+        runtime, driver, _ = world(setting, buffer, saves, Stopping(None), Outcome(setting), changes)
+        runtime.loop.create_task(at(runtime, moment, lambda driver=driver: driver._stop.take(number)))
+        result = driver.run()
+        committed = sum(span.method == "commit" for span in runtime.spans)
+        assert (result.steps, saves.step) == (committed, committed), moment
+        assert result.signal == (number if committed < setting.num_steps else None), moment
+        assert committed <= sum(span.method == "commit" and span.start <= moment for span in runtime.spans) + 1
+        assert unfinished(runtime.spans) == [] or number == signal.SIGTERM
+        buffer.state.ledger.close()
+
+
+async def at(runtime: VirtualRuntime, moment: float, act: Callable[[], object]) -> None:
+    await runtime.loop.sleep_until(moment)
+    act()
+
+
+def test_an_evaluation_that_ends_an_asynchronous_run_does_so_while_groups_are_in_production(tmp_path: Path) -> None:
+    setting = replace(SETTING, schedule=SCHEDULES["asynchronous"], num_steps=30, eval_interval=2)
+    buffer = TrialBuffer(tmp_path, setting)
+    saves = Saves(buffer)
+    changes = {"saves": True, "early_stop": parse_early_stop("eval/held>=0"), "eval_before_train": False}
+    _, driver, _ = world(setting, buffer, saves, Stopping(None), Outcome(setting), changes)
+    result = driver.run()
+    assert result.stopped_early
+    assert 2 <= result.steps == saves.step < 30
+    assert saves.saved is not None
+    assert len(saves.saved["queue"]) > 0  # the groups that were in production, as prompts
