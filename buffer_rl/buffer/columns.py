@@ -281,10 +281,8 @@ class ColumnStore:
         return self._group(uid).given
 
     def oldest_version(self, uid: GroupUid) -> int | None:
-        """The oldest weights that a token of the group was sampled from; None if its rows do not tell."""
-        cell = self._group(uid).cells.get("weight_version")
-        versions = [] if cell is None or cell.inline is None else [int(v) for v in cell.inline if v >= 0]
-        return min(versions, default=None)
+        """See ``oldest_version``, of the group's columns."""
+        return oldest_version(self._group(uid).cells)
 
     def drop(self, uid: GroupUid) -> None:
         """Forget a group; unknown uids are ignored."""
@@ -297,6 +295,13 @@ class ColumnStore:
                 f"group {uid} has no stored payload", hint="was its rollout released, or the group never finished?"
             )
         return group
+
+
+def oldest_version(columns: Mapping[str, Column | Cell]) -> int | None:
+    """The oldest weights that a trained token of the rows was sampled from; None if they do not tell."""
+    column = columns.get("weight_version")
+    values = column.inline if isinstance(column, Cell) else column
+    return min((int(version) for version in (() if values is None else values) if version >= 0), default=None)
 
 
 def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes
+from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, oldest_version
 from buffer_rl.buffer.ledger import RunRecord
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.buffer.rollouts import SURPLUS, Lease, Rollouts
@@ -19,6 +19,9 @@ from buffer_rl.buffer.window import Window
 from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Column, GroupUid, RolloutReport, RowId, Ticket
+
+TOO_OLD = "too_old"
+"""What foreign groups are counted as whose tokens are older than the bound when the selection of a step is open."""
 
 REMEMBERED = 64
 """Cleared pools that are named to late readers; a reader is never later than that."""
@@ -61,6 +64,8 @@ class Selections:
         self._stores = {False: ColumnStore(), True: ColumnStore()}  # by whether it is of evaluations
         self._pools: dict[str, DataPool] = {}
         self._cleared: deque[str] = deque(maxlen=REMEMBERED)
+        self._has_leased = False
+        self._num_too_old = 0  # since the last selection was closed
         self.revision = 0
 
     def __bool__(self) -> bool:
@@ -74,6 +79,7 @@ class Selections:
     def leased(self, ticket: Ticket, uids: Iterable[GroupUid]) -> None:
         """Groups are leased under the ticket."""
         if self._window is not None and not ticket.evaluation:
+            self._has_leased = True
             for uid in uids:
                 self._window.lease(uid)
 
@@ -88,6 +94,26 @@ class Selections:
     def require_new(self, ticket: Ticket, uid: GroupUid) -> None:
         """Raises BufferStateError if the group's columns are stored already."""
         self._stores[ticket.evaluation].require_new(uid)
+
+    def check_foreign(self, ticket: Ticket, uid: GroupUid, columns: Mapping[str, Column | Cell]) -> None:
+        """A foreign group of an asynchronous run must say how old its tokens are, as no lease does, and all groups of
+        the run must be foreign. Raises BufferStateError."""
+        if self._window is None or not self._bound or ticket.evaluation:
+            return
+        if self._has_leased:
+            raise BufferStateError(
+                f"group {uid} was made by the rollout function, beside groups that it leased",
+                where=ticket.task,
+                expected="groups of one kind in an asynchronous run, since their ages are bounded in different ways",
+                hint="lease all groups, or make all of them; or --schedule lockstep",
+            )
+        if oldest_version(columns) is None:
+            raise BufferStateError(
+                f"group {uid} does not say which weights its tokens are of",
+                where=ticket.task,
+                expected="version spans in every sample (weight_versions), in an asynchronous run",
+                hint="set them from the engine's answers, or --schedule lockstep",
+            )
 
     def add(
         self,
@@ -109,6 +135,8 @@ class Selections:
         if lease.imported:
             self._window.lease(uid)
         self._window.finish(uid)
+        if (pool := self._open_step()) is not None:
+            self._drop_too_old(pool.rollout_id)
         self._join_certain()
 
     def num_admitted(self, rollout_id: int) -> int:
@@ -148,6 +176,7 @@ class Selections:
                 hint="close it first",
             )
         self.give_up_inherited(step)
+        self._drop_too_old(step)
         pool = self._open(f"train_{step}", step, self._groups_per_step, self._rollouts.next_number())
         self._join_certain()
         for lease in self._rollouts.finished.values() if self._window is None else ():
@@ -177,11 +206,12 @@ class Selections:
         pool.report = RolloutReport(
             num_groups=len(chosen),
             num_rows=self._close(pool, chosen),
-            drops={SURPLUS: num_foreign} if num_foreign else {},
+            drops={name: n for name, n in ((SURPLUS, num_foreign), (TOO_OLD, self._num_too_old)) if n},
             surplus=num_queued,
             staleness=staleness,
             metrics=self._metrics(chosen),
         )
+        self._num_too_old = 0
         return pool.report
 
     def commit(self, rollout_id: int, step: int) -> None:
@@ -350,6 +380,24 @@ class Selections:
 
     def _open_step(self) -> DataPool | None:
         return next((pool for pool in self._of_steps() if not pool.selection.closed), None)
+
+    def _drop_too_old(self, step: int) -> None:
+        """Lose foreign groups whose tokens are too old for a step of an asynchronous run. They may come again."""
+        if self._window is None or not self._bound:
+            return
+        late = [
+            uid
+            for uid, lease in self._rollouts.finished.items()
+            if lease.foreign
+            and uid in self._window
+            and (self._stores[False].oldest_version(uid) or 0) < step - self._bound
+        ]
+        if late:
+            self._rollouts.give_up(late)
+        for uid in late:
+            self._window.leave(uid)
+            self._stores[False].drop(uid)
+        self._num_too_old += len(late)
 
     def _join_certain(self) -> None:
         """Groups of the window that the open selection is certain to be closed with join it."""

@@ -185,6 +185,7 @@ class BufferState:
         sizes = check_group(uid, row_ids, columns, sizes)
         if foreign:
             self._rollouts.require_pending(ticket, [uid])
+            self._selections.check_foreign(ticket, uid, columns)
         self._selections.require_new(ticket, uid)
         if lease is not None:
             self._rollouts.finish(rollout, lease, len(row_ids))

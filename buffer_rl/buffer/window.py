@@ -51,6 +51,9 @@ class Window:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, uid: GroupUid) -> bool:
+        return uid in self._places
+
     @property
     def num_finished(self) -> int:
         """Live groups that can be taken."""

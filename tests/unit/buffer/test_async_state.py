@@ -303,12 +303,9 @@ def test_a_ticket_with_a_foreign_group_is_not_passed_on_though_the_group_is_trai
     run = AsyncRun(tmp_path)
     for number in (0, 1):
         run.generate(number)
-    uid = GroupUid("theirs", 0, 0)
-    run.state.finish(run.tickets[0], uid, 0, [RowId(uid, 0)], {"tokens": [np.ones(2, np.int32)]})
-    run.lease(1, 1)
-    uid = run.uid(0)
-    run.state.finish(run.tickets[1], uid, 1, [RowId(uid, 0)], {"tokens": [np.ones(2, np.int32)]})
-    assert run.close(0) == [0, 0]
+    foreign(run, 0, 0, version=0)
+    foreign(run, 1, 1, version=0)
+    assert run.close(0) == [0, 1]
     run.publish(1)
     with pytest.raises(PayloadLostError):
         run.state.pass_on(run.tickets[0])
@@ -426,3 +423,77 @@ def test_a_checkpoint_in_the_middle_holds_all_that_is_not_trained_as_prompts(tmp
     assert second.generate(2) == 2
     second.finish(1, 0, 3)
     assert second.close(1) == [0, 3]
+
+
+# -- groups without a lease ---------------------------------------------------------------------------------------
+
+
+def foreign(run: AsyncRun, number: int, row: int, version: int | None) -> GroupUid:
+    """The rollout function made a group of its own."""
+    uid = GroupUid("theirs", row, 0)
+    columns = {"tokens": [np.zeros(2, np.int32)], "loss_mask": [np.ones(1, np.float32)]}
+    if version is not None:
+        columns["weight_version"] = np.asarray([version], np.int32)
+    run.state.finish(run.tickets[number], uid, 0, [RowId(uid, 0)], columns)
+    return uid
+
+
+def test_a_group_without_a_lease_is_trained_on_within_the_bound_and_later_it_is_too_old(tmp_path: Path) -> None:
+    run = AsyncRun(tmp_path, target=1, bound=1)
+    run.generate(0)
+    for row in range(2):
+        foreign(run, 0, row, version=0)
+    run.end(0)
+    report, _ = run.state.close_selection(0)
+    assert report is not None
+    assert (report.num_groups, report.staleness, report.drops) == (2, [0, 0], {})
+    run.state.commit(0, 1)
+    run.state.release(1)
+    run.generate(1)
+    young = [foreign(run, 1, row, version=1) for row in (2, 3)]
+    run.end(1)
+    assert run.state.close_selection(1)[0].staleness == [0, 0]  # type: ignore[union-attr]
+    run.state.commit(1, 2)
+    run.state.release(2)
+    run.generate(2)
+    late = foreign(run, 2, 9, version=0)  # two versions old when the selection of step 2 opens
+    for row in (4, 5):
+        foreign(run, 2, row, version=1)
+    run.end(2)
+    report, _ = run.state.close_selection(2)
+    assert report is not None
+    assert (report.num_groups, report.staleness, report.drops) == (2, [1, 1], {"too_old": 1})
+    assert run.state.ledger.entry(late).state is GroupState.PENDING
+    assert run.state.ledger.entry(young[0]).state is GroupState.TRAINED
+
+
+def test_a_late_group_that_comes_while_the_selection_is_open_is_too_old_at_once(tmp_path: Path) -> None:
+    run = AsyncRun(tmp_path, target=1, bound=1)
+    for step in range(2):
+        run.generate(step)
+        for row in range(2):
+            foreign(run, step, 2 * step + row, version=step)
+        run.end(step)
+        run.state.close_selection(step)
+        run.state.commit(step, step + 1)
+        run.state.release(step + 1)
+    run.generate(2)
+    run.state.open_selection(2)
+    foreign(run, 2, 8, version=0)
+    foreign(run, 2, 9, version=2)
+    assert run.state.close_selection(2) == (None, run.state.revision)
+    foreign(run, 2, 10, version=1)
+    report, _ = run.state.close_selection(2)
+    assert report is not None
+    assert (report.staleness, report.drops) == ([0, 1], {"too_old": 1})
+
+
+def test_a_group_without_a_lease_must_say_its_versions_and_stands_beside_no_leased_one(tmp_path: Path) -> None:
+    run = AsyncRun(tmp_path)
+    run.generate(0)
+    with pytest.raises(BufferStateError, match="does not say which weights its tokens are of"):
+        foreign(run, 0, 0, version=None)
+    foreign(run, 0, 0, version=0)
+    run.lease(0, 1)
+    with pytest.raises(BufferStateError, match="beside groups that it leased"):
+        foreign(run, 0, 1, version=0)
