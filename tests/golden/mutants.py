@@ -36,7 +36,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         name="groups that come back go to the end of the queue",
-        file="buffer_rl/buffer/rollouts.py",
+        file="buffer_rl/buffer/queue.py",
         old="self._entries[entry.group.uid] = entry",
         new="entry = self._entries[entry.group.uid] = Admitted(group=entry.group, number=entry.number + 10**6)",
         runs=("requeued",),

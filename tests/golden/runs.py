@@ -16,12 +16,14 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,11 +178,27 @@ def _kill_driver(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 def _kill_buffer(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """``kill -9`` of the Buffer's process once the first step is done: the second rollout is lost with it."""
-    metrics = run_dir / "metrics.jsonl"
-    _wait(process, lambda: metrics.exists() and bool(metrics.read_text()) and bool(_buffers(process.pid)))
-    for pid in _buffers(process.pid):  # none: it changes its title with each call, or the run is over
+    """``kill -9`` of the Buffer's process once groups are leased after the first step, which are lost with it."""
+    _wait(
+        process,
+        lambda: _has_leased_again(run_dir / "ledger.sqlite") and bool(pids := _buffers(process.pid)) and _kill(pids),
+    )
+
+
+def _kill(pids: Sequence[int]) -> bool:
+    for pid in pids:
         os.kill(pid, 9)
+    return True
+
+
+def _has_leased_again(ledger: Path) -> bool:
+    """Whether groups of the second rollout, or of a later one, are leased now."""
+    try:
+        with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as tables:
+            query = "SELECT count(*) FROM groups WHERE rollout_id > 0 AND state = 'leased'"
+            return bool(tables.execute(query).fetchone()[0])
+    except sqlite3.Error:  # it is not made yet
+        return False
 
 
 def _buffers(driver: int) -> list[int]:

@@ -18,8 +18,7 @@ from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.sft import SFTRollout
 from buffer_rl.rollout.user_functions import LogFunctions
 from buffer_rl.rollout.worker import LoopGuard, RolloutWorker
-from buffer_rl.testing.fake_buffer import DirectCalls
-from harness.local_buffer import local_state
+from harness.local_buffer import DirectCalls, local_state
 
 
 class Gates:
