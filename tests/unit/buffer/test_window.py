@@ -13,6 +13,7 @@ import pytest
 from buffer_rl.buffer.window import Window
 from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.records.groups import GroupUid
+from harness.broken_windows import Forgetful, Greedy, OldPlace
 
 
 def uid_of(row: int) -> GroupUid:
@@ -368,41 +369,10 @@ def test_no_step_trains_on_tokens_older_than_the_bound_and_some_do_on_such_that_
     assert max(worst_of(range(60), schedule)) == schedule.max_staleness
 
 
-class ForgetsPasses(Window):
-    """Counts passes in one step alone."""
-
-    def take(self, chosen: list[GroupUid]) -> None:
-        super().take(chosen)
-        for place in self._places.values():
-            place.passed = 0
-
-
-class Greedy(Window):
-    """Takes the oldest finished groups, whatever they pass."""
-
-    def choose(self, num_groups: int | None = None) -> list[GroupUid] | None:
-        wanted = self._groups_per_step if num_groups is None else num_groups
-        finished = [uid for uid, place in self._places.items() if place.finished]
-        return finished[:wanted] if len(finished) >= wanted else None
-
-
-class KeepsPlaces(Window):
-    """A group that comes back has its old place."""
-
-    def __init__(self, groups_per_step: int, size: int) -> None:
-        super().__init__(groups_per_step, size)
-        self._first: dict[GroupUid, int] = {}
-
-    def lease(self, uid: GroupUid) -> None:
-        super().lease(uid)
-        self._first.setdefault(uid, len(self._first))
-        self._places = dict(sorted(self._places.items(), key=lambda item: self._first[item[0]]))
-
-
 BROKEN: dict[str, dict[str, Any]] = {
-    "passes are forgotten with each step": {"make": ForgetsPasses},
+    "passes are forgotten with each step": {"make": Forgetful},
     "greedy choice": {"make": Greedy},
-    "a requeued group keeps its place": {"make": KeepsPlaces},
+    "a requeued group keeps its place": {"make": OldPlace},
     "a ticket opens with the commit": {"admits_on_commit": True},
     "a requeued group keeps its tokens": {"keeps_tokens": True},
 }

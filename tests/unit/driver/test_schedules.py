@@ -19,6 +19,7 @@ from buffer_rl.errors import BufferStateError
 from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.records.groups import GroupUid, RolloutReport, Ticket
 from buffer_rl.testing.virtual_rollouts import VirtualRollouts
+from harness.broken_windows import Forgetful, Greedy, OldPlace
 from harness.schedule_trial import Outcome, Setting, check, drawn, run
 
 
@@ -117,36 +118,6 @@ def test_an_evaluation_is_of_one_version_while_generation_and_training_go_on(tmp
 
 
 # -- mutants: each rule of the schedule, broken ----------------------------------------------------------
-
-
-class OldPlace(Window):
-    """A group that is leased again gets its old place."""
-
-    def __init__(self, groups_per_step: int, size: int) -> None:
-        super().__init__(groups_per_step, size)
-        self._first: dict[GroupUid, int] = {}
-
-    def lease(self, uid: GroupUid) -> None:
-        super().lease(uid)
-        self._first.setdefault(uid, len(self._first))
-        self._places = dict(sorted(self._places.items(), key=lambda item: self._first[item[0]]))
-
-
-class Forgetful(Window):
-    """Passes are forgotten with each selection."""
-
-    def take(self, chosen: list[GroupUid]) -> None:
-        super().take(chosen)
-        for place in self._places.values():
-            place.passed = 0
-
-
-class Greedy(Window):
-    """Takes what is finished."""
-
-    def choose(self, num_groups: int | None = None) -> list[GroupUid] | None:
-        found = [uid for uid, place in self._places.items() if place.finished][: self._groups_per_step]
-        return found if len(found) == self._groups_per_step else super().choose(num_groups)
 
 
 class Hasty(Window):
