@@ -10,8 +10,7 @@ launch       assembles a run from its options
 offload      who has the memory of shared devices, and when
 checks       options that contradict each other; notices about options
 algorithm_checks  those of estimator, loss, critic, teacher, rewards
-async_checks  those of runs that train on samples of older weights
-staleness_notice  what such a run says at its start
+async_checks  those of runs that train on samples of older weights, and what such a run says at its start
 role_checks  the same, for what depends on imported plugins
 restart      when and how a run's processes are started again, and what it keeps then
 folders      locks of the folders that only one driver may write to

@@ -22,13 +22,13 @@ from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
+from buffer_rl.driver.async_checks import staleness_notice
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints, Selections
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime, Target
-from buffer_rl.driver.staleness_notice import staleness_notice
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.errors import Stopped

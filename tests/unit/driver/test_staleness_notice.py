@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.staleness_notice import slots_text, staleness_notice, store_text
+from buffer_rl.driver.async_checks import slots_text, staleness_notice, store_text
 from buffer_rl.options.section import compose
 
 
