@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -37,7 +36,6 @@ TABLE = ROOT / "build" / "golden.json"
 TIMEOUT_S = 240.0
 STEPS = 4
 GROUPS = 3
-ATTEMPTS = 3
 
 BASE: Mapping[str, Any] = {
     "prompt_data": "train.jsonl",
@@ -136,14 +134,12 @@ def run(name: str, folder: Path) -> str:
         _train(name, folder, {**options, **saves, "num_rollout": 1000, "lr_decay_iters": STEPS}, _kill_driver)
         _require(folder, name, _newest(folder / f"{name}_saves") < STEPS, "it was killed too late to be resumed")
         options |= {**saves, "load": f"{name}_saves", "lr_decay_iters": STEPS}
-    kill = _kill_buffer if golden.killed == "buffer" else None
-    for attempt in range(ATTEMPTS):
-        _train(name, folder, options, kill)
-        if kill is None or "is produced again" in _log(folder, name).read_text():
-            break
-        # Nothing was lost with the Buffer: it died between the second optimizer step and the next rollout.
-        _require(folder, name, attempt + 1 < ATTEMPTS, "no rollout was lost with the Buffer")
-        shutil.rmtree(folder / name)
+    if golden.killed == "buffer":
+        options["custom_rm_path"] = "./functions.py:count_a_once_killed"
+        _train(name, folder, options, _kill_buffer)
+        _require(folder, name, "is produced again" in _log(folder, name).read_text(), "no rollout was lost")
+    else:
+        _train(name, folder, options, None)
     _check_ledger(name, folder)
     return "" if golden.varies else _hash_of(folder / name / "hf" / "model.safetensors")
 
@@ -178,17 +174,11 @@ def _kill_driver(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 def _kill_buffer(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """``kill -9`` of the Buffer's process once groups are leased after the first step, which are lost with it."""
-    _wait(
-        process,
-        lambda: _has_leased_again(run_dir / "ledger.sqlite") and bool(pids := _buffers(process.pid)) and _kill(pids),
-    )
-
-
-def _kill(pids: Sequence[int]) -> bool:
-    for pid in pids:
-        os.kill(pid, 9)
-    return True
+    """``kill -9`` of the Buffer's process in the second rollout, whose rewards wait until they are told of it."""
+    _wait(process, lambda: _has_leased_again(run_dir / "ledger.sqlite"))
+    # Ray changes the title of a process with each call, so it is looked for until it is seen.
+    _wait(process, lambda: bool(pids := _buffers(process.pid)) and not any(os.kill(pid, 9) for pid in pids))
+    run_dir.with_name(f"{run_dir.name}.killed").touch()
 
 
 def _has_leased_again(ledger: Path) -> bool:

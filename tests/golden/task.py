@@ -17,13 +17,26 @@ USER_FUNCTIONS = '''
 """What a user brings along: as little of the package as each contract allows."""
 
 import asyncio
+import itertools
 import json
+import pathlib
 import urllib.request
 import zlib
+
+CALLS = itertools.count()
 
 
 def count_a(args, sample):
     return sample.response.count("a")
+
+
+async def count_a_once_killed(args, sample):
+    """From the second rollout on, waits until somebody has killed what this run is about."""
+    first = args.rollout_batch_size * args.n_samples_per_prompt
+    waits = next(CALLS) >= first
+    while waits and not pathlib.Path(f"{args.run_dir}.killed").exists():
+        await asyncio.sleep(0.02)
+    return count_a(args, sample)
 
 
 def some_a(args, group):

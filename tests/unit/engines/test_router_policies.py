@@ -30,10 +30,10 @@ class Held(FakeEngine):
         self.is_open = threading.Event()
         self.is_open.set()
 
-    async def _aborted(self, row: dict[str, Any]) -> bool:
+    async def _decoded(self, row: dict[str, Any]) -> Any:
         while not self.is_open.is_set():  # noqa: ASYNC110 (set by another thread)
             await asyncio.sleep(0.01)
-        return False
+        return await super()._decoded(row)
 
 
 class Routed:
@@ -54,17 +54,20 @@ class Routed:
         return reached
 
     async def at_once(self, *asked: tuple[int, str | None]) -> list[int]:
-        """All have come before the first is answered."""
+        """Each has come before the next is sent, and all before the first is answered."""
         for engine in self._engines:
             engine.is_open.clear()
-        before = self._num_requests()
-        answers = asyncio.gather(*(self.ask(*each) for each in asked))
+        answers = []
         try:
-            assert await asyncio.to_thread(holds_within, 30, lambda: self._num_requests() == before + len(asked))
+            for each in asked:
+                before = self._num_requests()
+                answers.append(asyncio.create_task(self.ask(*each)))
+                assert await asyncio.to_thread(holds_within, 30, lambda: self._num_requests() > before)  # noqa: B023
+            assert not any(answer.done() for answer in answers), "an engine that is closed has answered"
         finally:
             for engine in self._engines:
                 engine.is_open.set()
-        return await answers
+        return await asyncio.gather(*answers)
 
     def _num_requests(self) -> int:
         return sum(len(engine.log.requests) for engine in self._engines)
