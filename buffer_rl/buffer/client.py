@@ -146,6 +146,7 @@ class BufferClient:
     # -- the operations of the driver, the trainers and the roles ------------------------------------
 
     generate = _facade(BufferState.generate)
+    share = _facade(BufferState.share)
     pass_on = _facade(BufferState.pass_on)
     end_ticket = _facade(BufferState.end_ticket)
     open_selection = _facade(BufferState.open_selection)

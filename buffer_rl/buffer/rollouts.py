@@ -38,12 +38,13 @@ WORKERS = 1 << 20
 class Lease:
     """A leased or finished group. ``group`` holds the prompts alone; ``number`` is that of its admission, negative
     where the group is foreign: it has neither prompts nor a place in the queue. ``order`` counts leases; ``ticket`` is
-    the number of the ticket that leased it."""
+    the number of the ticket that leased it, and ``worker`` that of its worker."""
 
     group: SampleGroup
     number: int
     order: int = 0
     ticket: int = -1
+    worker: int = 0
 
     @property
     def foreign(self) -> bool:
@@ -57,13 +58,13 @@ class Lease:
 
 @dataclass(slots=True, kw_only=True)
 class OpenRollout:
-    """A ticket between ``generate`` and ``end_ticket``. wanted: how many groups it was opened with; ``ticket`` has the
-    number that are still missing. leases: groups that are leased and not finished. finished: the number of rows of each
-    group, in the order of their reports. has_foreign: foreign ones are among them. waiting: the prompts of an
-    evaluation that were not leased yet."""
+    """A ticket between ``generate`` and ``end_ticket``. missing: how many groups each of its workers may still lease,
+    by their numbers; negative if it leased more. leases: groups that are leased and not finished. finished: the number
+    of rows of each group, in the order of their reports. has_foreign: foreign ones are among them. waiting: the prompts
+    of an evaluation that were not leased yet."""
 
     ticket: Ticket
-    wanted: int
+    missing: Counter[int]
     leases: dict[GroupUid, Lease] = field(default_factory=dict)
     finished: dict[GroupUid, int] = field(default_factory=dict)
     has_foreign: bool = False
@@ -72,8 +73,16 @@ class OpenRollout:
 
     @property
     def num_missing(self) -> int:
-        """How many groups it may still lease, to finish as many as are wanted."""
-        return max(0, self.wanted - len(self.finished) - len(self.leases))
+        """How many groups its workers may still lease, to finish as many as are wanted."""
+        return sum(max(0, missing) for missing in self.missing.values())
+
+    def leased_by(self, worker: int) -> list[Lease]:
+        """The leases of one of its workers."""
+        return [lease for lease in self.leases.values() if lease.worker == worker]
+
+    def leave(self, uid: GroupUid) -> None:
+        """A lease ends without a finished group: its worker may lease another one."""
+        self.missing[self.leases.pop(uid).worker] += 1
 
     def live(self, uid: GroupUid, attempt: int) -> Lease:
         """The lease that a report belongs to. Raises BufferStateError if it is over, or another one."""
@@ -92,6 +101,7 @@ class Rollouts:
     is_limited: a ticket leases no more groups than it was opened with, but for those that replace rejected or returned
     ones; without it, as many as it asks for. finished: the training groups that are finished, and not released yet.
     newest_ticket: number of the training ticket that was opened last; -1 before, and where production starts again.
+    has_shared: several workers shared a ticket.
     """
 
     def __init__(
@@ -101,6 +111,7 @@ class Rollouts:
         self.open: dict[str, OpenRollout] = {}
         self.finished: dict[GroupUid, Lease] = {}
         self.newest_ticket = -1
+        self.has_shared = False
         self._feed = feed
         self._ledger = ledger
         self._rule = rule or RequeueRule()
@@ -117,7 +128,7 @@ class Rollouts:
             raise BufferRestartedError(f"{ticket.task} was lost with an earlier Buffer", hint="it is produced again")
         if rollout is None:
             raise BufferStateError(f"the report is refused: {ticket.task} is not open", hint="it came too late")
-        if ticket.worker != rollout.ticket.worker:
+        if ticket.worker not in rollout.missing:
             raise BufferStateError(f"the report is refused: another worker goes on with {ticket.task}")
         return rollout
 
@@ -128,8 +139,24 @@ class Rollouts:
         if not ticket.evaluation:
             self.newest_ticket = ticket.rollout_id
         queue = GroupQueue(group.as_prompts() for group in waiting)
-        self.open[ticket.task] = OpenRollout(ticket=ticket, wanted=ticket.num_groups, waiting=queue)
-        return self.open[ticket.task].ticket
+        missing = Counter({ticket.worker: ticket.num_groups})
+        self.open[ticket.task] = OpenRollout(ticket=ticket, missing=missing, waiting=queue)
+        return ticket
+
+    def share(self, ticket: Ticket, num_parts: int) -> list[Ticket]:
+        """See ``BufferState.share``."""
+        rollout = self.of(ticket)
+        if ticket.evaluation or rollout.leases or rollout.finished or not 0 < num_parts <= ticket.num_groups:
+            raise BufferStateError(
+                f"{num_parts} workers cannot share {ticket.task}, of {ticket.num_groups} groups",
+                expected="a training ticket of which nothing is leased, and a group or more for each worker",
+            )
+        self.has_shared = True
+        least, more = divmod(ticket.num_groups, num_parts)
+        sizes = [least + (part < more) for part in range(num_parts)]
+        parts = [self._for_next_worker(replace(ticket, num_groups=size, num_parts=num_parts)) for size in sizes]
+        rollout.missing = Counter({ticket.worker: 0, **{part.worker: part.num_groups for part in parts}})
+        return parts
 
     def headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
@@ -145,9 +172,9 @@ class Rollouts:
         if ticket.evaluation:
             waiting = rollout.waiting.first(num_samples)
             rollout.waiting.remove([entry.group.uid for entry in waiting])
-            return [self._lease(rollout, entry, attempt=1, version=version) for entry in waiting]
+            return [self._lease(rollout, ticket.worker, entry, attempt=1, version=version) for entry in waiting]
         if self._is_limited and num_samples > 0:
-            num_samples = min(num_samples, self._num_allowed(rollout))
+            num_samples = min(num_samples, self._num_allowed(rollout, ticket))
         queued = self.queue.first(num_samples, chosen)
         fresh = self._admit(num_samples - len(queued))
         try:
@@ -159,7 +186,7 @@ class Rollouts:
         self._admitted += len(fresh)
         self.queue.remove([entry.group.uid for entry in queued])
         pairs = zip([*queued, *fresh], attempts, strict=True)
-        return [self._lease(rollout, entry, attempt, version) for entry, attempt in pairs]
+        return [self._lease(rollout, ticket.worker, entry, attempt, version) for entry, attempt in pairs]
 
     def requeue(
         self, ticket: Ticket, leases: Sequence[tuple[GroupUid, int]], groups: Sequence[SampleGroup] = ()
@@ -177,21 +204,24 @@ class Rollouts:
         if not ticket.evaluation:
             self._write_returns(dict(leases))
         for entry in returned:
-            del rollout.leases[entry.group.uid]
+            rollout.leave(entry.group.uid)
             (rollout.waiting if ticket.evaluation else self.queue).put(entry)
 
     def pass_on(self, ticket: Ticket) -> Ticket:
-        """Requeue all leases of a ticket as prompts. Returns it for another worker, which produces what is missing
-        beside the groups that are finished. Raises PayloadLostError if groups are missing and foreign ones are
-        finished: the rollout function begins again with its first uid, and a uid is taken once."""
+        """Requeue all leases of the ticket's worker as prompts. Returns the ticket for another worker, which produces
+        what is missing beside the groups that are finished. Raises PayloadLostError if groups are missing and foreign
+        ones are finished: the rollout function begins again with its first uid, and a uid is taken once."""
         rollout = self.of(ticket)
-        missing = max(0, rollout.wanted - len(rollout.finished))
+        leases = rollout.leased_by(ticket.worker)
+        missing = max(0, rollout.missing[ticket.worker] + len(leases))
         if missing and rollout.has_foreign:
             what = "the worker died, and the rollout function does not know which groups of its own are finished"
             raise PayloadLostError(what, where=ticket.task)
-        self.requeue(ticket, [(uid, lease.group.attempt) for uid, lease in rollout.leases.items()])
-        rollout.ticket = self._for_next_worker(replace(ticket, num_groups=missing))
-        return rollout.ticket
+        self.requeue(ticket, [(lease.group.uid, lease.group.attempt) for lease in leases])
+        passed = self._for_next_worker(replace(ticket, num_groups=missing))
+        del rollout.missing[ticket.worker]
+        rollout.missing[passed.worker] = missing
+        return passed
 
     def finish(self, rollout: OpenRollout, lease: Lease, num_rows: int) -> None:
         """End a live lease: its group is finished."""
@@ -208,7 +238,7 @@ class Rollouts:
         rollout.live(uid, attempt)
         if not ticket.evaluation:
             (self._ledger.quarantine if for_good else self._ledger.reject)(uid, attempt, reason)
-        del rollout.leases[uid]
+        rollout.leave(uid)
         rollout.drops[QUARANTINED if for_good else reason] += 1
 
     def is_foreign(self, rollout: OpenRollout, uid: GroupUid) -> bool:
@@ -229,7 +259,7 @@ class Rollouts:
                 )
 
     def import_groups(
-        self, rollout: OpenRollout, num_rows: Mapping[GroupUid, int], foreign: bool = False
+        self, rollout: OpenRollout, worker: int, num_rows: Mapping[GroupUid, int], foreign: bool = False
     ) -> list[Lease]:
         """Lease and finish pending groups of so many rows past the source and the queue; their payloads came from
         elsewhere. foreign: the groups themselves did, too."""
@@ -239,6 +269,7 @@ class Rollouts:
             for uid, attempt in attempts.items():
                 self._ledger.finish(uid, attempt)
         rollout.has_foreign |= foreign
+        rollout.missing[worker] -= len(num_rows)
         self.queue.remove(num_rows)
         for uid, attempt in attempts.items():
             group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.fencing_token)
@@ -290,7 +321,7 @@ class Rollouts:
         shown = next(reversed(self.open.values()), None)
         return {
             "task": shown.ticket.task if shown else "",
-            "wanted": shown.wanted if shown else 0,
+            "wanted": shown.ticket.num_groups if shown else 0,
             "leased": len(shown.leases) if shown else 0,
             "finished": len(shown.finished) if shown else 0,
             "dropped": dict(shown.drops) if shown else {},
@@ -356,16 +387,16 @@ class Rollouts:
         """The open training tickets."""
         return [rollout for rollout in self.open.values() if not rollout.ticket.evaluation]
 
-    def _num_allowed(self, rollout: OpenRollout) -> int:
-        """How many groups a ticket may still lease. Raises BufferStateError if there are none."""
-        if rollout.num_missing == 0:
+    def _num_allowed(self, rollout: OpenRollout, ticket: Ticket) -> int:
+        """How many groups a worker of a ticket may still lease. Raises BufferStateError if there are none."""
+        if (missing := rollout.missing[ticket.worker]) <= 0:
             raise BufferStateError(
-                f"{rollout.ticket.task} has {rollout.wanted} groups, and all of them are leased or finished",
+                f"{ticket.task} has {ticket.num_groups} groups, and all of them are leased or finished",
                 where="get_samples",
                 expected="at most that many, and one more for each that is rejected or given back",
                 hint="return, or report a group first; --target-staleness sets how many tickets run at a time",
             )
-        return rollout.num_missing
+        return missing
 
     def _write_leases(self, ticket: Ticket, queued: Sequence[Admitted], fresh: Sequence[Admitted]) -> list[int]:
         """Where the data source stands is written with its groups: neither is known without the other."""
@@ -398,12 +429,12 @@ class Rollouts:
             for uid, attempt in attempts.items():
                 self._ledger.requeue(uid, attempt)
 
-    def _lease(self, rollout: OpenRollout, entry: Admitted, attempt: int, version: int) -> SampleGroup:
+    def _lease(self, rollout: OpenRollout, worker: int, entry: Admitted, attempt: int, version: int) -> SampleGroup:
         uid, token = entry.group.uid, self._ledger.fencing_token
         prompts = entry.group.as_prompts(attempt=attempt, incarnation=token, version=version)
-        rollout.leases[uid] = Lease(
-            group=prompts, number=entry.number, order=self._count_lease(), ticket=rollout.ticket.rollout_id
-        )
+        order, ticket = self._count_lease(), rollout.ticket.rollout_id
+        rollout.leases[uid] = Lease(group=prompts, number=entry.number, order=order, ticket=ticket, worker=worker)
+        rollout.missing[worker] -= 1
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
         return self._rule.on_lease(replace(entry.group, attempt=attempt, incarnation=token, version=version), version)

@@ -352,8 +352,8 @@ class Selections:
         return staleness
 
     def _metrics(self, chosen: Iterable[GroupUid]) -> dict[str, float]:
-        """Of a selection, if the step's metrics cannot be those of one ticket."""
-        if self._schedule is None or not self._schedule.max_staleness:
+        """Of a selection, if the step's metrics cannot be those that one worker has of one ticket."""
+        if not self._rollouts.has_shared and (self._schedule is None or not self._schedule.max_staleness):
             return {}
         return selection_metrics(self._stores[False], chosen, self._window)
 

@@ -116,6 +116,13 @@ class BufferState:
             self._selections.open_evaluation(ticket)
         return ticket
 
+    @mutates
+    def share(self, ticket: Ticket, num_parts: int) -> list[Ticket]:
+        """Several workers produce a training ticket: returns a part for each, of equal numbers of groups or one more.
+        The ticket itself leases nothing then; it ends all parts. Raises BufferStateError if a part would be empty, or
+        if something is leased or finished."""
+        return self._rollouts.share(ticket, num_parts)
+
     @reads
     def get_headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
@@ -190,7 +197,7 @@ class BufferState:
         if lease is not None:
             self._rollouts.finish(rollout, lease, len(row_ids))
         else:
-            (lease,) = self._rollouts.import_groups(rollout, {uid: len(row_ids)}, foreign=True)
+            (lease,) = self._rollouts.import_groups(rollout, ticket.worker, {uid: len(row_ids)}, foreign=True)
         self._selections.add(ticket, lease, row_ids, columns, sizes)
 
     @mutates
@@ -230,7 +237,7 @@ class BufferState:
             )
         self._rollouts.require_pending(ticket, uids)
         parts = split_groups(row_ids, columns)
-        leases = self._rollouts.import_groups(rollout, {uid: len(rows) for uid, rows, _, _ in parts})
+        leases = self._rollouts.import_groups(rollout, ticket.worker, {uid: len(rows) for uid, rows, _, _ in parts})
         for lease, (_, rows, values, sizes) in zip(leases, parts, strict=True):
             self._selections.add(ticket, lease, rows, values, sizes)
 
@@ -250,12 +257,12 @@ class BufferState:
 
     @mutates
     def pass_on(self, ticket: Ticket) -> Ticket:
-        """The worker of an open ticket died: its leases return to the queue, as prompts; what it finished stays.
+        """A worker of an open ticket died: its leases return to the queue, as prompts; what it finished stays.
         Returns the ticket for the worker that goes on, of the groups that are still missing. Calls of the worker that
         died are refused from here on. Raises PayloadLostError if it can only be made again (``Rollouts.pass_on``)."""
         if ticket.evaluation:
             raise BufferStateError(f"{ticket.task} cannot go on", hint="its metrics are of all groups: make it again")
-        leased = list(self._rollouts.of(ticket).leases)
+        leased = [lease.group.uid for lease in self._rollouts.of(ticket).leased_by(ticket.worker)]
         passed = self._rollouts.pass_on(ticket)
         self._selections.left(ticket, leased)
         return passed

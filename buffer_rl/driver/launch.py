@@ -50,11 +50,13 @@ from buffer_rl.plan.schedule import (
     RunPlan,
     RunResult,
     Schedule,
+    idle_workers_text,
     parse_early_stop,
     reads_data_source,
     role_plan,
     rollout_only,
     train_only,
+    workers_per_ticket,
 )
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
@@ -140,6 +142,9 @@ class _Run:
         self.observer = session.observer
         rollout = registry.resolve("rollout", args.rollout_function_path)
         self.rollouts_use_engine = bool(getattr(rollout, "uses_engine", True))
+        self.workers_per_ticket = workers_per_ticket(args, concurrent=bool(getattr(rollout, "concurrent", False)))
+        if (idle := idle_workers_text(args, self.workers_per_ticket)) and not train_only(args):
+            self.observer.notice(idle)
         # Engines load while Ray starts: they are separate processes and take the longest. Those on nodes need it.
         self.fleet: EngineFleet | None = None
         self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
@@ -383,6 +388,7 @@ class _Run:
             save_timeout_s=args.save_timeout_s + GRACE_S,  # each call's own deadline, which says more, comes first
             buffer_timeout_s=args.buffer_timeout_s,
             max_rollout_retries=args.buffer_max_restarts,
+            workers_per_ticket=self.workers_per_ticket,
             passes_on_tickets=not (args.rollout_sample_filter_path or args.rollout_all_samples_process_path),
         )
 

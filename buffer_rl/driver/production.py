@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.offload import MemoryTurns
-from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics
-from buffer_rl.driver.tasks import Calls, NoAnswer, Restarts, StepTimes, Task, is_worker_death
+from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics, joined_metrics
+from buffer_rl.driver.tasks import Calls, NoAnswer, Restarts, StepTimes, Task, all_of, is_worker_death
 from buffer_rl.errors import BufferRestartedError, BufferRLError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plan.schedule import RunPlan
@@ -108,7 +108,16 @@ class Production:
         return EndedTicket(metrics, samples, report)
 
     async def _run_ticket(self, ticket: Ticket) -> Produced:
-        """Have a rollout worker run a ticket, and another one go on with it where it dies."""
+        """Have rollout workers run a ticket: one, or several that share it."""
+        if (num_parts := min(self._plan.workers_per_ticket, ticket.num_groups)) < 2:
+            return await self._run_part(ticket)
+        parts = await self._calls.buffer(BufferState.share, ticket, num_parts)
+        produced = await all_of(self._run_part(part) for part in parts)
+        metrics = joined_metrics([part for part, _ in produced], [part.num_groups for part in parts])
+        return metrics, [sample for _, samples in produced for sample in samples]
+
+    async def _run_part(self, ticket: Ticket) -> Produced:
+        """Have a rollout worker run a ticket, or its part of one, and another one go on with it where it dies."""
         number, schedule = ticket.rollout_id, self._plan.schedule
         while True:
             seen = self._restarts.count("rollout")
@@ -121,7 +130,10 @@ class Production:
                 if not self._plan.passes_on_tickets or not is_worker_death("rollout", error):
                     raise
                 await self._restarts.replace("rollout", seen, error)
-            ticket = self._tickets[number] = await self._calls.buffer(BufferState.pass_on, ticket)
+            passed = await self._calls.buffer(BufferState.pass_on, ticket)
+            if self._tickets[number] == ticket:  # else it is a part, and the ticket stays
+                self._tickets[number] = passed
+            ticket = passed
             missing = ticket.num_groups
             self._observer.notice(f"{ticket.task} goes on: {missing} groups are missing, and its metrics are of these")
 

@@ -70,7 +70,8 @@ class ProductionMetrics:
         drops = Counter(selection.drops)
         drops.update(ticket.report.drops)
         num_groups = float(selection.num_groups)
-        return {**ticket.metrics, **drop_metrics(dict(drops)), "rollout/num_groups": num_groups}
+        of_rows = selection.metrics  # if several workers had parts of the ticket
+        return {**ticket.metrics, **of_rows, **drop_metrics(dict(drops)), "rollout/num_groups": num_groups}
 
     def of_selection(self, selection: RolloutReport) -> dict[str, float]:
         """Else: the metrics of what a step trains on."""
@@ -83,7 +84,8 @@ class ProductionMetrics:
 
     def of_tickets(self, ended: Sequence[EndedTicket]) -> dict[str, float]:
         """The metrics of the tickets that ended since the step before, and over what was trained on until now."""
-        joined = joined_metrics([ticket.all_metrics for ticket in ended])
+        num_groups = [ticket.report.num_groups for ticket in ended]
+        joined = joined_metrics([ticket.all_metrics for ticket in ended], num_groups)
         metrics = {_of_production(name): value for name, value in joined.items()}
         metrics["production/tickets"] = float(len(ended))
         for ticket in ended:
@@ -101,17 +103,25 @@ class ProductionMetrics:
         return {"perf/tokens_per_s": generated_tokens / seconds} if seconds > 0 else {}
 
 
-def joined_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several tickets: sums of tokens, failures and dropped groups, the longest response of all, else
-    means over the tickets that have them."""
+def joined_metrics(parts: Sequence[Mapping[str, float]], num_groups: Sequence[int]) -> dict[str, float]:
+    """The metrics of several tickets, or of the parts of one: sums of tokens, failures and dropped groups, the longest
+    response of all, else means over those that have them. num_groups: of each part, which has so much weight."""
     joined: dict[str, float] = {}
+    weights = num_groups if any(num_groups) else [1] * len(parts)
     for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
+        having = [(part[name], weight) for part, weight in zip(parts, weights, strict=True) if name in part]
+        values = [value for value, _ in having]
         if name == f"rollout/{TOKENS}" or name.startswith(DROP_PREFIX) or name.endswith("_failures"):
             joined[name] = sum(values)
         else:
-            joined[name] = max(values) if name == f"rollout/{LONGEST}" else sum(values) / len(values)
+            joined[name] = max(values) if name == f"rollout/{LONGEST}" else _mean(having)
     return joined
+
+
+def _mean(having: Sequence[tuple[float, int]]) -> float:
+    if total := sum(weight for _, weight in having):
+        return sum(value * weight for value, weight in having) / total
+    return sum(value for value, _ in having) / len(having)
 
 
 def _of_production(name: str) -> str:

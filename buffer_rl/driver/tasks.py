@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, cast
@@ -110,6 +110,18 @@ async def unbroken(work: Coroutine[Any, Any, R]) -> R:
             inner.exception()  # asked for, or asyncio would report it as one that nothing waited for
         raise cancelled
     return inner.result()
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """Await all ``works``, which run side by side, to their ends. Raises the first error that comes, once the others
+    are cancelled and have ended."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Calls:

@@ -94,8 +94,9 @@ class RolloutFunction(Protocol):
 
     A class is accepted too: it is constructed once a worker as ``cls(args)``, and the instance is called.
     Set ``uses_engine = False`` on it if it never asks the engine (supervised fine-tuning): the weights are
-    then published only where an evaluation needs them. Set ``concurrent = True`` if a worker may call it for a rollout
-    while its calls for others run: it keeps nothing from call to call but what such calls may share.
+    then published only where an evaluation needs them. Set ``concurrent = True`` if its calls may run at once: in one
+    worker for several rollouts, and in several workers for parts of one, of ``buffer.ticket.num_groups`` groups each.
+    It keeps nothing from call to call but what such calls may share.
     """
 
     def __call__(

@@ -132,6 +132,35 @@ class Schedule:
 
 LOCKSTEP = Schedule(mode=Mode.LOCKSTEP)
 
+
+def workers_per_ticket(args: Args, *, concurrent: bool) -> int:
+    """How many of ``--num-rollout-workers`` share a ticket: all, or one if something must see all of its groups.
+    concurrent: the rollout function declares that several of its calls may run at once."""
+    sees_all = (
+        args.rollout_sample_filter_path,
+        args.rollout_all_samples_process_path,
+        args.custom_rollout_log_function_path,
+        args.buffer_filter_path,
+    )
+    chooses_fastest = (args.over_sampling_batch_size or 0) > args.rollout_batch_size
+    shares = concurrent and not chooses_fastest and not any(sees_all)
+    return args.num_rollout_workers if shares else 1
+
+
+def idle_workers_text(args: Args, num_sharing: int) -> str:
+    """Says how many rollout workers have nothing to do, and why; empty if all have. num_sharing: how many share a
+    ticket."""
+    schedule = Schedule.of(args)
+    busy = num_sharing * (schedule.target + 1 if schedule.by_window else 1)
+    if busy >= args.num_rollout_workers:
+        return ""
+    return (
+        f"--num-rollout-workers {args.num_rollout_workers}: {args.num_rollout_workers - busy} of them stay idle. They "
+        "share a ticket if the rollout function declares concurrent = True, and no sample filter, buffer filter, log "
+        "function or over-sampling must see all of its groups"
+    )
+
+
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _EXPRESSION = re.compile(r"\s*([\w./-]+)\s*(>=|<=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*")
 
@@ -274,7 +303,7 @@ class RunPlan:
     records: whether each rollout's rows are kept, for debugging.
     max_rollout_retries: how often, over the whole run, a rollout that was lost is produced again.
     passes_on_tickets: whether a rollout worker can go on where another died; not where functions see the whole rollout,
-    which is then produced again.
+    which is then produced again. workers_per_ticket: how many rollout workers share a ticket.
     """
 
     num_rollouts: int
@@ -299,6 +328,7 @@ class RunPlan:
     early_stop: EarlyStop | None = None
     max_rollout_retries: int = 0
     passes_on_tickets: bool = True
+    workers_per_ticket: int = 1
     rollout_timeout_s: float
     train_timeout_s: float
     publish_timeout_s: float

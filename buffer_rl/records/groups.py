@@ -125,7 +125,8 @@ class Ticket:
     lease or of a later one, else of exactly that version.
     keeps_tokens: a group that is given back keeps what was generated of it so far.
     worker: number of the rollout worker; that of one that goes on where another died, or makes it again, is greater.
-    The Buffer refuses calls of an earlier one.
+    The Buffer refuses calls of an earlier one. num_parts: how many workers share the ticket, of which ``num_groups``
+    are this one's.
 
     Example:
         ticket = Ticket(rollout_id=7, evaluation=False, num_groups=2, version=7, incarnation="1-9f2c", max_staleness=0)
@@ -141,6 +142,7 @@ class Ticket:
     mixes_versions: bool = False
     keeps_tokens: bool = False
     worker: int = 1
+    num_parts: int = 1
 
     @property
     def task(self) -> str:

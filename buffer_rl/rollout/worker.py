@@ -225,7 +225,7 @@ class RolloutWorker:
         return str(path or self._args.rollout_function_path)
 
     def _shown(self, ticket: Ticket, buffer: RolloutClient) -> list[dict[str, Any]]:
-        chosen = sorted(buffer.finished)[: self._args.dump_samples]
+        chosen = sorted(buffer.finished)[: -(-self._args.dump_samples // ticket.num_parts)]
         return [
             {"data_set": buffer.finished[uid].data_set, **sample_record(sample)}
             for uid in chosen

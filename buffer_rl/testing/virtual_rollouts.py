@@ -77,9 +77,9 @@ class VirtualEngines:
 class VirtualRollouts:
     """The role ``rollout``: leases, generates, filters and finishes groups, several tickets at a time.
 
-    length: seconds of the response of a group's sample. drops, fails: shares of groups that a
-    filter drops, and of attempts that fail and are requeued. gives_up: whether a ticket replaces no group that was
-    dropped. offered: the length of each group that was ever leased.
+    num_workers: they get the tickets in turn, and die in turn. length: seconds of the response of a group's sample.
+    drops, fails: shares of groups that a filter drops, and of attempts that fail and are requeued. gives_up: whether a
+    ticket replaces no group that was dropped. offered: the length of each group that was ever leased.
     """
 
     runtime: VirtualRuntime
@@ -89,23 +89,31 @@ class VirtualRollouts:
     drops: float = 0.0
     fails: float = 0.0
     gives_up: Callable[[Ticket], bool] = lambda ticket: False
+    num_workers: int = 1
     seed: int = 0
     restarts: int = 0
     offered: dict[GroupUid, float] = field(default_factory=dict)
-    _death: asyncio.Event = field(default_factory=asyncio.Event)
+    _turn: int = 0
+    _num_deaths: int = 0
+    _deaths: list[asyncio.Event] = field(default_factory=list)  # of each worker
+
+    def __post_init__(self) -> None:
+        self._deaths = [asyncio.Event() for _ in range(self.num_workers)]
 
     async def run(self, ticket: Ticket) -> Any:
-        """Produce the groups of a ticket. Raises WorkerDiedError if the worker dies meanwhile."""
+        """Produce the groups of a ticket. Raises WorkerDiedError if the worker is dead, or dies meanwhile."""
+        died = self._deaths[self._turn % self.num_workers]
+        self._turn += 1
         if not ticket.num_groups:
             return {}, []
         work = [asyncio.ensure_future(self._slot(ticket)) for _ in range(ticket.num_groups)]
-        death = asyncio.ensure_future(self._death.wait())
+        death = asyncio.ensure_future(died.wait())
         try:
             finished: asyncio.Future[Any] = asyncio.ensure_future(
                 asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
             )
             await asyncio.wait([finished, death], return_when=asyncio.FIRST_COMPLETED)
-            if self._death.is_set() or death.done():
+            if died.is_set():
                 raise WorkerDiedError("the process died", where="rollout.run")
             for slot in work:
                 if slot.done():
@@ -117,13 +125,14 @@ class VirtualRollouts:
         return ({"eval/held": 0.0} if ticket.evaluation else {"rollout/raw_reward": 1.0}), []
 
     def die(self) -> None:
-        """End the worker, with all tickets that it runs."""
-        self._death.set()
+        """End a worker, with all tickets that it runs."""
+        self._deaths[self._num_deaths % self.num_workers].set()
+        self._num_deaths += 1
 
     def restart(self) -> None:
-        """Another worker."""
+        """Another worker for each dead one."""
         self.restarts += 1
-        self._death = asyncio.Event()
+        self._deaths = [asyncio.Event() if death.is_set() else death for death in self._deaths]
 
     async def _slot(self, ticket: Ticket) -> None:
         while True:

@@ -92,6 +92,8 @@ RUNS: Mapping[str, Golden] = {
     "roles": Golden(options={"schedule": "pipelined", **ROLES}, equals="lockstep"),
     "two_ranks": Golden(options={"num_train_ranks": 2}, equals="lockstep"),
     "two_engines": Golden(options={"rollout_num_engines": 2}, equals="lockstep"),
+    "two_workers": Golden(options={"num_rollout_workers": 2}, equals="lockstep"),
+    "two_workers_filter": Golden(options={**FILTER, **STREAMED, "num_rollout_workers": 2}, equals="filter"),
     "tensor": Golden(options={"weight_sync_mode": "tensor"}, equals="lockstep"),
     "distributed": Golden(
         options={"weight_sync_mode": "buffer_rl.weights.distributed:DistributedTransport", "rollout_num_engines": 2},

@@ -45,6 +45,7 @@ class Setting:
     train_s: float = 5.0
     drops: float = 0.0
     fails: float = 0.0
+    workers: int = 1
     worker_deaths: int = 0
     buffer_deaths: int = 0
     ends_short: float = 0.0
@@ -75,6 +76,7 @@ def drawn(seed: int) -> Setting:
         train_s=draw.choice([1.0, 10.0, 40.0]),
         drops=draw.choice([0.0, 0.0, 0.2, 0.4]),
         fails=draw.choice([0.0, 0.0, 0.2]),
+        workers=draw.choice([1, 1, 2, 3]),
         worker_deaths=draw.choice([0, 0, 1, 3]),
         buffer_deaths=draw.choice([0, 0, 0, 2]),
         ends_short=draw.choice([0.0, 0.0, 0.3]) if mode is Mode.ASYNC and bound else 0.0,
@@ -250,6 +252,7 @@ def world(
         drops=setting.drops,
         fails=setting.fails,
         gives_up=lambda ticket: Random(ticket.rollout_id).random() < setting.ends_short,
+        num_workers=setting.workers,
         seed=setting.seed,
         offered=outcome.offered,
     )
@@ -268,6 +271,7 @@ def world(
         saves=setting.stops_at is not None,
         save_interval=setting.stops_at,
         max_rollout_retries=1000,
+        workers_per_ticket=setting.workers,
         rollout_timeout_s=1e6,
         train_timeout_s=1e6,
         publish_timeout_s=1e6,

@@ -296,6 +296,52 @@ def test_a_ticket_that_is_passed_on_keeps_what_is_finished_and_its_leases_are_ma
     assert run.tickets[0].num_groups == 2, "what is released stays finished"
 
 
+def test_workers_that_share_a_ticket_have_their_own_groups_and_one_that_dies_passes_on_its_own(tmp_path: Path) -> None:
+    run = AsyncRun(tmp_path, per_step=5)
+    run.generate(0)
+    whole = run.tickets[0]
+    first, second = run.state.share(whole, 2)
+    assert [part.num_groups for part in (first, second)] == [3, 2]
+    run.tickets = {0: first, 1: second}  # one worker each
+    assert run.lease(0, 9) == [0, 1, 2]
+    assert run.lease(1, 9) == [3, 4]
+    for ticket in (second, whole):
+        with pytest.raises(BufferStateError, match="all of them are leased or finished"):
+            run.state.get_samples(ticket, 1)
+    run.reject(1, 3)
+    assert run.lease(1, 9) == [5], "what it rejects it replaces"
+    run.finish(0, 1)
+    run.tickets[0] = run.state.pass_on(first)
+    assert run.tickets[0].num_groups == 2
+    with pytest.raises(BufferStateError, match="another worker goes on"):
+        run.state.get_samples(first, 1)
+    assert run.lease(0, 9) == [0, 2]
+    run.finish(0, 0, 2)
+    run.finish(1, 4, 5)
+    report = run.state.end_ticket(whole)
+    assert (report.num_groups, report.drops) == (5, {"dull": 1})
+    assert run.close(0, last_ticket=0) == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("num_parts", [0, 3])
+def test_a_part_without_a_group_is_refused(tmp_path: Path, num_parts: int) -> None:
+    run = AsyncRun(tmp_path, per_step=2)
+    run.generate(0)
+    with pytest.raises(BufferStateError, match="workers cannot share train_0, of 2 groups"):
+        run.state.share(run.tickets[0], num_parts)
+    run.state.share(run.tickets[0], 2)
+    assert run.state.end_ticket(run.tickets[0]).num_groups == 0
+
+
+def test_a_ticket_of_which_something_is_leased_is_not_shared(tmp_path: Path) -> None:
+    run = AsyncRun(tmp_path)
+    run.generate(0)
+    run.lease(0, 1)
+    with pytest.raises(BufferStateError, match="nothing is leased"):
+        run.state.share(run.tickets[0], 2)
+    assert run.lease(0, 1) == [1]
+
+
 def test_a_ticket_with_a_foreign_group_is_not_passed_on_though_the_group_is_trained_and_released(
     tmp_path: Path,
 ) -> None:

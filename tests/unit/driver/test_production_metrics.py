@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics
+from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics, joined_metrics
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, overlap_of
 from buffer_rl.plan.schedule import LOCKSTEP, Mode, Schedule
@@ -37,7 +37,7 @@ def metrics_of(*times: float) -> ProductionMetrics:
 def test_at_a_staleness_of_0_the_metrics_of_a_step_are_those_of_its_ticket() -> None:
     metrics = metrics_of()
     ended = ticket(raw_reward=0.5, generated_tokens=40.0, drops={"zero_std": 1})
-    report = selection(drops={"surplus": 2}, metrics={"rollout/raw_reward": 9.0}, staleness=[0, 0])
+    report = selection(drops={"surplus": 2}, staleness=[0, 0])
     assert metrics.of_both(ended, report) == {
         "rollout/raw_reward": 0.5,
         "rollout/generated_tokens": 40.0,
@@ -45,6 +45,29 @@ def test_at_a_staleness_of_0_the_metrics_of_a_step_are_those_of_its_ticket() -> 
         "rollout/drop_zero_std": 1.0,
         "rollout/num_groups": 2.0,
     }
+
+
+def test_of_a_ticket_that_several_workers_share_they_are_sums_weighted_means_and_what_the_rows_say() -> None:
+    """Two groups of a mean length of 3 and a group of 6, of which one is half as many tokens."""
+    parts = [
+        {"rollout/response_len/mean": 3.0, "rollout/generated_tokens": 24.0, "perf/reward_time": 1.0},
+        {
+            "rollout/response_len/mean": 6.0,
+            "rollout/generated_tokens": 12.0,
+            "perf/reward_time": 4.0,
+            "rollout/own": 7.0,
+        },
+    ]
+    joined = joined_metrics(parts, [2, 1])
+    assert joined == {
+        "rollout/response_len/mean": 4.0,
+        "rollout/generated_tokens": 36.0,
+        "perf/reward_time": 2.0,
+        "rollout/own": 7.0,
+    }
+    ended = EndedTicket(joined, [], RolloutReport(num_groups=3, num_rows=3, drops={}))
+    report = selection(metrics={"rollout/response_len/mean": 4.5})
+    assert metrics_of().of_both(ended, report)["rollout/response_len/mean"] == 4.5
 
 
 def test_else_they_are_of_the_selection_and_those_of_tickets_are_named_production() -> None:
