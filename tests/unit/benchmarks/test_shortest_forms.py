@@ -25,6 +25,7 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "ledger_kills": ("--kills", "2", "--every", "50"),
     "pool": ("--quick",),
     "preflight": ("--gb", "0.005"),
+    "rollout_workers": ("--quick",),
     "run": ("--quick",),
     "schedule_equality": ("--algorithms", "gspo", "--steps", "1"),
     "schedule_step": ("--quick",),
