@@ -3,8 +3,8 @@
     python benchmarks/rollout_workers.py            # 1, 2 and 4 workers, three runs each in turns
     python benchmarks/rollout_workers.py --quick    # does it work?
 
-Each call computes for a fixed time on the CPU, as a parser or a checker does. Whole runs without a trainer, in lockstep:
-all workers share each ticket. Medians over the steps after the first one, and the range over the runs.
+Each call computes for a fixed time on the CPU, as a parser or a checker does. Whole runs without a trainer, in
+lockstep: all workers share each ticket. Medians over the steps after the first one, and the range over the runs.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Writer:
 class DataPool:
     """The groups of one task's selection, in the order of their uids, and their readers.
 
-    num_groups: how many groups the step trains on, None for all; a final reader never gets more. report: what the
+    num_groups: how many groups the step trains on, None for all; final readers never get others. report: what the
     selection was closed with.
     first_generation: of its readers (see ``RowsMeta``). Writes of an earlier one are of a pool that was given up.
     """
@@ -66,6 +66,7 @@ class DataPool:
         self._store = store
         self._first_generation = first_generation
         self._readers: dict[str, Reader] = {}
+        self._reserved: set[GroupUid] = set()  # what final readers get
         self._assignments: dict[tuple[int, int, int, Splitting], list[dict[GroupUid, list[int]]]] = {}
 
     # -- filling -------------------------------------------------------------------------------------
@@ -81,6 +82,7 @@ class DataPool:
 
         Check them with ``require_equal_fields`` first."""
         surplus = self.selection.close(uids)
+        self._reserved.difference_update(surplus)
         for reader in self._readers.values():
             reader.withdraw(surplus)
         for uid in surplus:
@@ -299,8 +301,13 @@ class DataPool:
         there = self._store.cells(uid).keys()
         limit = self.selection.num_groups
         for reader in self._readers.values():
-            if reader.fields <= there and (not reader.is_final or limit is None or reader.num_marked < limit):
-                reader.mark_ready(uid, self._store.sizes(uid).tokens)
+            if not reader.fields <= there:
+                continue
+            if reader.is_final:  # all of them together get P groups
+                if limit is not None and uid not in self._reserved and len(self._reserved) >= limit:
+                    continue
+                self._reserved.add(uid)
+            reader.mark_ready(uid, self._store.sizes(uid).tokens)
 
     def _mini_batch(self, num_steps: int, step: int) -> list[GroupUid]:
         if not self.selection.closed:

@@ -166,6 +166,21 @@ def test_a_final_reader_is_handed_no_more_groups_than_the_step_trains_on() -> No
     assert p.read("train", is_final=True).ended
 
 
+def test_two_final_readers_get_the_same_groups_though_the_fields_of_others_come_first() -> None:
+    """Else the step would need more groups than it trains on, and a gradient of one that it leaves out would stay."""
+    p = Pool(num_groups=2)
+    five, three, four = (p.add(row) for row in (5, 3, 4))
+    assert groups_in(p.read("train", is_final=True)) == [5, 3]
+    needs = SAMPLED | {"ref_log_probs"}
+    assert groups_in(p.read("critic", needs, is_final=True)) == []
+    for uid in (four, three):
+        p.put(uid, "ref_log_probs")
+    assert groups_in(p.read("critic", needs, is_final=True)) == [3], "4 cannot be in the step, which has 5 and 3"
+    p.put(five, "ref_log_probs")
+    assert groups_in(p.read("critic", needs, is_final=True)) == [5]
+    assert p.pool.pinned() == {five, three}
+
+
 def test_the_whole_batch_is_refused_while_the_rollout_runs() -> None:
     p = Pool()
     uid = p.add(0)
