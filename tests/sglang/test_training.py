@@ -86,5 +86,32 @@ def test_servers_that_are_killed_and_stopped_are_replaced_and_no_group_is_lost(
     assert printed.count("is back, with the weights of version") == 2
 
 
+@pytest.mark.usefixtures("nothing_left")
+def test_an_asynchronous_run_keeps_its_bound_on_two_servers_of_which_one_is_killed(
+    start: Start, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    schedule = ["--schedule", "async", "--max-staleness", "2", "--use-tis"]
+    run = start(folder, *schedule, "--rollout-num-engines", "2", "--weight-sync-mode", "tensor")
+    try:
+        assert holds_within(240, lambda: num_steps(folder) >= 3)
+        killed = servers()[0]
+        os.kill(killed, signal.SIGKILL)
+        assert holds_within(240, lambda: len(set(servers()) - {killed}) == 2 or run.poll() is not None)
+    finally:
+        printed = ended(run)
+    checked = subprocess.run(command("ledger", str(folder), "--verify"), capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+    staleness = metrics_of(folder, "staleness/max")
+    assert len(staleness) == STEPS
+    assert 0 < max(staleness) <= 2
+    differences = metrics_of(folder, "train/train_rollout_logprob_abs_diff")  # of rows of the current version alone
+    assert differences
+    assert max(differences) < 1e-4
+    rewards = metrics_of(folder, "rollout/raw_reward")
+    assert mean(rewards[-LAST:]) > rewards[0]
+    assert "is back, with the weights of version" in printed
+
+
 def num_steps(folder: Path) -> int:
-    return len(metrics_of(folder, REWARD)) if (folder / "metrics.jsonl").exists() else 0
+    return len(metrics_of(folder, "perf/step_time")) if (folder / "metrics.jsonl").exists() else 0
