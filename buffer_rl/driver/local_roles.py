@@ -1,8 +1,7 @@
-"""Roles in the driver's own process: checkpoints, files with the rows of rollouts, the closing of selections."""
+"""Roles in the driver's own process: checkpoints, files with the rows of rollouts."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from buffer_rl.observe.run_folder import changed_options
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.plan.roles import ACTOR
-from buffer_rl.records.groups import RolloutReport, Ticket, sample_means
+from buffer_rl.records.groups import Ticket, sample_means
 from buffer_rl.train.stream import longest_wait
 
 if TYPE_CHECKING:
@@ -172,15 +171,3 @@ class RecordedRollouts:
             rewards = sample_means(samples, np.asarray(batch.columns["raw_reward"]).tolist())
             metrics["rollout/raw_reward"] = float(np.mean(rewards))
         return metrics, []
-
-
-class Selections:
-    """Closes the selections of steps, each as soon as its groups are finished. Calls wait for that, so they have a
-    thread and a client of their own."""
-
-    def __init__(self, buffer: BufferClient) -> None:
-        self._buffer = buffer
-
-    def close(self, rollout_id: int, last_ticket: int) -> RolloutReport:
-        """See ``BufferClient.await_selection``. The caller has the deadline: it knows whether production moves."""
-        return self._buffer.await_selection(rollout_id, last_ticket, math.inf)
