@@ -1,8 +1,13 @@
-"""Assembles a run from its options, runs it, and takes everything down again.
+"""Starts the parts of a run, has the driver run it, and takes everything down again.
 
-A run is a list of parts (``_Run.parts``). Each is one function, which reads from its start to its end: it starts, it
-loads, it is ready. What calls, watches and stops a part is noted with ``Processes`` as soon as it has started, so that
-whatever fails, nothing stays behind: the last part is stopped first.
+Each part is one function (``_engines``, ``_buffer`` …), in the order of ``_Run.start``, with up to three steps and a
+``yield`` between them: it starts, loads, is ready. All parts take one step before any takes the next. As soon as a part
+has started, ``Processes`` knows what calls, watches and stops it. So nothing stays behind, whatever fails: the last
+part is stopped first.
+
+Who waits for whom: while parts start, the driver waits for Ray, for the constructor of the user's data source, for
+storage processes and for the router's address alone. It then waits for engines, which take the longest, and at last for
+trainers, and for the models that others load at the same time.
 """
 
 from __future__ import annotations
@@ -85,9 +90,8 @@ CLOSE_TIMEOUT_S = 10.0
 PUBLISH_END_S = 2.0
 """For a publication that is under way to end, so that no engine stays paused. What it waits for may be gone."""
 Part = Iterator[None]
-"""A part of a run, in the steps ``STEPS``, with a ``yield`` between them. Each step is taken by all parts in turn."""
+"""The steps of a part; it does not need all of them."""
 STEPS = ("start", "load", "be ready")
-"""A part loads while those after it do; what it waits for in the last step is ready then."""
 
 
 def launch_training(
@@ -131,7 +135,7 @@ def launch_training(
 
 @dataclass(eq=False)
 class _Run:
-    """The parts of a run that a global restart starts again."""
+    """One start of a run: what a global restart does again. What parts find out for those after them is kept here."""
 
     args: Args
     registry: PluginRegistry
@@ -282,7 +286,7 @@ class _Run:
         yield from self._loading(workers)
 
     def _loading(self, *groups: ActorGroup) -> Part:
-        """The steps of processes that load by themselves: while the trainers do."""
+        """The later steps of processes that load by themselves, while trainers are set up."""
         yield
         loading = [group.start("ready") for group in groups]
         yield
