@@ -212,20 +212,14 @@ class BufferClient:
                 )
             self._wait_change(meta.revision, left)
 
-    def await_selection(self, rollout_id: int, last_ticket: int, timeout_s: float) -> RolloutReport:
-        """``close_selection`` once the groups of the step are finished.
-
-        Raises DeadlineError if that takes longer than ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
+    def await_selection(self, rollout_id: int, last_ticket: int) -> RolloutReport:
+        """``close_selection`` once the groups of the step are finished. The caller has the deadline: it knows whether
+        production moves."""
         while True:
             report, revision = self.close_selection(rollout_id, last_ticket)
             if report is not None:
                 return report
-            if (left := deadline - time.monotonic()) <= 0:
-                raise DeadlineError(
-                    f"the groups of step {rollout_id} were not finished within {timeout_s:g} s", where="buffer"
-                )
-            self._wait_change(revision, left)
+            self._wait_change(revision, WAIT_SLICE_S)
 
     def _wait_change(self, revision: int, timeout_s: float) -> None:
         """Wait until the Buffer has changed since ``revision``, or less long."""

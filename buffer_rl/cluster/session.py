@@ -251,21 +251,17 @@ def job_without_packages(config: str | None) -> str | None:
 
 
 def _connect(address: str | None, code_folder: Path | None, object_store_bytes: int) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    given: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    job = os.environ.get(JOB_CONFIG)
     try:
         if address is None:
-            with variables({JOB_CONFIG: job_without_packages(os.environ.get(JOB_CONFIG))}):
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    object_store_memory=object_store_bytes,
-                    _node_ip_address="127.0.0.1",
-                    **quiet,
-                )
+            changes = {JOB_CONFIG: job_without_packages(job)}
+            given.update(include_dashboard=False, object_store_memory=object_store_bytes, _node_ip_address="127.0.0.1")
         else:
-            job = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
-            with variables({OVERRIDE: "1"}):
-                ray.init(address=address, runtime_env=worker_environment(code_folder, job), **quiet)
+            changes = {OVERRIDE: "1"}
+            given["runtime_env"] = worker_environment(code_folder, json.loads(job or "{}").get("runtime_env") or {})
+        with variables(changes):
+            ray.init(address=address or "local", **given)
     except Exception as error:  # fault boundary: Ray raises ValueError, OSError, RuntimeError, ConnectionError ...
         if isinstance(error, ValueError) and "object_store_memory" in str(error):
             raise ConfigError(
@@ -286,11 +282,9 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
 def _own_sigterm_handler() -> Iterator[None]:
     """Keep the caller's handler. Ray sets one that stops the cluster before anything else is taken down: the clean-up
     that follows finds no cluster, and the process aborts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)

@@ -5,8 +5,8 @@ production   tickets, the selections of steps, the work of roles on them; what i
 production_metrics  a step's metrics from those of tickets
 tasks        the runtime's contract; calls on roles and what coroutines wait for; replacement of dead processes
 runtime      calls on Ray actors and on objects of this process
-local_roles  roles in this process: checkpoints, files of rollouts, the closing of selections
-launch       assembles a run from its options
+local_roles  roles in this process: checkpoints, files of rollouts
+launch       the parts of a run: how each starts, is ready, watched and stopped
 offload      who has the memory of shared devices, and when
 checks       options that contradict each other; notices about options
 algorithm_checks  those of estimator, loss, critic, teacher, rewards

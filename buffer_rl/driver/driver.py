@@ -20,8 +20,9 @@ What is lost, and what goes on:
 - A role's process: what it had not written. The role is replaced, and gets those groups again.
 - Trainer rank: all since the newest checkpoint, from which a global restart goes on (``buffer_rl.driver.restart``).
 
-The first Ctrl-C ends the run after the step under way, and saves it. SIGTERM does not wait for production or an
-evaluation: their groups are pending again, and the last step is saved, within ``save_on_exit_s`` of the signal.
+The first Ctrl-C ends the run after the step under way, and saves it. Its publication, if it drains, then waits for no
+ticket of a later step. SIGTERM does not wait for production or an evaluation: their groups are pending again, and the
+last step is saved, within ``save_on_exit_s`` of the signal.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Driver:
         self._saving: Task | None = None
         self._sealing: asyncio.Task[None] | None = None
         self._result = RunResult(steps=plan.first_rollout)
+        self._step_under_way = plan.first_rollout
         self._times = StepTimes(runtime, observer)
         self._calls = calls = Calls(plan, runtime)
         self._memory = MemoryTurns(plan, self._times.of, calls.on_trained, calls.call, self._publish)
@@ -124,11 +126,13 @@ class Driver:
         await self._memory.trainer()
         return self._result
 
-    def _admits(self) -> bool:
-        """Whether tickets may open: not once the run stopped early, nor while an evaluation is alone. After a Ctrl-C
-        they do: the step under way may need one."""
-        alone = self._evaluating is not None and not self._plan.schedule.max_staleness
-        return not (alone or self._result.stopped_early)
+    def _admits(self, number: int) -> bool:
+        """Whether ticket ``number`` may open: not once the run stopped early, nor while an evaluation is alone. After a
+        signal only if the step under way trains on it; those of the window opened with the publication before."""
+        schedule = self._plan.schedule
+        alone = self._evaluating is not None and not schedule.max_staleness
+        is_needed = self._stop.number is None or schedule.by_window or number <= self._step_under_way
+        return is_needed and not (alone or self._result.stopped_early)
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -159,6 +163,7 @@ class Driver:
             await self._save_at_exit()
 
     async def _step(self, rollout_id: int) -> None:
+        self._step_under_way = rollout_id
         metrics = await self._prepared(rollout_id)
         step = rollout_id + 1
         metrics |= await unbroken(self._train_and_commit(rollout_id, step))

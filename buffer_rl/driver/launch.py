@@ -1,14 +1,23 @@
-"""Assembles a run from its options, runs it, and takes everything down again.
+"""Starts the parts of a run, has the driver run it, and takes everything down again.
 
-Everything that is started is put on one exit stack, so that whatever fails, nothing stays behind.
+Each part is one function (``_engines``, ``_buffer`` …), in the order of ``_Run.start``, with up to three steps and a
+``yield`` between them: it starts, loads, is ready. All parts take one step before any takes the next. As soon as a part
+has started, ``Processes`` knows what calls, watches and stops it. So nothing stays behind, whatever fails: the last
+part is stopped first.
+
+Who waits for whom: while parts start, the driver waits for Ray, for the constructor of the user's data source, for
+storage processes and for the router's address alone. It then waits for engines, which take the longest, and at last for
+trainers, and for the models that others load at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.actor import BufferWatch, start_buffer
@@ -25,10 +34,10 @@ from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.driver.async_checks import staleness_notice
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, check_lineage, folder_lock, save_lock
-from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints, Selections
+from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
-from buffer_rl.driver.runtime import RayRuntime, Target
+from buffer_rl.driver.runtime import RayRuntime
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.errors import Stopped
@@ -76,12 +85,15 @@ from buffer_rl.weights.sender import Senders
 if TYPE_CHECKING:
     from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
-    from buffer_rl.kinds.engine import EngineLauncher, WeightTransport
+    from buffer_rl.kinds.engine import WeightTransport
 
 CLOSE_TIMEOUT_S = 10.0
 """For rollout workers to close what they opened, and for a checkpoint that is being written to fail and be removed."""
 PUBLISH_END_S = 2.0
 """For a publication that is under way to end, so that no engine stays paused. What it waits for may be gone."""
+Part = Iterator[None]
+"""The steps of a part; it does not need all of them."""
+STEPS = ("start", "load", "be ready")
 
 
 def launch_training(
@@ -110,9 +122,10 @@ def launch_training(
         session = RunSession(args, registry, checkpoint, provenance, stack, startup)
 
         def attempt(start: Checkpoint | None, processes: Processes) -> RunResult:
-            run = _Run(args, registry, run_dir, start, session, processes)
+            run = _Run(args, registry, start, session, processes)
+            run.start()
             result = run.driver(stop).run()
-            if run.train is not None and stop.after_step:  # else the time is short
+            if run.trained and stop.after_step:  # else the time is short
                 run.save_hf(str((run_dir / "hf").absolute()))
             return result
 
@@ -122,96 +135,178 @@ def launch_training(
     return result
 
 
+@dataclass(eq=False)
 class _Run:
-    """The parts of a run that a global restart starts again, in the order in which they need each other."""
+    """One start of a run: what a global restart does again. What parts find out for those after them is kept here."""
 
-    def __init__(
-        self,
-        args: Args,
-        registry: PluginRegistry,
-        run_dir: Path,
-        checkpoint: Checkpoint | None,
-        session: RunSession,
-        stack: Processes,
-    ) -> None:
-        self.stack = stack
-        self.registry = registry
-        self.run_dir = run_dir
-        self.checkpoint = checkpoint
-        self.session = session
-        self.observer = session.observer
-        rollout = registry.resolve("rollout", args.rollout_function_path)
-        self.rollouts_use_engine = bool(getattr(rollout, "uses_engine", True))
+    args: Args
+    registry: PluginRegistry
+    checkpoint: Checkpoint | None
+    session: RunSession
+    processes: Processes
+    fleet: EngineFleet | None = None
+    engines: EngineControlClient | None = None
+    source: Any = None
+    trained: dict[str, ActorGroup] = field(default_factory=dict)
+    reference: FolderUpdates | None = None
+    reward: Sequence[Any] = ()
+    storage: Sequence[StorageUnit] = ()
+    rollout: ActorGroup | None = None
+
+    def __post_init__(self) -> None:
+        args, self.observer = self.args, self.session.observer
+        self.logs = str(Path(args.run_dir, "logs").absolute())
+        self.generates = not train_only(args)
+        rollout = self.registry.resolve("rollout", args.rollout_function_path)
+        self.rollouts_ask_engine = self.generates and bool(getattr(rollout, "uses_engine", True))
         self.workers_per_ticket = workers_per_ticket(args, concurrent=bool(getattr(rollout, "concurrent", False)))
-        if (idle := idle_workers_text(args, self.workers_per_ticket)) and not train_only(args):
+        if self.generates and (idle := idle_workers_text(args, self.workers_per_ticket)):
             self.observer.notice(idle)
-        # Engines load while Ray starts: they are separate processes and take the longest. Those on nodes need it.
-        self.fleet: EngineFleet | None = None
-        self.evaluates = bool(args.eval_prompt_data or args.eval_config) and not train_only(args)
-        asks_engine = self.evaluates or (self.rollouts_use_engine and not train_only(args))
-        on_nodes = asks_engine and places_engines(args)
-        early = asks_engine and not on_nodes and args.ray_address is None
-        if early:
-            self._start_fleet(args, registry)
-        session.connect()
-        self.placement = stack.enter_context(placed(args, asks_engine and starts_engines(args), self.observer.notice))
-        if asks_engine and not early:
-            launcher = placed_launcher(self.placement, self.observer.notice) if on_nodes else registry
-            self._start_fleet(at_this_node(args), launcher)
-        logs = str((run_dir / "logs").absolute())
-        self.source = self._start_source(args, logs) if reads_data_source(args) else None
-        self.args = args
-        args_text = dump_args(args)
-        # Each is on the stack before the next is started; what is stopped last is what the others ask.
-        actor = start_buffer(args_text)
-        stack.stops(ActorGroup("buffer", lambda _: actor))
-        self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
-        self.num_rollouts = self._num_rollouts()
-        self.role_plan = self._role_plan()
-        self.trained: dict[str, ActorGroup] = {}
-        for role in self.role_plan.trained:
-            text = dump_args(with_decay_iters(args, self.role_plan.num_updates(role, self.num_rollouts)))
-            self.trained[role] = stack.stops(start_train_group(role, args, text, actor, logs, self.placement))
-        roles = self.role_plan.dedicated_roles
-        started = start_roles(args, registry, roles, args_text, actor, logs, self.placement)
-        self.roles = {role: stack.stops(group) for role, group in started.items()}
-        self.reward: ActorGroup | None = None
-        if args.rm_model and not train_only(args):
-            self.reward = stack.stops(start_reward_model(args, logs, self.placement))
-        if self.fleet is not None:
-            self.args = args = args.model_copy(update=self.fleet.addresses)
-        self.rollout = None if train_only(args) else self._start_rollout(args, dump_args(args), actor, logs)
-        self.engines: EngineControlClient | None = None
-        self.engine_calls: dict[str, Target] = {}
-        if self.fleet is not None:
-            self._await_engines(self.fleet)
-        self.reference = self._reference_updates()
-        self._wait_ready()
+        self.evaluates = self.generates and bool(args.eval_prompt_data or args.eval_config)
+        self.asks_engine = self.evaluates or self.rollouts_ask_engine
 
-    def _await_engines(self, fleet: EngineFleet) -> None:
+    def start(self) -> None:
+        """Start all parts, in the order in which they need each other, and return once they are ready."""
+        args = self.args
+        # Engines load while Ray starts: they are separate processes and take the longest. Those on nodes need it.
+        is_early = args.ray_address is None and not places_engines(args)
+        parts = [
+            (self._engines, self.asks_engine and is_early),
+            (self._devices, True),
+            (self._engines, self.asks_engine and not is_early),
+            (self._source, reads_data_source(args)),
+            (self._buffer, True),
+            (self._trainers, True),
+            (self._roles, True),
+            (self._reward_model, self.generates and bool(args.rm_model)),
+            (self._storage, self.generates and args.num_data_storage_units > 0),
+            (self._rollout_workers, self.generates),
+        ]
+        started = [part() for part, is_needed in parts if is_needed]
+        for _ in STEPS:
+            for part in started:
+                next(part, None)
+
+    def _engines(self) -> Part:
+        args, notice = at_this_node(self.args), self.observer.notice
+        launcher = placed_launcher(self.placement, notice) if places_engines(args) else self.registry
+        fleet = self.fleet = self.processes.enter_context(EngineFleet(args, str(args.run_dir), launcher, notice))
+        self.processes.watchers.append(fleet.check)
+        yield
         fleet.wait_ready()
         self.observer.ready("engine")
         if self.trained:
-            self.engines = fleet.control(self.args.update_weights_timeout_s)
-            calls = self.stack.local("engines", self.engines, end_s=lambda: PUBLISH_END_S, then=self.engines.close)
-            self.engine_calls["engines"] = calls
-            if self.args.offload_rollout:
-                self.engines.release_memory()  # the trainer builds its models next
+            engines = self.engines = fleet.control(args.update_weights_timeout_s)
+            self.processes.local("engines", engines, end_s=lambda: PUBLISH_END_S, then=engines.close)
+            if args.offload_rollout:
+                engines.release_memory()  # the models of others are built next
 
-    def _start_rollout(self, args: Args, args_text: str, buffer: Any, logs: str) -> ActorGroup:
-        storage = self._start_storage(args.num_data_storage_units, buffer)
-        reward = self.reward.actors if self.reward is not None else ()
-        workers = start_rollout_workers(args, args_text, buffer, logs, self.placement, storage, self.source, reward)
-        return self.stack.stops(workers, "close", CLOSE_TIMEOUT_S)
+    def _devices(self) -> Part:
+        self.session.connect()
+        starts = self.asks_engine and starts_engines(self.args)
+        self.placement = self.processes.enter_context(placed(self.args, starts, self.observer.notice))
+        yield
 
-    def _start_fleet(self, args: Args, launcher: PluginRegistry | EngineLauncher) -> None:
-        self.fleet = EngineFleet(args, str(self.run_dir), launcher, self.observer.notice)
-        self.stack.enter_context(self.fleet)
+    def _source(self) -> Part:
+        """The user's data source, constructed: what its constructor raises must not wait for the engines."""
+        actor = self.source = start_data_source(self.args, self.logs)
+        self.processes.stops(ActorGroup("data_source", lambda _: actor))
+        SourceAnswers.from_args(self.args).wait("setup", actor.setup.remote)
+        watch = SourceWatch(actor, self.args, self.observer.notice)
+        self.processes.watchers.append(watch)
+        self.processes.callback(watch.close)
+        yield
 
-    @property
-    def train(self) -> ActorGroup | None:
-        """The actor's ranks."""
-        return self.trained.get(ACTOR)
+    def _buffer(self) -> Part:
+        args, notice = self.args, self.observer.notice
+        actor = start_buffer(dump_args(args))
+        self.processes.stops(ActorGroup("buffer", lambda _: actor))
+        self.buffer = BufferClient(actor, timeout_s=args.buffer_timeout_s, caller="driver")
+        self.num_rollouts = self._num_rollouts()
+        self.role_plan = self._role_plan()
+
+        def show(progress: Mapping[str, Any]) -> None:
+            if progress.get("wanted"):
+                self.observer.groups(progress["finished"], progress["wanted"], progress["dropped"])
+
+        # Noticed, ended and started again before its callers reach their deadlines.
+        hang_s, ledger = min(args.buffer_hang_timeout_s, args.buffer_timeout_s / 2), Path(args.run_dir, FILE_NAME)
+        start_s, process = args.buffer_timeout_s, lambda: ledger_writer(ledger)
+        watch = BufferWatch(actor, hang_s=hang_s, start_s=start_s, process=process, shown=show, notice=notice)
+        self.processes.watchers.append(watch)
+        yield
+
+    def _trainers(self) -> Part:
+        args, limit = self.args, self.args.train_timeout_s
+        for role in self.role_plan.trained:
+            text = dump_args(with_decay_iters(args, self.role_plan.num_updates(role, self.num_rollouts)))
+            group = start_train_group(role, args, text, self.buffer.actor, self.logs, self.placement)
+            self.trained[role] = self.processes.stops(group)
+        yield
+        if self.trained and uses_reference(args) and self.num_rollouts > 0:  # the trainer or a role has the model
+            trainer, members = self.trained[ACTOR], self.roles.get("ref")
+            self.reference = FolderUpdates.of("ref", args, self._write_hf, trainer, members)
+        yield
+        for role, trained in self.trained.items():
+            master, port = trained.call("host", timeout_s=limit)
+            if role == ACTOR:  # the one whose weights are published
+                require_local_trainer(args.weight_sync_mode, master)
+            trained.call("setup", master, port, timeout_s=limit)
+            if self.checkpoint is not None:
+                if role == ACTOR and self.reference is not None:  # first, as building a model may draw random numbers
+                    self.reference.restore(self.checkpoint.folder / REFERENCE_FOLDER, self.checkpoint.step)
+                trained.call("load", str(self.checkpoint.folder / checkpoint_folder(role)), timeout_s=limit)
+        if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
+            # A run that only evaluates may have other data, or none.
+            self.buffer.load(str(self.checkpoint.folder))
+        if self.trained:
+            self.observer.ready("trainer")
+
+    def _roles(self) -> Part:
+        roles, text = self.role_plan.dedicated_roles, dump_args(self.args)
+        groups = start_roles(self.args, self.registry, roles, text, self.buffer.actor, self.logs, self.placement)
+        self.roles = {role: self.processes.stops(group) for role, group in groups.items()}
+        yield from self._loading(*groups.values())
+
+    def _reward_model(self) -> Part:
+        group = self.processes.stops(start_reward_model(self.args, self.logs, self.placement))
+        self.reward = group.actors
+        yield from self._loading(group)
+        self.processes.watchers.append(RewardModelWatch(self.reward, self.args, self.observer.notice))
+
+    def _storage(self) -> Part:
+        """The processes that own large payloads; without them the Buffer does."""
+        args = self.args
+        units = self.storage = start_storage(args.num_data_storage_units, self.buffer.actor, args.buffer_timeout_s)
+        group = self.processes.stops(ActorGroup("storage", lambda index: units[index].actor, len(units)))
+        group.call("ready", timeout_s=args.train_timeout_s)
+        yield
+
+    def _rollout_workers(self) -> Part:
+        addresses = {} if self.fleet is None else self.fleet.addresses
+        self.args = args = self.args.model_copy(update=addresses)
+        shared = self.placement, self.storage, self.source, self.reward
+        workers = start_rollout_workers(args, dump_args(args), self.buffer.actor, self.logs, *shared)
+        self.rollout = self.processes.stops(workers, "close", CLOSE_TIMEOUT_S)
+        yield from self._loading(workers)
+
+    def _loading(self, *groups: ActorGroup) -> Part:
+        """The later steps of processes that load by themselves, while trainers are set up."""
+        yield
+        loading = [group.start("ready") for group in groups]
+        yield
+        for call in loading:
+            call.wait(self.args.train_timeout_s)
+
+    def _num_rollouts(self) -> int:
+        args = self.args
+        if args.num_rollout is not None:
+            return args.num_rollout
+        assert args.num_epoch is not None  # checked with the options
+        if self.source is not None:
+            answers = SourceAnswers.from_args(args)
+            self.buffer.set_source_length(answers.wait("num_rows", self.source.num_rows.remote))
+        return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
 
     def _role_plan(self) -> RolePlan:
         args = self.args
@@ -224,151 +319,113 @@ class _Run:
         backend = None if args.train_backend == "torch" else self.registry.resolve("trainer", args.train_backend)
         return role_plan(args, estimator, own, backend)
 
+    # -- the driver, and the roles in its process ----------------------------------------------------
+
     def driver(self, stop: StopRequest) -> Driver:
         """The driver, with its plan, roles and watchers."""
-        args = self.args
-        local = self.stack.local
-        targets: dict[str, Target] = {"buffer": local("buffer", self.buffer), **self.engine_calls}
-        if self.rollout is not None:
-            targets["rollout"] = self.rollout
-        else:
+        plan, fleet = self._plan(), self.fleet
+        self._start_local_roles(plan)
+        self.observer.planned(plan.num_rollouts)
+        runtime = RayRuntime(self.processes.targets, self.processes.watchers)
+        starved = fleet.starved_version if fleet is not None and self.engines is not None else lambda: None
+        return Driver(plan, runtime, self.observer, stop, starved)
+
+    def _start_local_roles(self, plan: RunPlan) -> None:
+        args, buffer, local = self.args, self.buffer, self.processes.local
+        local("buffer", buffer)
+        if not self.generates:
             template, replays = args.load_debug_rollout_data or "", args.replay_kept_tokens
-            targets["rollout"] = local("rollout", RecordedRollouts(template, self.buffer, replays=replays))
-        targets.update(self.trained)
-        targets.update(self.roles)
-        publisher = self._publisher()
-        if publisher is not None:
-            targets["publish"] = publishing = local("publish", publisher, end_s=lambda: PUBLISH_END_S)
-            self.stack.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
+            local("rollout", RecordedRollouts(template, buffer, replays=replays))
+        if (publisher := self.publisher()) is not None:
+            publishing = local("publish", publisher, end_s=lambda: PUBLISH_END_S)
+            self.processes.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
         if self.reference is not None:
-            targets["reference"] = local("reference", self.reference)
-        plan = self._plan()
+            local("reference", self.reference)
         if plan.schedule.by_window:
-            waiting = BufferClient(self.buffer.actor, timeout_s=args.buffer_timeout_s, caller="selection")
-            targets["selection"] = local("selection", Selections(waiting))
+            # Calls that wait for groups have a thread and a client of their own.
+            waiting = BufferClient(buffer.actor, timeout_s=args.buffer_timeout_s, caller="selection")
+            local("selection", SimpleNamespace(close=waiting.await_selection))
         if plan.saves:
             facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
             facts[LINEAGE] = self.session.lineage
             checkpoints = RunCheckpoints(
-                self.session.args, buffer=self.buffer, trained=self.trained, reference=self.reference, provenance=facts
+                self.session.args, buffer=buffer, trained=self.trained, reference=self.reference, provenance=facts
             )
-            targets["save"] = local("save", checkpoints, end_s=lambda: max(CLOSE_TIMEOUT_S, checkpoints.time_left()))
+            local("save", checkpoints, end_s=lambda: max(CLOSE_TIMEOUT_S, checkpoints.time_left()))
         if args.save_debug_rollout_data:
-            targets["record"] = local("record", RolloutRecorder(args.save_debug_rollout_data, self.buffer))
-        watchers: list[Callable[[], None]] = [self._buffer_watch()]
-        watchers += [self.fleet.check] if self.fleet is not None else []
-        if self.source is not None:
-            watchers.append(watch := SourceWatch(self.source, args, self.observer.notice))
-            self.stack.callback(watch.close)
-        if self.reward is not None:
-            watchers.append(RewardModelWatch(self.reward.actors, args, self.observer.notice))
-        self.observer.planned(plan.num_rollouts)
-        starved = self.fleet.starved_version if self.fleet is not None and publisher is not None else lambda: None
-        return Driver(plan, RayRuntime(targets, watchers), self.observer, stop, starved)
+            local("record", RolloutRecorder(args.save_debug_rollout_data, buffer))
 
-    def _publisher(self) -> Publisher | RolePublisher | None:
+    def publisher(self) -> Publisher | RolePublisher | None:
         """The publisher to the engines and to the roles that need the actor's weights; None without any."""
-        args, train, publisher = self.args, self.train, None
-        if train is None:
+        args = self.args
+        if (train := self.trained.get(ACTOR)) is None:
             return None
         senders = Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s)
-        if self.engines is not None:
-            publisher = self._engine_publisher(senders, train)
-        if "actor_fwd" not in self.roles:
+        publisher = None if self.engines is None else self._engine_publisher(self.engines, senders, train)
+        if (role := self.roles.get("actor_fwd")) is None:
             return publisher
-        role = self.roles["actor_fwd"]
-        updates: RoleBroadcasts | FolderUpdates = FolderUpdates.of("actor_fwd", args, self._write_hf, train, role)
+        updates: RoleBroadcasts | FolderUpdates
         if getattr(transport := self._transport(), "reaches_roles", False):
-            limit, busy = args.update_weights_timeout_s, self._trainer_is_busy
-            updates = RoleBroadcasts(role, transport, senders, timeout_s=limit, trainer_is_busy=busy)
+            limit, works = args.update_weights_timeout_s, args.stream_gradients or self.role_plan.models_of(ACTOR)
+            is_busy = Schedule.of(args).streams and bool(works)  # with groups of rollouts that run
+            updates = RoleBroadcasts(role, transport, senders, timeout_s=limit, trainer_is_busy=is_busy)
+        else:
+            updates = FolderUpdates.of("actor_fwd", args, self._write_hf, train, role)
         return RolePublisher(publisher, "actor_fwd", updates.update, self.observer.notice)
 
-    def _engine_publisher(self, senders: Senders, train: ActorGroup) -> Publisher:
+    def _engine_publisher(self, engines: EngineControlClient, senders: Senders, train: ActorGroup) -> Publisher:
         args, schedule = self.args, Schedule.of(self.args)
-        assert self.engines is not None
         follow = FollowFolder.from_args(args, self.save_hf)
         publisher = Publisher(
             self._transport(),
             senders,
-            self.engines,
+            engines,
             compare=args.check_weight_update_equal,
             check=LogProbCheck.from_args(args, train),
             timeout_s=2 * args.update_weights_timeout_s + args.engine_start_timeout_s,
             notice=self.observer.notice,
-            hold=lambda: self._of_workers("hold", self._drain_timeout_s),
+            hold=lambda: self._of_workers("hold", float(args.rollout_timeout_s)),
             unhold=lambda: self._of_workers("unhold"),
             drains=schedule.by_window and schedule.drains,
             follow=None if follow is None else follow.write,
         )
         if schedule.max_staleness:
-            self.observer.notice(staleness_notice(self.args))
+            self.observer.notice(staleness_notice(args))
             if schedule.by_window and not schedule.drains:
                 publisher.try_retraction()
         return publisher
 
-    @property
-    def _drain_timeout_s(self) -> float:
-        """For the requests that run to end: each has a deadline of its own."""
-        return float(self.args.rollout_timeout_s)
-
     def _of_workers(self, method: str, *args: object) -> None:
+        """A call of all rollout workers, which may wait for the requests that run: each has a deadline of its own."""
         if self.rollout is not None:
-            self.rollout.call(method, *args, timeout_s=self._drain_timeout_s + GRACE_S)
+            self.rollout.call(method, *args, timeout_s=self.args.rollout_timeout_s + GRACE_S)
 
     def _transport(self) -> WeightTransport:
         name = self.args.weight_sync_mode
         transport = construct("weight_transport", name, self.registry.resolve("weight_transport", name), self.args)
         return cast("WeightTransport", transport)
 
-    @property
-    def _trainer_is_busy(self) -> bool:
-        """Whether the trainer works on groups of rollouts that run."""
-        works = self.args.stream_gradients or self.role_plan.models_of(ACTOR)
-        return Schedule.of(self.args).streams and bool(works)
-
-    @property
-    def _publish_timeout_s(self) -> float:
-        schedule = Schedule.of(self.args)
-        drain_s = self._drain_timeout_s if schedule.by_window and schedule.max_staleness else 0.0
-        return 3 * self.args.update_weights_timeout_s + self.args.engine_start_timeout_s + GRACE_S + drain_s
-
     def save_hf(self, path: str) -> None:
         """Write the actor's weights as a Hugging Face folder in the number format of ``--save-dtype``."""
-        assert self.train is not None
-        self.train.call("save_hf", path, timeout_s=self.args.train_timeout_s)
+        self.trained[ACTOR].call("save_hf", path, timeout_s=self.args.train_timeout_s)
 
     def _write_hf(self, path: str) -> None:
         """The same, as they are trained: for the run's own models."""
-        assert self.train is not None
-        self.train.call("write_hf", path, timeout_s=self.args.train_timeout_s)
-
-    def _reference_updates(self) -> FolderUpdates | None:
-        """What updates the reference model, which the trainer or a role has; None without one."""
-        if self.train is None or not uses_reference(self.args) or self.num_rollouts == 0:
-            return None
-        return FolderUpdates.of("ref", self.args, self._write_hf, self.train, self.roles.get("ref"))
-
-    def _num_rollouts(self) -> int:
-        args = self.args
-        if args.num_rollout is not None:
-            return args.num_rollout
-        assert args.num_epoch is not None  # checked with the options
-        if self.source is not None:
-            answers = SourceAnswers.from_args(args)
-            self.buffer.set_source_length(answers.wait("num_rows", self.source.num_rows.remote))
-        return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
+        self.trained[ACTOR].call("write_hf", path, timeout_s=self.args.train_timeout_s)
 
     def _plan(self) -> RunPlan:
-        args = self.args
-        asks_engine = self.rollouts_use_engine and not train_only(args)
+        args, trains, schedule = self.args, bool(self.trained), Schedule.of(self.args)
+        drain_s = args.rollout_timeout_s if schedule.mixes_versions else 0.0
         return RunPlan(
             num_rollouts=self.num_rollouts,
-            schedule=Schedule.of(args),
+            schedule=schedule,
             first_rollout=self.checkpoint.step if self.checkpoint else 0,
             publish_at_start=self.checkpoint is not None or engines_may_differ(args) or args.offload_rollout,
-            compare_log_probs=asks_engine and not is_supervised(args) and args.max_logprob_diff is not None,
-            publish_each_step=(asks_engine or "actor_fwd" in self.roles) and self.train is not None,
-            ref_update_interval=args.ref_update_interval if self.train is not None else None,
+            compare_log_probs=self.rollouts_ask_engine
+            and not is_supervised(args)
+            and args.max_logprob_diff is not None,
+            publish_each_step=(self.rollouts_ask_engine or "actor_fwd" in self.roles) and trains,
+            ref_update_interval=args.ref_update_interval if trains else None,
             roles=self.role_plan,
             evaluate=self.evaluates,
             eval_interval=args.eval_interval,
@@ -376,7 +433,7 @@ class _Run:
             owes_evaluation=self.session.owes_evaluation(self.checkpoint),
             offload_train=args.offload_train and self.engines is not None,
             offload_rollout=args.offload_rollout and self.engines is not None,
-            saves=bool(args.save) and self.train is not None,
+            saves=bool(args.save) and trains,
             save_interval=args.save_interval,
             async_save=args.async_save,
             save_on_exit_s=args.save_on_exit_s,
@@ -384,63 +441,10 @@ class _Run:
             early_stop=parse_early_stop(args.early_stop) if args.early_stop else None,
             rollout_timeout_s=args.rollout_timeout_s + 2 * GRACE_S,  # the worker's own deadline comes first
             train_timeout_s=args.train_timeout_s,
-            publish_timeout_s=self._publish_timeout_s,
+            publish_timeout_s=3 * args.update_weights_timeout_s + args.engine_start_timeout_s + GRACE_S + drain_s,
             save_timeout_s=args.save_timeout_s + GRACE_S,  # each call's own deadline, which says more, comes first
             buffer_timeout_s=args.buffer_timeout_s,
             max_rollout_retries=args.buffer_max_restarts,
             workers_per_ticket=self.workers_per_ticket,
             passes_on_tickets=not (args.rollout_sample_filter_path or args.rollout_all_samples_process_path),
-        )
-
-    def _wait_ready(self) -> None:
-        limit = self.args.train_timeout_s
-        groups = [*self.roles.values(), self.reward, self.rollout]
-        loading = [group.start("ready") for group in groups if group is not None]  # while the trainers load
-        for role, trained in self.trained.items():
-            master, port = trained.call("host", timeout_s=limit)
-            if role == ACTOR:  # the one whose weights are published
-                require_local_trainer(self.args.weight_sync_mode, master)
-            trained.call("setup", master, port, timeout_s=limit)
-            if self.checkpoint is not None:
-                if role == ACTOR and self.reference is not None:  # first, as building a model may draw random numbers
-                    self.reference.restore(self.checkpoint.folder / REFERENCE_FOLDER, self.checkpoint.step)
-                trained.call("load", str(self.checkpoint.folder / checkpoint_folder(role)), timeout_s=limit)
-        if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
-            # A run that only evaluates may have other data, or none.
-            self.buffer.load(str(self.checkpoint.folder))
-        if self.trained:
-            self.observer.ready("trainer")
-        for call in loading:
-            call.wait(limit)
-
-    def _start_source(self, args: Args, logs: str) -> Any:
-        """The user's data source, constructed: what its constructor raises must not wait for the engines."""
-        actor = start_data_source(args, logs)
-        self.stack.stops(ActorGroup("data_source", lambda _: actor))
-        SourceAnswers.from_args(args).wait("setup", actor.setup.remote)
-        return actor
-
-    def _start_storage(self, num_units: int, buffer: Any) -> Sequence[StorageUnit]:
-        """The processes that own large payloads; none where the Buffer does."""
-        if num_units == 0:
-            return ()
-        units = start_storage(num_units, buffer, self.args.buffer_timeout_s)
-        storage = ActorGroup("storage", lambda index: units[index].actor, num_units)
-        self.stack.stops(storage)
-        storage.call("ready", timeout_s=self.args.train_timeout_s)
-        return units
-
-    def _buffer_watch(self) -> BufferWatch:
-        def show(progress: Mapping[str, Any]) -> None:
-            if progress.get("wanted"):
-                self.observer.groups(progress["finished"], progress["wanted"], progress["dropped"])
-
-        return BufferWatch(
-            self.buffer.actor,
-            # Noticed, ended and started again before its callers reach their deadlines.
-            hang_s=min(self.args.buffer_hang_timeout_s, self.args.buffer_timeout_s / 2),
-            start_s=self.args.buffer_timeout_s,
-            shown=show,
-            notice=self.observer.notice,
-            process=lambda: ledger_writer(self.run_dir / FILE_NAME),
         )

@@ -1,11 +1,11 @@
-"""Roles in the driver's own process: checkpoints, files with the rows of rollouts, the closing of selections."""
+"""Roles in the driver's own process: checkpoints, files with the rows of rollouts."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from buffer_rl.observe.run_folder import changed_options
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.plan.roles import ACTOR
-from buffer_rl.records.groups import RolloutReport, Ticket, sample_means
+from buffer_rl.records.groups import Ticket, sample_means
 from buffer_rl.train.stream import longest_wait
 
 if TYPE_CHECKING:
@@ -36,32 +36,23 @@ SAVE_POLL_S = 0.5
 """How often ranks are asked whether they have written: each time is a call between their others."""
 
 
+@dataclass(eq=False)
 class RunCheckpoints:
     """Writes ``args.save/step_NNNNNN`` (see ``buffer_rl.files.checkpoint``); for a URL by way of ``args.run_dir``.
 
     ``trainer/`` holds each rank's weights, optimizer and random state (another trained role has a folder of its name),
     ``hf/`` the actor's weights for everybody else, ``ref/`` those of a reference model that was updated,
-    ``buffer.json`` the queue, ``ledger.sqlite`` the ledger and the
-    position in the data. The manifest's facts are the
+    ``buffer.json`` the queue, ``ledger.sqlite`` the ledger and the position in the data. The manifest's facts are the
     options, without secrets, and ``provenance``: what code and data the run is made of.
     """
 
-    def __init__(
-        self,
-        args: Args,
-        *,
-        buffer: BufferClient,
-        trained: Mapping[str, ActorGroup],
-        reference: FolderUpdates | None = None,
-        provenance: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._args = args
-        self._provenance = dict(provenance or {})
-        self._buffer = buffer
-        self._trained = dict(trained)
-        self._reference = reference
-        self._deadline = 0.0
-        self._writing: Iterator[None] = iter(())
+    args: Args
+    buffer: BufferClient
+    trained: Mapping[str, ActorGroup]
+    reference: FolderUpdates | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    _deadline: float = 0.0
+    _writing: Iterator[None] = field(default_factory=lambda: iter(()))
 
     def save(self, step: int, owes_evaluation: bool = False) -> None:
         """Begin a checkpoint after ``step`` optimizer steps. When it returns, nothing that the next step changes is
@@ -69,7 +60,7 @@ class RunCheckpoints:
 
         Raises CheckpointError, or what a rank or the Buffer raised, with the folder that it was to write to;
         DeadlineError after ``args.save_timeout_s`` for all ranks' parts."""
-        self._deadline = time.monotonic() + self._args.save_timeout_s
+        self._deadline = time.monotonic() + self.args.save_timeout_s
         self._writing = self._written(step, {OWES_EVALUATION: True} if owes_evaluation else {})
         next(self._writing)
 
@@ -77,40 +68,40 @@ class RunCheckpoints:
         """Wait for what ranks still write under ``--async-save``; the checkpoint is whole then, and has its name.
         Earlier ones are removed, as ``--keep-last`` says. Raises as ``save``."""
         next(self._writing, None)
-        retain(self._args)
+        retain(self.args)
 
     def _written(self, step: int, more: Mapping[str, Any]) -> Iterator[None]:
-        options = mask_secrets(self._args.model_dump(mode="json"))
-        facts = {"buffer_rl": __version__, "options": options, **self._provenance, **more}
-        facts |= {"saved": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed_options(self._args)}
-        root = self._args.save
+        options = mask_secrets(self.args.model_dump(mode="json"))
+        facts = {"buffer_rl": __version__, "options": options, **self.provenance, **more}
+        facts |= {"saved": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed_options(self.args)}
+        root = self.args.save
         assert root is not None  # there would be no RunCheckpoints otherwise
-        with new_checkpoint(root, step, facts, self._args.run_dir) as folder:
+        with new_checkpoint(root, step, facts, self.args.run_dir) as folder:
             with _naming(folder):
                 self._fill(folder)
             yield
             with _naming(folder):
-                for group in self._trained.values():
+                for group in self.trained.values():
                     self._wait_for(group)
 
     def _wait_for(self, group: ActorGroup) -> None:
         """Return once the ranks of ``group`` have written; they answer between their calls."""
-        busy_s = max(self._args.train_timeout_s, longest_wait(self._args))
+        busy_s = max(self.args.train_timeout_s, longest_wait(self.args))
         while not group.call("is_saved", timeout_s=self.time_left() + busy_s):
             if not self.time_left():
-                what = f"the ranks did not write their part within {self._args.save_timeout_s:g} s"
+                what = f"the ranks did not write their part within {self.args.save_timeout_s:g} s"
                 raise DeadlineError(what, where=f"{group.role}.is_saved", hint="raise --save-timeout-s")
             time.sleep(SAVE_POLL_S)
 
     def _fill(self, folder: Path) -> None:
-        for role, group in self._trained.items():
+        for role, group in self.trained.items():
             ranks = (folder / checkpoint_folder(role)).absolute()
             ranks.mkdir()
             group.call("save", str(ranks), timeout_s=self.time_left())
-        self._trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self.time_left())
-        if self._reference is not None:
-            self._reference.save(folder / REFERENCE_FOLDER)
-        self._buffer.save(str(folder.absolute()))
+        self.trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self.time_left())
+        if self.reference is not None:
+            self.reference.save(folder / REFERENCE_FOLDER)
+        self.buffer.save(str(folder.absolute()))
 
     def time_left(self) -> float:
         """Seconds of ``--save-timeout-s`` that are left for the checkpoint that is being written."""
@@ -172,15 +163,3 @@ class RecordedRollouts:
             rewards = sample_means(samples, np.asarray(batch.columns["raw_reward"]).tolist())
             metrics["rollout/raw_reward"] = float(np.mean(rewards))
         return metrics, []
-
-
-class Selections:
-    """Closes the selections of steps, each as soon as its groups are finished. Calls wait for that, so they have a
-    thread and a client of their own."""
-
-    def __init__(self, buffer: BufferClient) -> None:
-        self._buffer = buffer
-
-    def close(self, rollout_id: int, last_ticket: int) -> RolloutReport:
-        """See ``BufferClient.await_selection``. The caller has the deadline: it knows whether production moves."""
-        return self._buffer.await_selection(rollout_id, last_ticket, math.inf)

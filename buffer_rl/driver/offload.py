@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,7 @@ class Turn(StrEnum):
     ENGINES = "engines"
 
 
+@dataclass(slots=True)
 class MemoryTurns:
     """The turns of a run; without either option nothing is called.
 
@@ -60,17 +62,12 @@ class MemoryTurns:
     another role. publish: the newest version, after a call of ``publication``.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        timed: Callable[[str], AbstractContextManager[None]],
-        on_trained: Callable[[str], Awaitable[object]],
-        call: Callable[..., Awaitable[object]],
-        publish: Callable[[], Awaitable[object]],
-    ) -> None:
-        self._plan = plan
-        self._timed, self._on_trained, self._call, self._publish = timed, on_trained, call, publish
-        self._turn = Turn.TRAINER
+    _plan: RunPlan
+    _timed: Callable[[str], AbstractContextManager[None]]
+    _on_trained: Callable[[str], Awaitable[object]]
+    _call: Callable[..., Awaitable[object]]
+    _publish: Callable[[], Awaitable[object]]
+    _turn: Turn = Turn.TRAINER
 
     @property
     def engines_lack_weights(self) -> bool:

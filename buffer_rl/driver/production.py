@@ -67,10 +67,10 @@ class Production:
 
     # -- tickets -------------------------------------------------------------------------------------
 
-    async def admit(self, allows: Callable[[], bool]) -> None:
+    async def admit(self, allows: Callable[[int], bool]) -> None:
         """Start every ticket that the schedule lets open, while the run ``allows`` it. Never ends by itself."""
         while True:
-            await self._calls.until(lambda: allows() and self._may_open())
+            await self._calls.until(lambda: allows(self._next) and self._may_open())
             number, self._next = self._next, self._next + 1
             await self._memory.engines(evaluation=False)
             self._producing[number] = self._calls.spawn(self._produce(number))

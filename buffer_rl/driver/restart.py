@@ -22,7 +22,7 @@ from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.folders import LINEAGE, later_checkpoint
 from buffer_rl.driver.local_roles import OWES_EVALUATION
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, resume_notices, ships_code
-from buffer_rl.driver.runtime import LocalTarget
+from buffer_rl.driver.runtime import LocalTarget, Target
 from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
@@ -31,8 +31,6 @@ from buffer_rl.observe.startup import StartUp
 from buffer_rl.plugin.registry import PluginRegistry
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from buffer_rl.args import Args
     from buffer_rl.plan.schedule import RunResult
 
@@ -86,16 +84,22 @@ class RunSession:
 
 
 class Processes(ExitStack):
-    """What a start of the run's processes has to take down again, the last first."""
+    """What one start of the run has to take down again, the last first.
+
+    targets: where the calls of each role go. watchers: looks that the driver repeats, as ``RayRuntime`` says.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.targets: dict[str, Target] = {}
+        self.watchers: list[Callable[[], None]] = []
         self._groups: list[ActorGroup] = []
-        self._targets: list[tuple[str, LocalTarget, Callable[[], float], Callable[[], None] | None]] = []
+        self._locals: list[tuple[LocalTarget, Callable[[], float], Callable[[], object]]] = []
 
     def stops(self, group: ActorGroup, close_method: str = "", timeout_s: float = 0.0) -> ActorGroup:
-        """Stop ``group`` (see ``ActorGroup.stop``), and return it now."""
+        """Stop ``group`` (see ``ActorGroup.stop``), which has the calls of its role, and return it now."""
         self._groups.append(group)
+        self.targets[group.role] = group
         self.callback(group.stop, close_method, timeout_s)
         return group
 
@@ -105,33 +109,31 @@ class Processes(ExitStack):
         obj: object,
         *,
         end_s: Callable[[], float] = lambda: 0.0,
-        then: Callable[[], None] | None = None,
+        then: Callable[[], object] = lambda: None,
     ) -> LocalTarget:
-        """Calls on ``obj`` of this process. end_s: how long a call that is under way may take to end, once the
-        processes that it waits for are gone; ``END_TIMEOUT_S`` at most where the run is interrupted. then: called if
-        it did."""
-        target = LocalTarget(role, obj)
+        """Have ``obj`` of this process take the calls of a role. end_s: how long a call that is under way may take to
+        end, once the processes that it waits for are gone; ``END_TIMEOUT_S`` at most where the run is interrupted.
+        then: called if it did."""
+        self.targets[role] = target = LocalTarget(role, obj)
         self.callback(target.stop)
-        self._targets.append((role, target, end_s, then))
+        self._locals.append((target, end_s, then))
         return target
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, *raised: Any) -> bool:
         try:
-            return bool(super().__exit__(kind, error, trace))
+            return bool(super().__exit__(*raised))
         finally:
-            interrupted = kind is not None and not issubclass(kind, BufferRLError)
-            for _, target, end_s, then in reversed(self._targets):  # those that others use come first
+            interrupted = not isinstance(raised[1], BufferRLError | None)
+            for target, end_s, then in reversed(self._locals):  # those that others use come first
                 limit = min(end_s(), END_TIMEOUT_S) if interrupted else end_s()
-                if limit and target.join(limit) and then is not None:
+                if limit and target.join(limit):
                     then()
 
     def remaining(self) -> list[str]:
         """After the end: which roles still have a process, or a call in this process, after ``END_TIMEOUT_S``."""
         deadline = time.monotonic() + END_TIMEOUT_S
-        calls = [role for role, target, _, _ in self._targets if not target.join(max(0.0, deadline - time.monotonic()))]
-        return calls + [group.role for group in self._groups if not _are_gone(group, deadline)]
+        left = [target.role for target, _, _ in self._locals if not target.join(max(0.0, deadline - time.monotonic()))]
+        return left + [group.role for group in self._groups if not _are_gone(group, deadline)]
 
 
 def _are_gone(group: ActorGroup, deadline: float) -> bool:

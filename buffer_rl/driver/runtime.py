@@ -14,11 +14,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, cast
 
 from buffer_rl.cluster.actor_group import Call
 from buffer_rl.driver.tasks import NoAnswer, Task, run_to_end
-from buffer_rl.errors import WorkerError
 
 R = TypeVar("R")
 
@@ -39,7 +39,7 @@ class LocalTarget:
     """
 
     def __init__(self, role: str, obj: Any) -> None:
-        self._role = role
+        self.role = role
         self._object = obj
         self._calls: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True)
@@ -48,7 +48,7 @@ class LocalTarget:
     def start(self, method: str, *args: Any) -> Call:
         future: Future[Any] = Future()
         self._calls.put((future, getattr(self._object, method), args))
-        return Call(role=self._role, method=method, members=[self._role], futures=[future])
+        return Call(role=self.role, method=method, members=[self.role], futures=[future])
 
     def stop(self) -> None:
         """End the thread after the calls that were started; they are not waited for."""
@@ -124,8 +124,8 @@ class RayRuntime:
         return call.result()
 
     def restart(self, role: str) -> Call:
-        """On a thread of its own: it waits until the new processes are ready."""
-        target = LocalTarget(role, _Restart(self._targets[role], role))
+        """On a thread of its own: it waits until the new processes are ready. See ``ActorGroup.restart``."""
+        target = LocalTarget(role, self._targets[role])
         call = target.start("restart")
         target.stop()
         return call
@@ -149,17 +149,6 @@ class RayRuntime:
                 return
 
 
-class _Restart:
-    def __init__(self, target: Target, role: str) -> None:
-        self._target, self._role = target, role
-
-    def restart(self) -> None:
-        restart = getattr(self._target, "restart", None)
-        if restart is None:
-            raise WorkerError("the role's processes cannot be replaced", where=self._role)
-        restart()
-
-
 def _in_a_running_loop() -> bool:
     try:
         asyncio.get_running_loop()
@@ -170,20 +159,13 @@ def _in_a_running_loop() -> bool:
 
 def _run_in_a_thread(loop: asyncio.AbstractEventLoop, main: Callable[[], Coroutine[Any, Any, R]]) -> R:
     """The same, if this thread runs an event loop already, as in a notebook."""
-    answer: Future[R] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(run_to_end(loop, main))
-        except BaseException as error:  # raised where the answer is waited for
-            answer.set_exception(error)
-
-    thread = threading.Thread(target=work, name="driver", daemon=True)
-    thread.start()
+    target = LocalTarget("driver", SimpleNamespace(run=run_to_end))
+    (answer,) = target.start("run", loop, main).futures
+    target.stop()
     try:
-        return answer.result()
+        return cast("R", answer.result())
     except BaseException:
         with suppress(RuntimeError):  # it has ended by itself
             loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        target.join(threading.TIMEOUT_MAX)
         raise

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from buffer_rl.driver.launch import _Run
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession
+from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plugin.registry import PluginRegistry
 
 FUNCTIONS = """
@@ -42,10 +43,10 @@ def sequential(args: Any, limit_s: float = 120.0) -> None:
     with ExitStack() as stack:
         session = RunSession(args, registry, None, provenance_of(args, registry, []), stack, None)
         processes = stack.enter_context(Processes())
-        run = _Run(args, registry, Path(args.run_dir), None, session, processes)
-        publisher, train = run._publisher(), run.train
+        run = _Run(args, registry, None, session, processes)
+        run.start()
+        publisher, train = run.publisher(), run.trained[ACTOR]
         assert publisher is not None
-        assert train is not None
         assert run.rollout is not None
 
         def generate(number: int) -> None:

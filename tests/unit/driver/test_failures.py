@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,48 @@ def test_a_signal_at_any_moment_ends_the_run_after_the_step_or_in_its_rollout_an
         assert committed <= sum(span.method == "commit" and span.start <= moment for span in runtime.spans) + 1
         assert unfinished(runtime.spans) == [] or number == signal.SIGTERM
         buffer.state.ledger.close()
+
+
+@pytest.mark.parametrize("name", ["lockstep", "one step off"])
+def test_after_ctrl_c_only_the_ticket_of_the_step_under_way_opens(tmp_path: Path, name: str) -> None:
+    """The first ticket may be followed by another one as it ends, later ones only by a publication; with one group at a
+    time the trainer waits for each of them."""
+    setting = replace(SETTING, schedule=SCHEDULES[name], num_steps=4, slots=1, train_s=1.0, eval_interval=None)
+
+    def run_until(moment: float) -> tuple[list[Span], int]:
+        buffer = TrialBuffer(tmp_path, setting)
+        runtime, driver, _ = world(setting, buffer, Saves(buffer), Stopping(None), Outcome(setting), {"saves": True})
+        runtime.loop.create_task(at(runtime, moment, lambda: driver._stop.take(signal.SIGINT)))
+        steps = driver.run().steps
+        buffer.state.ledger.close()
+        return runtime.spans, steps
+
+    releases = [span.start for span in run_until(1e6)[0] if span.method == "release"]
+    for begin, end in pairwise(releases):
+        for moment in (begin + 0.01, (begin + end) / 2, end - 0.01, end):
+            spans, steps = run_until(moment)
+            assert sum(span.method == "commit" for span in spans) == steps
+            tickets = [span.args[0] for span in spans if span.method == "generate" and span.start > moment]
+            assert [number for number in tickets if number >= steps] == [], moment
+
+
+@pytest.mark.parametrize(("name", "steps"), [("lockstep", 0), ("lockstep", 2), ("one step off", 0)])
+def test_ctrl_c_between_a_release_and_the_ticket_that_it_lets_open_leaves_no_step_waiting(
+    tmp_path: Path, name: str, steps: int
+) -> None:
+    setting = replace(SETTING, schedule=SCHEDULES[name], eval_interval=None)
+    buffer = TrialBuffer(tmp_path, setting)
+    runtime, driver, observer = world(setting, buffer, Saves(buffer), Stopping(None), Outcome(setting))
+
+    def phase(name: str) -> None:
+        released = sum(span.method == "release" for span in runtime.spans)
+        if name == "generate" and released == steps + 1:  # the first one is of the start
+            opened = [span.args[0] for span in runtime.spans if span.method == "generate"]
+            assert steps not in opened
+            driver._stop.take(signal.SIGINT)
+
+    observer.phase = phase  # type: ignore[method-assign]
+    assert driver.run().steps == steps + 1
 
 
 async def at(runtime: VirtualRuntime, moment: float, act: Callable[[], object]) -> None:

@@ -121,20 +121,14 @@ def test_watchers_have_a_thread_of_their_own_and_their_errors_come_to_the_loop()
     runtime = RayRuntime({"rollout": Members(1)}, [watcher])
     runtime.poll_s = 0.01
     failed: list[BaseException | None] = []
+    is_over = asyncio.Event()
 
-    async def main() -> None:
-        looked = asyncio.get_running_loop().create_future()
+    def look(error: BaseException | None) -> None:
+        failed.append(error)
+        if error is not None:
+            is_over.set()
 
-        def look(error: BaseException | None) -> None:
-            failed.append(error)
-            if error is not None:
-                looked.set_result(None)
-
-        looks.append(look)
-        await looked
-
-    looks: list[Any] = []
-    runtime.run(main, lambda error: looks[0](error))
+    runtime.run(is_over.wait, look)
     assert [str(error) for error in failed if error is not None] == ["engine 0 was killed by signal 9"]
     assert calls == ["watchers", "watchers"]
 
