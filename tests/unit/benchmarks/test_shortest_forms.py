@@ -23,6 +23,7 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "group_costs": ("--groups", "1000", "--rounds", "1", "--parts", "queue"),
     "ledger": ("--groups", "1000"),
     "ledger_kills": ("--kills", "2", "--every", "50"),
+    "many_devices": ("--quick",),
     "pool": ("--quick",),
     "preflight": ("--gb", "0.005"),
     "run": ("--quick",),
