@@ -12,8 +12,9 @@ verl    seconds that verl published of its runs of a 7B model (``VERL``). Its tr
         (32 x 16 in place of 512 x 16); lengths are lognormal with a sigma of 1, cut at 12 times their mean; a step's
         samples have places on all devices together, half of them on half.
 
-Columns: seconds a step; of these, waiting for groups and training; time to so many steps, measured, and how often as
-fast as colocated lockstep. Everything else (publication ``PUBLISH`` s) is in the step alone.
+Columns: seconds a step; of these, waiting (for groups, or before a publication for the end of requests) and training,
+beside which there is the publication, ``PUBLISH`` s; time to so many steps, and how many times as fast as colocated
+lockstep; the largest staleness of a group.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from statistics import fmean
 
 from schedule_bounds import MEAN_LENGTH, response_length
-from virtual_runs import Costs, Figures, virtual, write_rows
+from virtual_runs import PUBLISH, Costs, Figures, virtual, write_rows
 
 COLOCATED = "colocated lockstep"
 SHOWN = (COLOCATED, "one-step-off", "async, S 1, M 1", "async, S 1, M 2", "async, S 2, M 2", "async, S 2, M 4")
@@ -87,7 +88,8 @@ def lines(kind: str, devices: int, sigma: float, num_steps: int, data: Path) -> 
         base = base or found
         split = str(devices) if mode == COLOCATED else f"{devices // 2}:{devices // 2}"
         step = found.ends[-1] / num_steps
-        cells = [mode, split, f"{step:.1f}", f"{found.idle * step:.1f}", f"{found.worked / num_steps:.1f}"]
+        trained = found.worked / num_steps
+        cells = [mode, split, f"{step:.1f}", f"{step - trained - PUBLISH:.1f}", f"{trained:.1f}"]
         for steps in MILESTONES:
             if steps <= num_steps:
                 gain = "" if mode == COLOCATED else f" ({base.ends[steps - 1] / found.ends[steps - 1]:.2f})"

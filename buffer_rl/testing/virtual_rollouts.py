@@ -77,9 +77,9 @@ class VirtualEngines:
 class VirtualRollouts:
     """The role ``rollout``: leases, generates, filters and finishes groups, several tickets at a time.
 
-    length: seconds of the response of a group's sample. drops, fails: shares of groups that a
-    filter drops, and of attempts that fail and are requeued. gives_up: whether a ticket replaces no group that was
-    dropped. offered: the length of each group that was ever leased.
+    length: seconds of the response of a group's sample. drops, fails, quarantines: shares of groups that a filter
+    drops, of attempts that fail and are requeued, and of groups that are quarantined. gives_up: whether a ticket
+    replaces no group that was dropped. offered: the length of each group that was ever leased.
     """
 
     runtime: VirtualRuntime
@@ -88,6 +88,7 @@ class VirtualRollouts:
     length: Callable[[GroupUid, int], float]
     drops: float = 0.0
     fails: float = 0.0
+    quarantines: float = 0.0
     gives_up: Callable[[Ticket], bool] = lambda ticket: False
     seed: int = 0
     restarts: int = 0
@@ -148,6 +149,9 @@ class VirtualRollouts:
                 return False
             if group.attempt < 4 and Random(f"{self.seed} {group.uid} {group.attempt}").random() < self.fails:
                 self.state.add_samples(ticket, [(group.uid, group.attempt)])
+                return False
+            if Random(f"{self.seed} {group.uid} spoilt").random() < self.quarantines:
+                self.state.quarantine(ticket, group.uid, group.attempt, "broken")
                 return False
         columns = {
             "tokens": [np.asarray([1, 2], dtype=np.int32) for _ in group],

@@ -27,6 +27,7 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "pool": ("--quick",),
     "preflight": ("--gb", "0.005"),
     "run": ("--quick",),
+    "schedule_campaign": ("--runs", "20"),
     "schedule_equality": ("--algorithms", "gspo", "--steps", "1"),
     "schedule_step": ("--quick",),
     "schedules": ("--quick",),
