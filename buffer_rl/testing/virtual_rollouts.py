@@ -79,7 +79,7 @@ class VirtualRollouts:
 
     length: seconds of the response of a group's sample. drops, fails, quarantines: shares of groups that a filter
     drops, of attempts that fail and are requeued, and of groups that are quarantined. gives_up: whether a ticket
-    replaces no group that was dropped. offered: the length of each group that was ever leased.
+    replaces no group that was dropped, but for its first one. offered: the length of each group that was ever leased.
     """
 
     runtime: VirtualRuntime
@@ -99,7 +99,7 @@ class VirtualRollouts:
         """Produce the groups of a ticket. Raises WorkerDiedError if the worker dies meanwhile."""
         if not ticket.num_groups:
             return {}, []
-        work = [asyncio.ensure_future(self._slot(ticket)) for _ in range(ticket.num_groups)]
+        work = [asyncio.ensure_future(self._slot(ticket, is_first=not n)) for n in range(ticket.num_groups)]
         death = asyncio.ensure_future(self._death.wait())
         try:
             finished: asyncio.Future[Any] = asyncio.ensure_future(
@@ -126,7 +126,7 @@ class VirtualRollouts:
         self.restarts += 1
         self._death = asyncio.Event()
 
-    async def _slot(self, ticket: Ticket) -> None:
+    async def _slot(self, ticket: Ticket, *, is_first: bool) -> None:
         while True:
             groups = self.state.get_samples(ticket, 1)
             if not groups:
@@ -139,7 +139,7 @@ class VirtualRollouts:
             versions = await asyncio.gather(*(self.engines.respond(length) for length in lengths))
             kept = self._report(ticket, group, versions, rng)
             self.runtime.tell()
-            if kept or self.gives_up(ticket):
+            if kept or (self.gives_up(ticket) and not is_first):
                 return
 
     def _report(self, ticket: Ticket, group: SampleGroup, versions: list[tuple[int, int]], rng: Random) -> bool:
