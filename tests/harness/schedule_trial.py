@@ -33,7 +33,9 @@ NUM_ROWS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run is drawn from. Times in virtual seconds; ``deaths`` are of the rollout worker and of the Buffer."""
+    """What a run is drawn from. Times in virtual seconds; ``deaths`` are of the rollout worker and of the Buffer.
+    ends_short: share of tickets that replace nothing, but for the last ones of the run: no later ticket makes up for
+    them, so that the last step could have no group, which is an error."""
 
     schedule: Schedule
     groups_per_step: int = 3
@@ -264,6 +266,7 @@ def world(
 ) -> tuple[VirtualRuntime, Driver, Silent]:
     """A driver with its surroundings. changes: of its plan."""
     runtime = VirtualRuntime({}, lambda role, method, args: {"train": setting.train_s, "save": 0.1}.get(method, 0.0))
+    last = setting.num_steps - setting.schedule.target - 1
     engines = VirtualEngines(runtime=runtime, slots=setting.slots, load_s=setting.load_s, version=saves.step)
     rollouts = VirtualRollouts(
         runtime=runtime,
@@ -273,7 +276,7 @@ def world(
         drops=setting.drops,
         fails=setting.fails,
         quarantines=setting.quarantines,
-        gives_up=lambda ticket: Random(ticket.rollout_id).random() < setting.ends_short,
+        gives_up=lambda ticket: ticket.rollout_id < last and Random(ticket.rollout_id).random() < setting.ends_short,
         seed=setting.seed,
         offered=outcome.offered,
     )
