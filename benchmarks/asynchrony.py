@@ -1,13 +1,11 @@
 """What an asynchronous schedule gains, with engines and a trainer of known cost: in virtual time, and live.
 
     python benchmarks/asynchrony.py                  # virtual time: 16 devices, every mode (two minutes)
-    python benchmarks/asynchrony.py --devices 64 128 # the same at 64 and 128: hours to 100, 200 and 300 steps
     python benchmarks/asynchrony.py --live           # real driver, Buffer, rollout worker, Ray; the rest sleeps
     python benchmarks/asynchrony.py --quick          # seconds: does everything work?
 
-A device is an engine with ``SLOTS`` places, or a part of the trainer. A response holds one for ``DECODED`` seconds a
-token. A step of the trainer takes ``TRAINED`` seconds for each response token of its rows on 16 devices. Lengths are
-lognormal with mean 250 tokens, cut at 3000, by the seed of each sample: every mode generates the same responses.
+Costs are those of ``virtual_runs.py``: a step of the trainer takes ``TRAINED`` seconds for each response token of its
+rows on 16 devices. Lengths are lognormal with mean 250 tokens, cut at 3000. More devices: ``many_devices.py``.
 
 colocated   lockstep on all devices in turn: generate on all, then train on all; nothing is paid for the change
 others      the devices are split; the split of each mode is the fastest one of ``SPLITS``
@@ -23,200 +21,55 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from known_costs import SleepingTrainer
 from schedule_bounds import response_length
+from virtual_runs import (
+    DECODED,
+    GROUPS,
+    MODES,
+    PUBLISH,
+    SAMPLES,
+    SEED,
+    SLOTS,
+    Costs,
+    Figures,
+    best_split,
+    virtual,
+    write_rows,
+)
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.data.source import PromptDataSource
-from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.options.section import compose
-from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import GroupUid, TrainBatch
-from buffer_rl.rollout.requests import sampling_seed
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.testing.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections
-from buffer_rl.testing.virtual_time import VirtualRuntime
 
 HERE = Path(__file__).resolve().parent
-SLOTS = 8
-GROUPS, SAMPLES = 16, 4
-DECODED = 8e-3
-TRAINED = 5e-5
-PUBLISH = 0.2
-SPLITS = (0.5, 0.625, 0.75)
 MOST = 1.05
-SEED = 1234
-
-
-def asynchronous(target: int, bound: int) -> Schedule:
-    return Schedule(mode=Mode.ASYNC, target=target, max_staleness=bound)
-
-
-MODES: Mapping[str, Schedule] = {
-    "colocated lockstep": Schedule(mode=Mode.LOCKSTEP),
-    "lockstep": Schedule(mode=Mode.LOCKSTEP),
-    "one-step-off": Schedule(mode=Mode.ONE_STEP_OFF, target=1, max_staleness=1, drains=True),
-    "async, S 1, M 1": asynchronous(1, 1),
-    "async, S 1, M 2": asynchronous(1, 2),
-    "async, S 2, M 2": asynchronous(2, 2),
-    "async, S 2, M 4": asynchronous(2, 4),
-    "async, S 4, M 4": asynchronous(4, 4),
-}
 LIVE = ("colocated lockstep", "one-step-off", "async, S 1, M 2", "async, S 2, M 2", "async, S 2, M 4")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """slots: responses at a time. trained: seconds of a step for each of its tokens. groups: P."""
-
-    slots: int
-    trained: float
-    sigma: float
-    groups: int = GROUPS
-
-    @classmethod
-    def of(cls, mode: str, devices: int, engines: int, sigma: float) -> Costs:
-        """Of a mode with so many engines; P grows with the number of devices."""
-        colocated = mode == "colocated lockstep"
-        groups = GROUPS * devices // 16
-        trainers = devices if colocated else devices - engines
-        slots = SLOTS * (devices if colocated else engines)
-        return cls(slots=slots, trained=TRAINED * 16 / trainers, sigma=sigma, groups=groups)
-
-
-@dataclass(slots=True, kw_only=True)
-class Figures:
-    """Of a run: when each step ended, the share of time in which the trainer waited, and each group's staleness."""
-
-    ends: list[float]
-    idle: float
-    staleness: list[int]
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds a step, without the first fifth."""
-        skipped = len(self.ends) // 5
-        return (self.ends[-1] - self.ends[skipped]) / (len(self.ends) - 1 - skipped)
-
-
-class Observer:
-    """Notes when steps end, and how long each waited."""
-
-    def __init__(self, runtime: VirtualRuntime) -> None:
-        self._runtime = runtime
-        self.ends: list[float] = []
-        self.waited = 0.0
-        self.staleness: list[int] = []
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.ends.append(self._runtime.now())
-        self.waited += metrics.get("perf/rollout_time", 0.0)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
-
-
-class KnownTrainer:
-    """A trainer in virtual time: a step takes so long for each token of its rows."""
-
-    def __init__(self, runtime: VirtualRuntime, state: BufferState, costs: Costs) -> None:
-        self._runtime, self._state, self._costs = runtime, state, costs
-        self._tokens = 0
-
-    def fetch(self, rollout_id: int) -> None:
-        rows = [row for part in self._state.plan_data(rollout_id).slices for row in part.row_ids]
-        self._tokens = sum(tokens_of(row.uid, row.sample_index, self._costs.sigma) for row in rows)
-
-    async def train(self) -> Mapping[str, float]:
-        await self._runtime.loop.sleep_until(self._runtime.now() + self._costs.trained * self._tokens)
-        return {}
-
-    def discard(self) -> None:
-        pass
-
-
-@cache
-def tokens_of(uid: GroupUid, index: int, sigma: float) -> int:
-    """The length of a sample's response."""
-    return response_length(sampling_seed(SEED, uid, index), sigma)
-
-
-def virtual(mode: str, costs: Costs, num_steps: int, data: Path) -> Figures:
-    """A run in virtual time."""
-    args: Any = compose(CORE_SECTIONS)(
-        prompt_data=str(data), rollout_batch_size=costs.groups, n_samples_per_prompt=SAMPLES, seed=SEED
-    )
-    schedule = MODES[mode]
-    state = BufferState(
-        PromptDataSource(args), ledger=Ledger.in_memory(), groups_per_step=costs.groups, schedule=schedule
-    )
-    runtime = VirtualRuntime({})
-    engines = VirtualEngines(runtime=runtime, slots=costs.slots, load_s=PUBLISH)
-    rollouts = VirtualRollouts(
-        runtime=runtime,
-        state=state,
-        engines=engines,
-        length=lambda uid, index: DECODED * tokens_of(uid, index, costs.sigma),
-    )
-    selections = VirtualSelections(runtime=runtime, state=state)
-    runtime.roles |= {"buffer": state, "selection": selections, "rollout": rollouts, "publish": engines}
-    runtime.roles["train"] = KnownTrainer(runtime, state, costs)
-    limits = dict.fromkeys(("rollout", "train", "publish", "save", "buffer"), 1e9)
-    plan = RunPlan(
-        num_rollouts=num_steps,
-        schedule=schedule,
-        roles=RolePlan(),
-        **{f"{name}_timeout_s": limit for name, limit in limits.items()},  # type: ignore[arg-type]
-    )
-    observer = Observer(runtime)
-    Driver(plan, runtime, observer).run()  # type: ignore[arg-type]
-    staleness = [value for report in selections.reports.values() for value in report.staleness]
-    return Figures(ends=observer.ends, idle=observer.waited / observer.ends[-1], staleness=staleness)
-
-
-def best_split(mode: str, devices: int, sigma: float, num_steps: int, data: Path) -> tuple[int, Figures]:
-    """The number of engines with which the mode is fastest, and its figures."""
-    if mode == "colocated lockstep":
-        return devices, virtual(mode, Costs.of(mode, devices, devices, sigma), num_steps, data)
-    tried = {
-        engines: virtual(mode, Costs.of(mode, devices, engines, sigma), num_steps, data)
-        for engines in (round(devices * split) for split in SPLITS)
-    }
-    engines = min(tried, key=lambda number: tried[number].step_s)
-    return engines, tried[engines]
-
-
-def virtual_table(devices: int, sigmas: list[float], num_steps: int, data: Path) -> None:
-    groups = GROUPS * devices // 16
-    print(f"{devices} devices, {SLOTS} places each, P {groups}, {SAMPLES} samples a prompt, {num_steps} steps")
-    times = "".join(f"{f'{steps} steps, h':>14}" for steps in (100, 200, 300)) if devices > 16 else ""
-    print(f"{'sigma':6}{'mode':20}{'engines':>8}{'s a step':>10}{'gain':>7}{'idle':>6}{'mean':>6}{'max':>5}{times}")
+def virtual_table(sigmas: list[float], num_steps: int, data: Path) -> None:
+    print(f"16 devices, {SLOTS} places each, P {GROUPS}, {SAMPLES} samples a prompt, {num_steps} steps")
+    print(f"{'sigma':6}{'mode':20}{'engines':>8}{'s a step':>10}{'gain':>7}{'idle':>6}{'mean':>6}{'max':>5}")
     for sigma in sigmas:
         base = 0.0
         for mode in MODES:
-            engines, found = best_split(mode, devices, sigma, num_steps, data)
+            engines, found = best_split(mode, 16, sigma, num_steps, data)
             base = base or found.step_s
             stale = found.staleness or [0]
             line = f"{sigma:<6}{mode:20}{engines:>8}{found.step_s:>10.2f}{base / found.step_s:>7.2f}{found.idle:>6.0%}"
-            line += f"{sum(stale) / len(stale):>6.2f}{max(stale):>5}"
-            if devices > 16:
-                line += "".join(f"{steps * found.step_s / 3600:>14.2f}" for steps in (100, 200, 300))
-            print(line, flush=True)
+            print(f"{line}{sum(stale) / len(stale):>6.2f}{max(stale):>5}", flush=True)
 
 
 class LiveTrainer(SleepingTrainer):
@@ -244,13 +97,6 @@ class LiveTrainer(SleepingTrainer):
 def live_task(folder: Path) -> Iterator[Path]:
     make_tiny_model(folder / "model")
     yield write_rows(folder)
-
-
-def write_rows(folder: Path) -> Path:
-    """Prompts that are all different."""
-    rows = folder / "train.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{number:06d}", "label": ""}) + "\n" for number in range(4096)))
-    return rows
 
 
 def live(mode: str, costs: Costs, num_steps: int, folder: Path, data: Path) -> Figures:
@@ -332,7 +178,6 @@ def live_table(sigmas: list[float], num_steps: int, modes: list[str]) -> list[st
 def main() -> int:
     """Run and print; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="+", default=[16])
     parser.add_argument("--sigma", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--live", action="store_true", help="real processes, sleeping engine and trainer")
@@ -346,8 +191,7 @@ def main() -> int:
         print("\n".join(too_slow))
         return 1 if too_slow and not flags.quick else 0
     with tempfile.TemporaryDirectory() as name:
-        for devices in flags.devices:
-            virtual_table(devices, flags.sigma, flags.steps, write_rows(Path(name)))
+        virtual_table(flags.sigma, flags.steps, write_rows(Path(name)))
     return 0
 
 

@@ -29,6 +29,7 @@ CAMPAIGNS: Mapping[str, tuple[str, ...]] = {
     "driver": ("benchmarks/faults.py", "driver"),
     "rank": ("benchmarks/faults.py", "rank"),
     "schedules": ("benchmarks/schedule_equality.py", "--whole"),
+    "asynchronous schedules": ("benchmarks/schedule_campaign.py",),
     "golden runs": ("tests/golden/runs.py", "record"),
     "golden mutants": ("tests/golden/mutants.py",),
 }

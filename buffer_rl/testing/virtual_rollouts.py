@@ -78,8 +78,9 @@ class VirtualRollouts:
     """The role ``rollout``: leases, generates, filters and finishes groups, several tickets at a time.
 
     num_workers: they get the tickets in turn, and die in turn. length: seconds of the response of a group's sample.
-    drops, fails: shares of groups that a filter drops, and of attempts that fail and are requeued. gives_up: whether a
-    ticket replaces no group that was dropped. offered: the length of each group that was ever leased.
+    drops, fails, quarantines: shares of groups that a filter drops, of attempts that fail and are requeued, and of
+    groups that are quarantined. gives_up: whether a ticket replaces no group that was dropped, but for its first one.
+    offered: the length of each group that was ever leased.
     """
 
     runtime: VirtualRuntime
@@ -88,6 +89,7 @@ class VirtualRollouts:
     length: Callable[[GroupUid, int], float]
     drops: float = 0.0
     fails: float = 0.0
+    quarantines: float = 0.0
     gives_up: Callable[[Ticket], bool] = lambda ticket: False
     num_workers: int = 1
     seed: int = 0
@@ -106,7 +108,7 @@ class VirtualRollouts:
         self._turn += 1
         if not ticket.num_groups:
             return {}, []
-        work = [asyncio.ensure_future(self._slot(ticket)) for _ in range(ticket.num_groups)]
+        work = [asyncio.ensure_future(self._slot(ticket, is_first=not n)) for n in range(ticket.num_groups)]
         death = asyncio.ensure_future(died.wait())
         try:
             finished: asyncio.Future[Any] = asyncio.ensure_future(
@@ -134,7 +136,7 @@ class VirtualRollouts:
         self.restarts += 1
         self._deaths = [asyncio.Event() if death.is_set() else death for death in self._deaths]
 
-    async def _slot(self, ticket: Ticket) -> None:
+    async def _slot(self, ticket: Ticket, *, is_first: bool) -> None:
         while True:
             groups = self.state.get_samples(ticket, 1)
             if not groups:
@@ -147,7 +149,7 @@ class VirtualRollouts:
             versions = await asyncio.gather(*(self.engines.respond(length) for length in lengths))
             kept = self._report(ticket, group, versions, rng)
             self.runtime.tell()
-            if kept or self.gives_up(ticket):
+            if kept or (self.gives_up(ticket) and not is_first):
                 return
 
     def _report(self, ticket: Ticket, group: SampleGroup, versions: list[tuple[int, int]], rng: Random) -> bool:
@@ -157,6 +159,9 @@ class VirtualRollouts:
                 return False
             if group.attempt < 4 and Random(f"{self.seed} {group.uid} {group.attempt}").random() < self.fails:
                 self.state.add_samples(ticket, [(group.uid, group.attempt)])
+                return False
+            if Random(f"{self.seed} {group.uid} spoilt").random() < self.quarantines:
+                self.state.quarantine(ticket, group.uid, group.attempt, "broken")
                 return False
         columns = {
             "tokens": [np.asarray([1, 2], dtype=np.int32) for _ in group],

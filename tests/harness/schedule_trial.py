@@ -21,7 +21,7 @@ from buffer_rl.driver.driver import Driver
 from buffer_rl.errors import TrainError
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
-from buffer_rl.records.groups import GroupUid, RolloutReport
+from buffer_rl.records.groups import GroupUid, RolloutReport, SampleGroup, Ticket
 from buffer_rl.testing.fake_roles import FakeTrain
 from buffer_rl.testing.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections, lognormal
 from buffer_rl.testing.virtual_time import VirtualRuntime
@@ -33,7 +33,9 @@ NUM_ROWS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run is drawn from. Times in virtual seconds; ``deaths`` are of the rollout worker and of the Buffer."""
+    """What a run is drawn from. Times in virtual seconds; ``deaths`` are of the rollout worker and of the Buffer.
+    ends_short: share of tickets that replace nothing, but for the last ones of the run: no later ticket makes up for
+    them, so that the last step could have no group, which is an error."""
 
     schedule: Schedule
     groups_per_step: int = 3
@@ -46,6 +48,7 @@ class Setting:
     drops: float = 0.0
     fails: float = 0.0
     workers: int = 1
+    quarantines: float = 0.0
     worker_deaths: int = 0
     buffer_deaths: int = 0
     ends_short: float = 0.0
@@ -82,6 +85,7 @@ def drawn(seed: int) -> Setting:
         ends_short=draw.choice([0.0, 0.0, 0.3]) if mode is Mode.ASYNC and bound else 0.0,
         eval_interval=draw.choice([None, None, 3]),
         stops_at=draw.choice([None, None, num_steps // 2]),
+        quarantines=draw.choice([0.0, 0.0, 0.1]),
         seed=seed,
     )
 
@@ -92,7 +96,8 @@ def options() -> Any:
 
 
 class TrialBuffer:
-    """A Buffer that can be replaced by one that has its ledger alone. reports: of the selections, by step."""
+    """A Buffer that can be replaced by one that has its ledger alone. reports: of the selections, by step. leased: the
+    version at the newest lease of each group."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
         rows = folder / "rows.jsonl"
@@ -107,6 +112,7 @@ class TrialBuffer:
             n_samples_per_eval_prompt=1,
         )
         self.reports: dict[int, RolloutReport] = {}
+        self.leased: dict[GroupUid, int] = {}
         self.state = self.open()
 
     def open(self, *, restarted: bool = False, fresh: bool = False) -> BufferState:
@@ -129,6 +135,22 @@ class TrialBuffer:
     def die(self) -> None:
         self.state.ledger.close()
         self.open(restarted=True)
+
+    def get_samples(self, ticket: Ticket, num_samples: int) -> list[SampleGroup]:
+        groups = self.state.get_samples(ticket, num_samples)
+        if not ticket.evaluation:
+            self.leased |= {group.uid: group.version or 0 for group in groups}
+        return groups
+
+    def go_back(self, saves: Saves) -> None:
+        """Begin again, with the newest checkpoint if there is one."""
+        self.state.ledger.close()
+        self.open(fresh=True)
+        self.reports = {step: report for step, report in self.reports.items() if step < saves.step}
+        if saves.saved is not None:
+            load_saved(self.state, saves.saved)
+        known = entries(self.state.ledger)
+        self.leased = {uid: version for uid, version in self.leased.items() if uid in known}
 
     def close_selection(self, rollout_id: int, last_ticket: int | None = None) -> Any:
         report, revision = self.state.close_selection(rollout_id, last_ticket)
@@ -187,13 +209,17 @@ class Silent:
 @dataclass(slots=True)
 class Outcome:
     """What a run did. staleness: of every trained group. states: of every group that was ever leased. offered: the
-    length of each group that was leased; trained: the uids that were, with their steps. seconds: virtual ones."""
+    length of each group that was leased; leased: the version at its newest lease, without those that were first leased
+    after the checkpoint that the run continued from; trained: the uids that were, with their steps; rejected: for good,
+    or by a filter. seconds: virtual ones."""
 
     setting: Setting
     staleness: list[int] = field(default_factory=list)
     states: Counter[GroupState] = field(default_factory=Counter)
     offered: dict[GroupUid, float] = field(default_factory=dict)
+    leased: dict[GroupUid, int] = field(default_factory=dict)
     trained: dict[GroupUid, int] = field(default_factory=dict)
+    rejected: set[GroupUid] = field(default_factory=set)
     num_selected: int = 0
     seconds: float = 0.0
     metrics: list[Mapping[str, float]] = field(default_factory=list)
@@ -205,11 +231,7 @@ def run(setting: Setting, folder: Path) -> Outcome:
     buffer = TrialBuffer(folder, setting)
     saves, train = Saves(buffer), Stopping(setting.stops_at)
     while not _attempt(setting, buffer, saves, train, outcome):
-        buffer.state.ledger.close()
-        buffer.open(fresh=True)
-        buffer.reports = {step: report for step, report in buffer.reports.items() if step < saves.step}
-        if saves.saved is not None:
-            load_saved(buffer.state, saves.saved)
+        buffer.go_back(saves)
     for report in buffer.reports.values():
         outcome.staleness += report.staleness
         outcome.num_selected += report.num_groups
@@ -217,6 +239,9 @@ def run(setting: Setting, folder: Path) -> Outcome:
         outcome.states[entry.state] += 1
         if entry.state is GroupState.TRAINED:
             outcome.trained[uid] = int(entry.step or 0)
+        elif entry.state in (GroupState.REJECTED, GroupState.QUARANTINED):
+            outcome.rejected.add(uid)
+    outcome.leased = buffer.leased
     buffer.state.ledger.close()
     return outcome
 
@@ -243,6 +268,7 @@ def world(
 ) -> tuple[VirtualRuntime, Driver, Silent]:
     """A driver with its surroundings. changes: of its plan."""
     runtime = VirtualRuntime({}, lambda role, method, args: {"train": setting.train_s, "save": 0.1}.get(method, 0.0))
+    last = setting.num_steps - setting.schedule.target - 1
     engines = VirtualEngines(runtime=runtime, slots=setting.slots, load_s=setting.load_s, version=saves.step)
     rollouts = VirtualRollouts(
         runtime=runtime,
@@ -251,8 +277,9 @@ def world(
         length=lambda uid, index: lognormal(Random(f"{setting.seed} {uid} {index}"), setting.sigma, 5.0, 80.0),
         drops=setting.drops,
         fails=setting.fails,
-        gives_up=lambda ticket: Random(ticket.rollout_id).random() < setting.ends_short,
         num_workers=setting.workers,
+        quarantines=setting.quarantines,
+        gives_up=lambda ticket: ticket.rollout_id < last and Random(ticket.rollout_id).random() < setting.ends_short,
         seed=setting.seed,
         offered=outcome.offered,
     )
@@ -303,5 +330,6 @@ def check(outcome: Outcome) -> None:
     assert len(outcome.trained) == outcome.num_selected == outcome.states[GroupState.TRAINED], setting
     assert len(outcome.offered) >= len(outcome.trained)
     assert set(outcome.trained) <= set(outcome.offered)
+    assert len(outcome.leased) == sum(outcome.states.values()), setting
     if not setting.ends_short:
         assert outcome.num_selected == setting.num_steps * setting.groups_per_step, setting
