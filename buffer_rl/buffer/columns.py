@@ -304,6 +304,15 @@ def oldest_version(columns: Mapping[str, Column | Cell]) -> int | None:
     return min((int(version) for version in (() if values is None else values) if version >= 0), default=None)
 
 
+def have_versions(columns: Mapping[str, Column | Cell], sizes: RowSizes) -> bool:
+    """Whether each row that is trained on tells the version of its tokens; rows without a loss mask need not."""
+    column = columns.get("weight_version")
+    values = column.inline if isinstance(column, Cell) else column
+    if values is None:
+        return False
+    return all(int(version) >= 0 or not trained for version, trained in zip(values, sizes.trained, strict=True))
+
+
 def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     """Rows of several blocks one after another. Every block must have the same fields.
 

@@ -44,6 +44,7 @@ from buffer_rl.buffer.ledger_tables import (
     finished,
     is_repeat,
     leased,
+    rejected_late,
     requeued,
     selected,
     trained,
@@ -144,6 +145,10 @@ class Ledger:
     def reject(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → rejected."""
         self._change(uid, dropped, attempt, GroupState.REJECTED, reason)
+
+    def reject_finished(self, uid: GroupUid, attempt: int, reason: str) -> None:
+        """finished → rejected: no step can train on the group any longer."""
+        self._change(uid, rejected_late, attempt, reason)
 
     def quarantine(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → quarantined: the group failed too often by itself, and is not tried again."""

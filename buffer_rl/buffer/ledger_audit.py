@@ -59,13 +59,13 @@ _RULES = (
 )
 
 # A group's attempt is one lease: its lines begin with that of the ticket. What a step does with finished groups is no
-# production, but for what it gives back.
+# production, but for what it gives back or rejects.
 _TICKETS = """SELECT ticket, sum(leased), sum(finished), sum(requeued), sum(rejected), sum(quarantined)
     FROM (SELECT max(iif(to_state = 'leased', rollout_id, NULL)) AS ticket,
                  sum(to_state = 'leased') AS leased, sum(to_state = 'finished') AS finished,
                  sum(to_state = 'pending') AS requeued, sum(to_state = 'rejected') AS rejected,
                  sum(to_state = 'quarantined') AS quarantined
-          FROM history WHERE from_state != 'finished' OR to_state = 'pending' GROUP BY admitted, attempt)
+          FROM history WHERE from_state != 'finished' OR to_state IN ('pending', 'rejected') GROUP BY admitted, attempt)
     WHERE ticket IS NOT NULL GROUP BY ticket ORDER BY ticket DESC LIMIT ?"""
 # The history has no index: it is read once, and each line's group is looked up, not each group's lines.
 _SELECTIONS = """SELECT g.rollout_id, count(*), g.step, group_concat(DISTINCT h.rollout_id)

@@ -2,11 +2,11 @@
 
     pending ──lease──▶ leased ──finish──▶ finished ──commit──▶ trained(step)
        ▲                 │  │                │
-       └────requeue──────┘  ├─reject─▶ rejected(reason)      (finished ──requeue──▶ pending as well)
-                            └─quarantine─▶ quarantined(reason)
+       └────requeue──────┘  ├─reject─▶ rejected(reason)      (finished ──requeue──▶ pending, and
+                            └─quarantine─▶ quarantined(reason)   finished ──reject──▶ rejected, as well)
 
 A foreign group, which the rollout function made, is leased and finished in one transaction. It is pending, and in no
-queue, where it was lost before its step, or where its step had enough groups.
+queue, if it was lost before its step, or if its step had enough groups. It is rejected if it is too old for a step.
 
 Each transition is a pure function from one entry to the next (``leased`` to ``trained``). It raises BufferStateError
 where the diagram has no such arrow. ``LedgerTables`` reads and writes entries, their history, commits and facts.
@@ -88,6 +88,14 @@ def dropped(uid: GroupUid, entry: LedgerEntry, attempt: int, state: GroupState, 
     """The entry after ``Ledger.reject`` or ``Ledger.quarantine``, as ``state`` says."""
     _check_live(uid, entry, attempt, (GroupState.LEASED,))
     return LedgerEntry(state=state, attempt=attempt, rollout_id=entry.rollout_id, reason=encodable(reason))
+
+
+def rejected_late(uid: GroupUid, entry: LedgerEntry, attempt: int, reason: str) -> LedgerEntry:
+    """The entry after ``Ledger.reject_finished``."""
+    _check_live(uid, entry, attempt, (GroupState.FINISHED,))
+    if entry.selected:
+        raise BufferStateError(f"group {uid} is selected for rollout {entry.rollout_id}", expected="not selected")
+    return LedgerEntry(state=GroupState.REJECTED, attempt=attempt, rollout_id=entry.rollout_id, reason=reason)
 
 
 def requeued(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:

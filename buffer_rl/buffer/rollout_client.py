@@ -112,9 +112,13 @@ class RolloutClient:
         self._progressed()
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
-        """Drop a leased group."""
+        """Drop a leased group, or a foreign one."""
         await self._client.acall(BufferState.reject, self._ticket, group.uid, group.attempt, reason)
         self._progressed()
+
+    async def aget_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
+        """Those of the foreign groups that may be reported."""
+        return await self._client.acall(BufferState.get_pending, list(uids))
 
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group for good."""
@@ -133,6 +137,7 @@ class RolloutClient:
     finish = blocking(afinish)
     reject = blocking(areject)
     quarantine = blocking(aquarantine)
+    get_pending = blocking(aget_pending)
     count_failure = blocking(acount_failure)
 
     def get_buffer_length(self) -> int:

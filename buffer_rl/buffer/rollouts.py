@@ -28,6 +28,8 @@ QUARANTINED = "quarantined"
 UNREPORTED = "unreported"
 SURPLUS = "surplus"
 """What foreign groups that the step does not need are counted as; those of a data source wait for the next step."""
+TOO_OLD = "too_old"
+"""What foreign groups are counted as whose tokens are older than the bound when the selection of a step is open."""
 POSITION = "position"
 """The ledger's note of where the data source stands."""
 WORKERS = 1 << 20
@@ -241,6 +243,30 @@ class Rollouts:
         rollout.leave(uid)
         rollout.drops[QUARANTINED if for_good else reason] += 1
 
+    def reject_foreign(self, ticket: Ticket, uid: GroupUid, reason: str) -> None:
+        """Lease and reject a pending foreign group of the ticket; the reason is counted."""
+        with self._ledger.transaction():
+            attempt = self._ledger.lease(uid, ticket.rollout_id, foreign=True)
+            self._ledger.reject(uid, attempt, reason)
+        self.of(ticket).drops[reason] += 1
+
+    def reject_too_old(self, uids: Sequence[GroupUid]) -> None:
+        """Reject finished foreign groups that no step may train on any longer."""
+        with self._ledger.transaction():
+            for uid in uids:
+                self._ledger.reject_finished(uid, self.finished[uid].group.attempt, TOO_OLD)
+        for uid in uids:
+            del self.finished[uid]
+
+    def is_too_old(self, uid: GroupUid) -> bool:
+        """Whether the group was rejected as too old before."""
+        entry = self._ledger.entry(uid)
+        return entry.state is GroupState.REJECTED and entry.reason == TOO_OLD
+
+    def pending(self, uids: Iterable[GroupUid]) -> list[GroupUid]:
+        """Those of the groups that are neither leased, finished, trained nor dropped."""
+        return [uid for uid in uids if self._ledger.entry(uid).state is GroupState.PENDING]
+
     def is_foreign(self, rollout: OpenRollout, uid: GroupUid) -> bool:
         """Whether the rollout function made a group of this uid: no data source has it, nor a lease."""
         if uid in rollout.leases or rollout.ticket.evaluation or self._feed.has_source(uid.source):
@@ -393,8 +419,9 @@ class Rollouts:
             raise BufferStateError(
                 f"{ticket.task} has {ticket.num_groups} groups, and all of them are leased or finished",
                 where="get_samples",
-                expected="at most that many, and one more for each that is rejected or given back",
-                hint="return, or report a group first; --target-staleness sets how many tickets run at a time",
+                expected="at most buffer.ticket.num_groups, and one more for each that is rejected or given back",
+                hint="report the leased groups and return; further groups are those of the next ticket, and "
+                "--target-staleness sets how many tickets are in production",
             )
         return missing
 

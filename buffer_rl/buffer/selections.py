@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, oldest_version
+from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, have_versions
 from buffer_rl.buffer.ledger import RunRecord
 from buffer_rl.buffer.pool import DataPool
-from buffer_rl.buffer.rollouts import SURPLUS, Lease, Rollouts
+from buffer_rl.buffer.rollouts import SURPLUS, TOO_OLD, Lease, Rollouts
 from buffer_rl.buffer.selection_metrics import selection_metrics
 from buffer_rl.buffer.window import Window
 from buffer_rl.errors import BufferRestartedError, BufferStateError
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Column, GroupUid, RolloutReport, RowId, Ticket
-
-TOO_OLD = "too_old"
-"""What foreign groups are counted as whose tokens are older than the bound when the selection of a step is open."""
 
 REMEMBERED = 64
 """Cleared pools that are named to late readers; a reader is never later than that."""
@@ -95,10 +92,12 @@ class Selections:
         """Raises BufferStateError if the group's columns are stored already."""
         self._stores[ticket.evaluation].require_new(uid)
 
-    def check_foreign(self, ticket: Ticket, uid: GroupUid, columns: Mapping[str, Column | Cell]) -> None:
-        """A foreign group of an asynchronous run must say how old its tokens are, as no lease does, and all groups of
-        the run must be foreign. Raises BufferStateError."""
-        if self._window is None or not self._bound or ticket.evaluation:
+    def check_foreign(
+        self, ticket: Ticket, uid: GroupUid, columns: Mapping[str, Column | Cell], sizes: RowSizes
+    ) -> None:
+        """A foreign group of an asynchronous run must say how old its tokens are, as no lease does; if steps take the
+        groups of any ticket, all groups of the run must be foreign. Raises BufferStateError."""
+        if not self._bound or ticket.evaluation:
             return
         if self._has_leased:
             raise BufferStateError(
@@ -107,12 +106,13 @@ class Selections:
                 expected="groups of one kind in an asynchronous run, since their ages are bounded in different ways",
                 hint="lease all groups, or make all of them; or --schedule lockstep",
             )
-        if oldest_version(columns) is None:
+        if not have_versions(columns, sizes):
             raise BufferStateError(
                 f"group {uid} does not say which weights its tokens are of",
                 where=ticket.task,
-                expected="version spans in every sample (weight_versions), in an asynchronous run",
-                hint="set them from the engine's answers, or --schedule lockstep",
+                expected="in an asynchronous run, version spans in every sample: "
+                "sample.weight_versions = [VersionSpan(version, 0, sample.response_length)]",
+                hint="engines report the version of their tokens in meta_info; or --schedule lockstep",
             )
 
     def add(
@@ -240,6 +240,7 @@ class Selections:
         self._record.set_version(version)
         for pool in self._of_steps(0, version):
             self.clear(pool.task)
+        self._drop_too_old(version)  # so that the ticket that may open now replaces them
         self.revision += 1
 
     def abandon(self, step: int) -> None:
@@ -382,7 +383,7 @@ class Selections:
         return next((pool for pool in self._of_steps() if not pool.selection.closed), None)
 
     def _drop_too_old(self, step: int) -> None:
-        """Lose foreign groups whose tokens are too old for a step of an asynchronous run. They may come again."""
+        """Reject foreign groups whose tokens are too old for a step of an asynchronous run, and for all later ones."""
         if self._window is None or not self._bound:
             return
         late = [
@@ -393,7 +394,7 @@ class Selections:
             and (self._stores[False].oldest_version(uid) or 0) < step - self._bound
         ]
         if late:
-            self._rollouts.give_up(late)
+            self._rollouts.reject_too_old(late)
         for uid in late:
             self._window.leave(uid)
             self._stores[False].drop(uid)

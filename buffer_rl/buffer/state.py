@@ -19,7 +19,7 @@ from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
 from buffer_rl.buffer.readers import Splitting
-from buffer_rl.buffer.rollouts import POSITION, Rollouts
+from buffer_rl.buffer.rollouts import POSITION, TOO_OLD, Rollouts
 from buffer_rl.buffer.selections import Selections
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
@@ -185,14 +185,18 @@ class BufferState:
         """Store a finished group's columns and end its lease. Readers of the selection that it joins get it at once.
 
         A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
+        One that was rejected as too old is dropped again, and counted.
         sizes: needed where tokens or loss masks are in the object store."""
         rollout = self._rollouts.of(ticket)
         foreign = self._rollouts.is_foreign(rollout, uid)
         lease = None if foreign else rollout.live(uid, attempt)
         sizes = check_group(uid, row_ids, columns, sizes)
+        if foreign and self._rollouts.is_too_old(uid):  # production started again with its ticket
+            rollout.drops[TOO_OLD] += 1
+            return
         if foreign:
             self._rollouts.require_pending(ticket, [uid])
-            self._selections.check_foreign(ticket, uid, columns)
+            self._selections.check_foreign(ticket, uid, columns, sizes)
         self._selections.require_new(ticket, uid)
         if lease is not None:
             self._rollouts.finish(rollout, lease, len(row_ids))
@@ -202,9 +206,17 @@ class BufferState:
 
     @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
-        """Drop a leased group; the reason is counted."""
+        """Drop a leased group, or a foreign one that is pending; the reason is counted."""
+        if self._rollouts.is_foreign(self._rollouts.of(ticket), uid):
+            self._rollouts.require_pending(ticket, [uid])
+            return self._rollouts.reject_foreign(ticket, uid, reason)
         self._rollouts.drop(ticket, uid, attempt, reason)
         self._selections.left(ticket, [uid])
+
+    @reads
+    def get_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
+        """Those of the foreign groups that may be reported: they are in no step, and were not trained on or dropped."""
+        return self._rollouts.pending(uids)
 
     @mutates
     def quarantine(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:

@@ -63,7 +63,7 @@ class RolloutBuffer(Protocol):
         trained on. encoded: what ``encode`` gave for it, where it was asked and the group is as it was then."""
 
     def reject(self, group: SampleGroup, reason: str) -> None:
-        """Drop a leased group; the reason is counted and shown."""
+        """Drop a leased group, or a foreign one; the reason is counted and shown."""
 
     def quarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group that fails by itself, for good; the ledger keeps the reason."""
@@ -71,6 +71,10 @@ class RolloutBuffer(Protocol):
     def count_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt at a group as ``infra`` or ``data``. Returns how many of its kind the run had, and
         how many of them this group had."""
+
+    def get_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
+        """Those of these foreign groups that may be reported: the run has not trained on them, dropped them, or chosen
+        or stored them for a step. After a loss, groups that were stored are pending again."""
 
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
@@ -87,6 +91,7 @@ class RolloutBuffer(Protocol):
     async def areject(self, group: SampleGroup, reason: str) -> None: ...
     async def aquarantine(self, group: SampleGroup, reason: str) -> None: ...
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]: ...
+    async def aget_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]: ...
 
 
 class RolloutFunction(Protocol):

@@ -88,6 +88,10 @@ class FakeBuffer:
         self.failures[kind, group.uid] += 1
         return sum(n for (k, _), n in self.failures.items() if k == kind), self.failures[kind, group.uid]
 
+    def get_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
+        """Those of the groups that were never leased here: this Buffer takes no foreign ones."""
+        return [uid for uid in uids if uid not in self.leased]
+
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
         return len(self._queue)
@@ -117,6 +121,9 @@ class FakeBuffer:
 
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         return self.count_failure(group, kind)
+
+    async def aget_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
+        return self.get_pending(uids)
 
     def _end(self, group: SampleGroup) -> None:
         if group.uid not in self._live:

@@ -52,7 +52,8 @@ class ServiceClient:
             await self._session.close()
 
     async def write(self, trajectory: Mapping[str, Any], *, timeout_s: float = 300.0) -> dict[str, Any]:
-        """Write one trajectory; without a ``uid`` it gets one, the same for all tries. Returns the service's answer."""
+        """Write one trajectory; without a ``uid`` it gets one, the same for all tries. Returns the service's answer,
+        with ``weight_version``, the newest weights that a reader told the service; None before a run reads."""
         return await self._call("POST", "/write", {"uid": uuid.uuid4().hex, **trajectory}, timeout_s)
 
     async def read(
@@ -61,14 +62,18 @@ class ServiceClient:
         num_groups: int,
         *,
         position: int | None = None,
+        again_from: int | None = None,
         keep_from: int = 0,
         have: Sequence[int] = (),
+        weight_version: int | None = None,
         timeout_s: float,
     ) -> dict[str, Any]:
         """Lease groups: ``store``, and ``groups``, of which there are none if none is ready in ``READ_WAIT_S``."""
         wait_s = max(0.0, min(READ_WAIT_S, timeout_s))
-        asked = {"reader": reader, "num_groups": num_groups, "position": position, "keep_from": keep_from}
-        return await self._call("POST", "/read", {**asked, "have": list(have), "wait_s": wait_s}, timeout_s + MARGIN_S)
+        asked: dict[str, Any] = {"reader": reader, "num_groups": num_groups, "have": list(have), "wait_s": wait_s}
+        asked |= {"position": position, "again_from": again_from, "keep_from": keep_from}
+        asked["weight_version"] = weight_version
+        return await self._call("POST", "/read", asked, timeout_s + MARGIN_S)
 
     async def acknowledge(
         self, reader: str, *, delivered: Sequence[int] = (), dropped: Mapping[int, str] | None = None, timeout_s: float
@@ -77,8 +82,13 @@ class ServiceClient:
         asked = {"delivered": list(delivered), "dropped": {str(n): reason for n, reason in (dropped or {}).items()}}
         await self._call("POST", "/ack", {"reader": reader, **asked}, timeout_s)
 
+    async def peek(self, *, timeout_s: float) -> list[dict[str, Any]]:
+        """The groups, at most one, that a reader would get next. Nothing changes."""
+        answer = await self._call("GET", "/peek", None, timeout_s)
+        return list(answer["groups"])
+
     async def statistics(self, *, timeout_s: float) -> dict[str, Any]:
-        """Counts of groups and trajectories."""
+        """Counts of groups and trajectories, and ``weight_version`` as in the answer of ``write``."""
         return await self._call("GET", "/stats", None, timeout_s)
 
     async def _call(self, method: str, path: str, payload: Any, timeout_s: float) -> dict[str, Any]:

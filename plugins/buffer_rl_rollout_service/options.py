@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import Section, option
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -45,19 +47,37 @@ def buffer_rl_add_options() -> list[str]:
 @hookimpl
 def buffer_rl_configure(config: Any) -> None:
     """Raises ConfigError where the rollout function is of this plugin, and its service does not answer, refuses the
-    token, or makes groups of another size."""
+    token, or makes groups of another size; or has a group that an asynchronous run cannot take."""
     if config.rollout_function_path.replace(".ServiceRollout", ":ServiceRollout") not in ROLLOUTS:
         return
     from buffer_rl_rollout_service.client import ServiceClient  # what only such a run needs
 
-    async def ask() -> dict[str, Any]:
+    async def ask() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         async with ServiceClient(config.rollout_service_url, config.rollout_service_token) as service:
-            return await service.statistics(timeout_s=CHECK_TIMEOUT_S)
+            statistics = await service.statistics(timeout_s=CHECK_TIMEOUT_S)
+            return statistics, await service.peek(timeout_s=CHECK_TIMEOUT_S)
 
-    size = asyncio.run(ask())["group_size"]
+    statistics, waiting = asyncio.run(ask())
+    size = statistics["group_size"]
     if size != config.n_samples_per_prompt:
         raise ConfigError(
             f"the service makes groups of {size} trajectories",
             where=f"--rollout-service-url {config.rollout_service_url}",
             expected=f"--n-samples-per-prompt, {config.n_samples_per_prompt}",
         )
+    for group in waiting if Schedule.of(config).max_staleness else ():
+        require_versions(group, where=f"--schedule {config.schedule} and --rollout-service-url")
+
+
+def require_versions(group: Mapping[str, Any], *, where: str) -> None:
+    """Raises ConfigError for a group of the service if a trajectory of it does not say its weight versions."""
+    for item in group["items"]:
+        if item.get("weight_version") is None and not item.get("weight_versions"):
+            raise ConfigError(
+                f"the trajectory {item['uid']!r} of problem {item['instance_id']!r} does not say which weights its "
+                "tokens are of, so the bound on their age cannot be held",
+                where=where,
+                expected="in each trajectory weight_version, a whole number, or weight_versions, "
+                "[{version, start, end}] over its response tokens",
+                hint="engines report both in meta_info: send them along with the tokens; or --schedule lockstep",
+            )

@@ -7,6 +7,11 @@ Buffer and then acknowledged; one that cannot be trained on is dropped at the se
 Nothing is trained on twice or lost: a group's uid is (store, number of the group), and the Buffer takes a uid once; the
 service gives a rollout that is made again the groups that it got before. After a resume from a checkpoint these
 are the groups of the rollouts that the checkpoint does not have, so the service keeps what the last two may need.
+
+Age. A group of ticket r is trained on in step r at the latest, since foreign groups are taken in the order in which
+they were finished. So a group with a token of weights older than r - M is dropped as ``too_old``, and replaced. With a
+staleness of 1 or more, what is finished under a ticket may wait for M later ones. If production starts again, these
+read it again: each read asks for what the reader got for the last M tickets too, and the Buffer knows what it has.
 """
 
 from __future__ import annotations
@@ -18,17 +23,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from buffer_rl.buffer.rollouts import TOO_OLD
 from buffer_rl.data.json_text import with_arguments
-from buffer_rl.errors import DataError, DeadlineError
+from buffer_rl.errors import BufferStateError, DataError, DeadlineError
 from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.observe.metrics import drop_metrics
-from buffer_rl.records.groups import GroupUid, RolloutOutput, Sample, SampleGroup, Status
+from buffer_rl.plan.schedule import Schedule
+from buffer_rl.records.groups import GroupUid, RolloutOutput, Sample, SampleGroup, Status, Ticket
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.deadlines import ticket_limit_s
 from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.sft import encode_conversation
 from buffer_rl.rollout.user_functions import apply_filter
 from buffer_rl_rollout_service.client import ServiceClient
+from buffer_rl_rollout_service.options import require_versions
 from buffer_rl_rollout_service.server import Trajectory
 
 if TYPE_CHECKING:
@@ -37,6 +45,9 @@ if TYPE_CHECKING:
 
 NOTE = "rollout_service_reader"
 UNUSABLE = "unusable"
+TOO_NEW = "too_new"
+REPEATED = "repeated"
+"""No drop: the run has the group already."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -45,12 +56,14 @@ class ServiceRollout:
     with the run's engines, as usual.
 
     Metrics: ``service_wait_s``, seconds in which no group was ready; ``service_partial``, groups that were not
-    complete; ``service_drop_REASON``, groups that were not trained on."""
+    complete; ``service_drop_REASON``, groups that were not trained on. The Buffer counts ``too_old`` and ``too_new``
+    too, and its ledger has them as rejected."""
 
     uses_engine = True
 
     def __init__(self, args: ServiceArgs) -> None:
         self._args = args
+        self._given = Given()
 
     async def __call__(
         self, args: ServiceArgs, rollout_id: int, buffer: RolloutBuffer, evaluation: bool = False
@@ -62,7 +75,7 @@ class ServiceRollout:
             return await evaluate(context, buffer)
         options = cast("ServiceArgs", context.args)
         async with ServiceClient(options.rollout_service_url, options.rollout_service_token) as service:
-            run = _Run(context, buffer, service, _reader_of(buffer))
+            run = _Run(context, buffer, service, _reader_of(buffer), given=self._given)
             await run.produce_all()
         return RolloutOutput(metrics=run.metrics())
 
@@ -77,21 +90,35 @@ def _reader_of(buffer: RolloutBuffer) -> str:
 
 
 def kept_from(args: Args, rollout_id: int) -> int:
-    """The first rollout whose groups may be asked for again: that which follows the last checkpoint but one."""
-    if args.save is None or args.save_interval is None:
-        return rollout_id
-    return int(max(0, rollout_id // args.save_interval - 1) * args.save_interval)
+    """The first rollout whose groups may be asked for again: that which follows the last checkpoint but one, and M
+    before it, whose groups it may lack too."""
+    first = rollout_id
+    if args.save is not None and args.save_interval is not None:
+        first = (rollout_id // args.save_interval - 1) * args.save_interval
+    return int(max(0, first - Schedule.of(args).max_staleness))
+
+
+@dataclass(slots=True)
+class Given:
+    """The groups that this process got from the service ``store``: number, and the rollout that got it."""
+
+    store: str = ""
+    groups: dict[int, int] = field(default_factory=dict)
+
+    def uid(self, number: int) -> GroupUid:
+        """The identity of a group in the Buffer."""
+        return GroupUid(f"service-{self.store}", number, 0)
 
 
 @dataclass(slots=True)
 class _Run:
-    """One rollout in progress. have: numbers of the groups that it got."""
+    """One rollout in progress. given: also of earlier rollouts, as far as the service may give them again."""
 
     context: RolloutContext
     buffer: RolloutBuffer
     service: ServiceClient
     reader: str
-    have: list[int] = field(default_factory=list)
+    given: Given
     drops: Counter[str] = field(default_factory=Counter)
     num_finished: int = 0
     num_partial: int = 0
@@ -99,55 +126,95 @@ class _Run:
     deadline: float = 0.0
 
     async def produce_all(self) -> None:
-        wanted, rollout_id = self.buffer.ticket.num_groups, self.buffer.ticket.rollout_id
+        ticket = self.buffer.ticket
         self.deadline = time.monotonic() + ticket_limit_s(self.context.args)
-        while (missing := wanted - self.num_finished) > 0:
+        first = max(0, ticket.rollout_id - (ticket.max_staleness or 0))
+        await self._forget(first)
+        while (missing := ticket.num_groups - self.num_finished) > 0:
             began = time.monotonic()
             if began >= self.deadline:
-                raise await self._too_few(wanted)
+                raise await self._too_few(ticket.num_groups)
             answer = await self.service.read(
                 self.reader,
                 missing,
-                position=rollout_id,
-                keep_from=kept_from(self.context.args, rollout_id),
-                have=self.have,
+                position=ticket.rollout_id,
+                again_from=first,
+                keep_from=kept_from(self.context.args, ticket.rollout_id),
+                have=list(self.given.groups),
+                weight_version=None if ticket.max_staleness is None else ticket.version,
                 timeout_s=self.deadline - began,
             )
             self.waited_s += time.monotonic() - began
-            for entry in answer["groups"]:
-                await self._produce(str(answer["store"]), entry)
+            self.given.store = str(answer["store"])
+            for entry in await self._new_to_the_run(answer["groups"]):
+                await self._produce(entry)
 
-    async def _produce(self, store: str, entry: dict[str, Any]) -> None:
+    async def _forget(self, first: int) -> None:
+        """Forget the groups that are not given again, and in an asynchronous run those that the Buffer lost, so that
+        the service gives them again. Else the service does so with all that an earlier try of the rollout got."""
+        kept = [n for n, at in self.given.groups.items() if at >= first] if self.buffer.ticket.max_staleness else []
+        lost = set(await self._pending(kept))
+        self.given.groups = {number: self.given.groups[number] for number in kept if number not in lost}
+
+    async def _new_to_the_run(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups of an answer, without those that the Buffer of an asynchronous run has or had."""
+        numbers = [int(entry["group"]) for entry in entries]
+        self.given.groups |= dict.fromkeys(numbers, self.buffer.ticket.rollout_id)
+        if not self.buffer.ticket.max_staleness:
+            return entries
+        pending = set(await self._pending(numbers))
+        if known := [number for number in numbers if number not in pending]:
+            await self.service.acknowledge(self.reader, delivered=known, timeout_s=self._left)
+        return [entry for entry, number in zip(entries, numbers, strict=True) if number in pending]
+
+    async def _pending(self, numbers: list[int]) -> list[int]:
+        """Those of the groups that may be reported."""
+        uids = [self.given.uid(number) for number in numbers]
+        return [uid.row for uid in (await self.buffer.aget_pending(uids) if uids else ())]
+
+    @property
+    def _left(self) -> float:
+        return max(1.0, self.deadline - time.monotonic())
+
+    async def _produce(self, entry: dict[str, Any]) -> None:
         """One group: finished and acknowledged, or dropped."""
         number = int(entry["group"])
-        self.have.append(number)
-        uid = GroupUid(f"service-{store}", number, 0)
-        left = max(1.0, self.deadline - time.monotonic())
-        reason = await self._finish(uid, entry)
-        if reason:
+        reason = await self._finish(self.given.uid(number), entry)
+        if reason and reason != REPEATED:
             self.drops[reason] += 1
-            await self.service.acknowledge(self.reader, dropped={number: reason}, timeout_s=left)
+            await self.service.acknowledge(self.reader, dropped={number: reason}, timeout_s=self._left)
             return
-        self.num_finished += 1
-        self.num_partial += bool(entry["partial"])
-        await self.service.acknowledge(self.reader, delivered=[number], timeout_s=left)
+        if not reason:
+            self.num_finished += 1
+            self.num_partial += bool(entry["partial"])
+        await self.service.acknowledge(self.reader, delivered=[number], timeout_s=self._left)
 
     async def _finish(self, uid: GroupUid, entry: dict[str, Any]) -> str:
-        """Finish a group in the Buffer; or the reason for which it is dropped."""
-        args = self.context.args
+        """Finish a group in the Buffer; or the reason for which it is not."""
+        args, ticket = self.context.args, self.buffer.ticket
+        if ticket.max_staleness:
+            require_versions(entry, where=ticket.task)
         try:
             members = [Trajectory.model_validate(item) for item in entry["items"]]
             samples = [to_sample(member, uid, index, self.context) for index, member in enumerate(members)]
         except DataError as error:
-            if self.drops[UNUSABLE] >= self.buffer.ticket.num_groups:
+            if self.drops[UNUSABLE] >= ticket.num_groups:
                 raise  # the fault is not that of a few trajectories, and the rest stays at the service
             _LOG.warning("the group of problem %r is dropped: %s", entry["instance_id"], error)
             return UNUSABLE
         group = SampleGroup(uid=uid, samples=samples)
+        if reason := age_fault(ticket, group):
+            await self.buffer.areject(group, reason)
+            return reason
         decision = await apply_filter(self.context.dynamic_filter, args.dynamic_sampling_filter_path, args, group)
         if not decision.keep:
             return decision.reason
-        await self.buffer.afinish(group)
+        try:
+            await self.buffer.afinish(group)
+        except BufferStateError:
+            if not ticket.max_staleness or await self.buffer.aget_pending([uid]):
+                raise
+            return REPEATED  # a worker with another ticket of this reader was faster
         return ""
 
     async def _too_few(self, wanted: int) -> DeadlineError:
@@ -167,6 +234,25 @@ class _Run:
         return values | drop_metrics(self.drops, "service_drop_")
 
 
+def age_fault(ticket: Ticket, group: SampleGroup) -> str:
+    """``too_old`` if a trained token is older than the bound allows for the step of the ticket's number, ``too_new`` if
+    the run cannot have published its weights yet, as after a resume from an earlier checkpoint; else empty. What does
+    not tell its versions is neither."""
+    if ticket.max_staleness is None:
+        return ""
+    versions = [
+        span.version
+        for sample in group
+        for span in sample.weight_versions
+        if sample.loss_mask is None or any(sample.loss_mask[span.start : span.end])
+    ]
+    if versions and min(versions) < ticket.rollout_id - ticket.max_staleness:
+        return TOO_OLD
+    # While a ticket is open, other workers' tickets may let up to S steps be taken; a version is served, and then told.
+    newest = ticket.rollout_id + ticket.max_staleness + 1 if ticket.mixes_versions else ticket.version
+    return TOO_NEW if versions and max(versions) > newest else ""
+
+
 def to_sample(trajectory: Trajectory, uid: GroupUid, index: int, context: RolloutContext) -> Sample:
     """Sample number ``index`` of group ``uid``. A conversation is rendered by the chat template, and masked as
     ``--loss-mask-type`` says. Raises DataError for one that the run's model cannot be trained on."""
@@ -182,6 +268,7 @@ def to_sample(trajectory: Trajectory, uid: GroupUid, index: int, context: Rollou
         _fill_from_messages(sample, trajectory, context)
     else:
         _fill_from_tokens(sample, trajectory, context)
+    sample.weight_versions = trajectory.spans(sample.response_length)
     longest = context.args.rollout_max_context_len
     if longest is not None and len(sample.tokens) > longest:
         raise DataError(

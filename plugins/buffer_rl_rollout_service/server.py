@@ -21,7 +21,7 @@ import hmac
 import logging
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any, ParamSpec, Self, TypeVar
@@ -37,6 +37,7 @@ from starlette.types import Scope
 
 from buffer_rl.engines.http_server import Front, JSONError, read_json
 from buffer_rl.errors import BufferStateError
+from buffer_rl.records.groups import VersionSpan
 from buffer_rl_rollout_service.page import render_page
 from buffer_rl_rollout_service.store import FullError, Store, StoredGroup
 
@@ -44,6 +45,7 @@ STORE_TIMEOUT_S = 30.0
 TICK_S = 1.0
 MAX_WAIT_S = 60.0
 MAX_GROUPS = 1024
+MAX_HELD = 64 * MAX_GROUPS
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -59,6 +61,12 @@ Id = Annotated[
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Token = Annotated[int, Field(strict=True, ge=0)]
 Bit = Annotated[int, Field(strict=True, ge=0, le=1)]
+Version = Annotated[
+    int,
+    Field(strict=True, ge=0, lt=2**31),
+    BeforeValidator(lambda value: int(value) if isinstance(value, str) and value.isdecimal() else value),
+]
+"""Of weights: a whole number, or its digits as text, as engines report it."""
 
 
 class Message(BaseModel):
@@ -70,6 +78,14 @@ class Message(BaseModel):
     content: Any = None
 
 
+class Span(BaseModel):
+    """The response tokens ``start`` to ``end`` (exclusive, counted from the first one) are of weights ``version``."""
+
+    version: Version
+    start: int = Field(strict=True, ge=0)
+    end: int = Field(strict=True, ge=1)
+
+
 class Trajectory(BaseModel):
     """What an agent did on one problem, in one of two forms: ``messages``, or ``tokens`` with ``response_length``.
 
@@ -78,6 +94,8 @@ class Trajectory(BaseModel):
     tokens. extra_info: becomes the sample's metadata.
     tokens: prompt and response, ``[num_tokens]``; the last ``response_length`` are the response, to which ``loss_mask``
     (1: trained on; absent: all of them) and ``rollout_log_probs`` (nats), ``[response_length]``, belong.
+    weight_version: of the weights that sampled the whole response; or, with ``tokens``, weight_versions: the spans of
+    its trained tokens by version, in order, which are stronger. Engines report both in ``meta_info``.
     Fields beside these are ignored.
     """
 
@@ -91,6 +109,8 @@ class Trajectory(BaseModel):
     response: str = ""
     loss_mask: list[Bit] | None = None
     rollout_log_probs: list[Number] | None = None
+    weight_version: Version | None = None
+    weight_versions: list[Span] | None = Field(default=None, min_length=1)
     finish_reason: str | None = None
     extra_info: dict[str, Any] = Field(default_factory=dict)
 
@@ -103,6 +123,8 @@ class Trajectory(BaseModel):
                 raise ValueError("messages: no message has the role 'assistant'")
             if self.loss_mask is not None or self.rollout_log_probs is not None:
                 raise ValueError("loss_mask and rollout_log_probs belong to tokens, not to messages")
+            if self.weight_versions is not None:
+                raise ValueError("weight_versions belong to tokens; weight_version goes with messages")
             return self
         assert self.tokens is not None
         if self.response_length is None or self.response_length >= len(self.tokens):
@@ -111,17 +133,41 @@ class Trajectory(BaseModel):
             values = getattr(self, name)
             if values is not None and len(values) != self.response_length:
                 raise ValueError(f"{name}: {len(values)} values, expected response_length, {self.response_length}")
+        if self.weight_versions is not None:
+            _check_spans(self.weight_versions, self.loss_mask or [1] * self.response_length)
         return self
+
+    def spans(self, response_length: int) -> list[VersionSpan]:
+        """The versions of so many response tokens; none if the agent did not send them."""
+        if self.weight_versions is None:
+            return [] if self.weight_version is None else [VersionSpan(self.weight_version, 0, response_length)]
+        return [VersionSpan(span.version, span.start, span.end) for span in self.weight_versions]
+
+
+def _check_spans(spans: Sequence[Span], mask: Sequence[int]) -> None:
+    """Raises ValueError if the spans are empty, overlap, end behind the response or leave out a trained token."""
+    end = 0
+    for span in [*spans, Span.model_construct(version=0, start=len(mask), end=len(mask) + 1)]:
+        if span.start < end or span.start >= span.end:
+            raise ValueError(
+                f"weight_versions: expected spans in order within response_length, {len(mask)}, counted from the first "
+                f"response token; got {[(each.start, each.end) for each in spans]}"[:400]
+            )
+        if any(mask[end : span.start]):
+            raise ValueError(f"weight_versions: tokens {end} to {span.start} are trained on and have no version")
+        end = span.end
 
 
 class ReadRequest(BaseModel):
-    """See ``Store.read``. reader: any name; one at a time may read under it."""
+    """See ``Store.read``. reader: any name. weight_version: the newest one that the reader has published."""
 
     reader: Id
+    weight_version: Version | None = None
     num_groups: int = Field(default=1, ge=1, le=MAX_GROUPS)
     position: Count | None = None
+    again_from: Count | None = None
     keep_from: Count = 0
-    have: list[Count] = Field(default_factory=list, max_length=MAX_GROUPS)
+    have: list[Count] = Field(default_factory=list, max_length=MAX_HELD)
     wait_s: float = Field(default=0.0, ge=0, le=MAX_WAIT_S)
 
 
@@ -148,6 +194,7 @@ class Service:
         self._max_body_bytes = max_body_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._ready = asyncio.Condition()
+        self._weight_version: int | None = None  # that a reader published, so that agents know how far they lag
 
     def app(self) -> Front:
         """The application; the end of its lifespan closes the store."""
@@ -211,11 +258,14 @@ class Service:
                 "size": written.size,
                 "complete": written.complete,
                 "duplicate": written.duplicate,
+                "weight_version": self._weight_version,
             }
         )
 
     async def _read(self, request: Request) -> Response:
         asked = await self._body(request, ReadRequest)
+        if asked.weight_version is not None:
+            self._weight_version = asked.weight_version
         loop = asyncio.get_running_loop()
         deadline = loop.time() + asked.wait_s
         while True:
@@ -224,6 +274,7 @@ class Service:
                 asked.reader,
                 asked.num_groups,
                 position=asked.position,
+                again_from=asked.again_from,
                 keep_from=asked.keep_from,
                 have=asked.have,
             )
@@ -249,7 +300,7 @@ class Service:
         return _json({"groups": [_as_json(group) for group in groups]})
 
     async def _stats(self, request: Request) -> Response:
-        return _json(await self._call(self._store.statistics))
+        return _json({**await self._call(self._store.statistics), "weight_version": self._weight_version})
 
     async def _health(self, request: Request) -> Response:
         await self._call(self._store.expire)

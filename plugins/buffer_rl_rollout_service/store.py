@@ -7,8 +7,9 @@ A reader leases ready groups; a lease ends as ``delivered``, as ``dropped`` with
 its next group, so every trajectory is in exactly one group, and the states of the groups count them all.
 
 **A reader that goes back.** A reader names its position (the number of its rollout) with each read. Groups that it got
-at this position or a later one, and does not list as those it has, are given to it again: an answer was lost on the
-way, or the reader was restarted from a checkpoint. What it got before ``keep_from`` it never asks for again.
+at ``again_from`` (by default its position) or later, and does not list as those it has, are given to it again: an
+answer was lost on the way, or the reader was restarted from a checkpoint. What it got before ``keep_from`` it never
+asks for again.
 
 The file is in WAL mode with ``synchronous=NORMAL``, as the run's ledger is: what a call wrote survives the death of the
 process, and of the machine all but the last moments. One process has the file at a time.
@@ -186,10 +187,19 @@ class Store:
             pass
 
     def read(
-        self, reader: str, num_groups: int, *, position: int | None = None, keep_from: int = 0, have: Sequence[int] = ()
+        self,
+        reader: str,
+        num_groups: int,
+        *,
+        position: int | None = None,
+        again_from: int | None = None,
+        keep_from: int = 0,
+        have: Sequence[int] = (),
     ) -> list[StoredGroup]:
         """Lease up to ``num_groups`` groups in the order of their beginning, after those that the reader got at
-        ``position`` or later and that are not in ``have``. It asks no more for what it got before ``keep_from``."""
+        ``again_from`` or later (by default ``position``) and that are not in ``have``. It asks no more for what it got
+        before ``keep_from``."""
+        again_from = position if again_from is None else again_from
         with self._transaction() as now:
             self._forget("reader = ? AND position < ?", reader, keep_from)
             lease_end = now + self.rules.lease_s
@@ -198,7 +208,7 @@ class Store:
                     f"UPDATE groups SET state = 'leased', lease_end = ? WHERE number = ? AND reader = ? AND {ENDABLE}",
                     (lease_end, number, reader),
                 )
-            again = [] if position is None else self._given_since(reader, position, set(have))
+            again = [] if again_from is None else self._given_since(reader, again_from, set(have))
             numbers = again[:num_groups]
             numbers += self._numbers("state = 'ready' ORDER BY number LIMIT ?", num_groups - len(numbers))
             for number in numbers:

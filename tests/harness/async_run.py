@@ -114,6 +114,10 @@ class AsyncRun:
     def attempt(self, row: int) -> int:
         return self.state.ledger.entry(self.uid(row)).attempt
 
+    def state_of_foreign(self, row: int) -> GroupState:
+        """Of a group of the source ``theirs``."""
+        return self.state.ledger.entry(GroupUid("theirs", row, 0)).state
+
     def state_of(self, row: int) -> GroupState:
         return self.state.ledger.entry(self.uid(row)).state
 

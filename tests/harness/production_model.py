@@ -27,10 +27,12 @@ def rows_of(uid: GroupUid) -> list[RowId]:
     return [RowId(uid, index) for index in range(SAMPLES)]
 
 
-def columns() -> dict[str, Any]:
-    """What a group is finished with."""
+def columns(version: int = 0) -> dict[str, Any]:
+    """What a group is finished with. version: of its tokens."""
     ones = {"tokens": np.ones(3, np.int32), "loss_mask": np.ones(1, np.float32)}
-    return {name: [value] * SAMPLES for name, value in ones.items()}
+    return {name: [value] * SAMPLES for name, value in ones.items()} | {
+        "weight_version": np.full(SAMPLES, version, np.int32)
+    }
 
 
 def generate_more(group: SampleGroup, version: int) -> SampleGroup:

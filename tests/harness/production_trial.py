@@ -141,7 +141,7 @@ class Trial:
         attempt = self.model.groups[uid].attempt
         self.refused(self.state.finish, step.ticket, uid, attempt - 1, rows_of(uid), columns())
         call: Callable[..., object] = self.state.finish
-        args: tuple[Any, ...] = (step.ticket, uid, attempt, rows_of(uid), columns())
+        args: tuple[Any, ...] = (step.ticket, uid, attempt, rows_of(uid), columns(step.ticket.version))
         if fate is PENDING:
             given: list[SampleGroup] = []
             if draw.random() < 0.6:  # what was generated so far
@@ -160,7 +160,8 @@ class Trial:
     def finish_foreign(self, draw: Random, rollout: int) -> None:
         """A group that the rollout function made, perhaps one that it reported before."""
         uid = GroupUid("theirs", draw.randrange(6), 0)
-        args = (self.model.steps[rollout].ticket, uid, 0, rows_of(uid), columns())
+        ticket = self.model.steps[rollout].ticket
+        args = (ticket, uid, 0, rows_of(uid), columns(ticket.version))
         if uid in self.model.groups and self.model.groups[uid].state is not PENDING:
             return self.refused(self.state.finish, *args)
         self.state.finish(*args)

@@ -71,7 +71,9 @@ def test_a_ticket_leases_no_more_groups_than_it_has_but_for_those_that_replace_o
     run.generate(0)
     assert run.lease(0, 5) == [0, 1]
     for _ in range(2):
-        with pytest.raises(BufferStateError, match=r"(?s)train_0 has 2 groups, and all of them are.*return, or report"):
+        with pytest.raises(
+            BufferStateError, match=r"(?s)train_0 has 2 groups, and all of them are.*and return; further"
+        ):
             run.lease(0, 1)
         assert run.lease(0, 0) == []
         if run.state_of(0) is GroupState.LEASED:
@@ -509,8 +511,10 @@ def test_a_group_without_a_lease_is_trained_on_within_the_bound_and_later_it_is_
     report, _ = run.state.close_selection(2)
     assert report is not None
     assert (report.num_groups, report.staleness, report.drops) == (2, [1, 1], {"too_old": 1})
-    assert run.state.ledger.entry(late).state is GroupState.PENDING
+    entry = run.state.ledger.entry(late)
+    assert (entry.state, entry.reason) == (GroupState.REJECTED, "too_old")
     assert run.state.ledger.entry(young[0]).state is GroupState.TRAINED
+    assert run.state.get_pending([late, young[0], GroupUid("theirs", 70, 0)]) == [GroupUid("theirs", 70, 0)]
 
 
 def test_a_late_group_that_comes_while_the_selection_is_open_is_too_old_at_once(tmp_path: Path) -> None:
@@ -534,12 +538,88 @@ def test_a_late_group_that_comes_while_the_selection_is_open_is_too_old_at_once(
     assert (report.staleness, report.drops) == ([0, 1], {"too_old": 1})
 
 
+def test_a_publication_drops_what_is_too_old_for_the_next_step_and_the_next_ticket_replaces_it(tmp_path: Path) -> None:
+    """P = 2, S = 1: ticket 1 brings two groups of version 0, of which step 2 can train on none with M = 1."""
+    run = AsyncRun(tmp_path, target=1, bound=1)
+    for number in range(2):
+        run.generate(number)
+        for row in range(2):
+            foreign(run, number, 2 * number + row, version=0)
+        run.end(number)
+    third = GroupUid("theirs", 2, 0)
+    assert run.close(0) == [0, 1]
+    run.publish(1)
+    assert run.generate(2) == 2
+    for row in (4, 5, 6):  # one more than is wanted, as functions that make groups may
+        foreign(run, 2, row, version=1)
+    assert run.close(1) == [2, 3]
+    run.publish(2)
+    assert run.state_of_foreign(6) is GroupState.FINISHED
+    assert run.state.get_progress()["version"] == 2
+    run.end(2)
+    assert run.generate(3) == 1  # of 4, 3 are not released
+    assert run.close(2) == [4, 5]
+    run.publish(3)
+    assert run.state_of_foreign(6) is GroupState.REJECTED
+    assert run.state.ledger.entry(third).state is GroupState.TRAINED
+    assert run.generate(4) == 3  # group 6 is replaced
+    for row in (7, 8):
+        foreign(run, 4, row, version=3)
+    report, _ = run.state.close_selection(3)
+    assert report is not None
+    assert (report.num_groups, report.drops) == (2, {"too_old": 1})
+
+
+def test_a_group_that_was_too_old_is_dropped_again_if_production_starts_again(tmp_path: Path) -> None:
+    run = AsyncRun(tmp_path, target=1, bound=1)
+    run.generate(0)
+    for row in range(2):
+        foreign(run, 0, row, version=0)
+    assert run.close(0) == [0, 1]
+    run.publish(1)
+    run.generate(1)
+    for row in (2, 3):
+        foreign(run, 1, row, version=1)
+    assert run.close(1) == [2, 3]
+    run.publish(2)
+    for _ in range(2):
+        run.generate(2)
+        run.state.open_selection(2)
+        late = foreign(run, 2, 9, version=0)
+        foreign(run, 2, 10, version=2)
+        assert run.state.ledger.entry(late).attempt == 1
+        run.state.abandon(2)
+    run.generate(2)
+    foreign(run, 2, 9, version=0)
+    assert run.end(2).drops == {"too_old": 1}
+
+
+def test_a_group_without_a_lease_is_rejected_with_a_reason_that_is_counted(tmp_path: Path) -> None:
+    run = AsyncRun(tmp_path)
+    run.generate(0)
+    uid = GroupUid("theirs", 0, 0)
+    run.state.reject(run.tickets[0], uid, 1, "dull")
+    with pytest.raises(BufferStateError, match="cannot be taken over: it is rejected"):
+        run.state.reject(run.tickets[0], uid, 1, "dull")
+    assert run.state.ledger.entry(uid).reason == "dull"
+    assert run.end(0).drops == {"dull": 1}
+
+
 def test_a_group_without_a_lease_must_say_its_versions_and_stands_beside_no_leased_one(tmp_path: Path) -> None:
     run = AsyncRun(tmp_path)
     run.generate(0)
     with pytest.raises(BufferStateError, match="does not say which weights its tokens are of"):
         foreign(run, 0, 0, version=None)
-    foreign(run, 0, 0, version=0)
+    uid = GroupUid("theirs", 1, 0)
+    columns = {
+        "tokens": [np.zeros(2, np.int32)] * 2,
+        "loss_mask": [np.ones(1, np.float32)] * 2,
+        "weight_version": np.asarray([0, -1], np.int32),
+    }
+    with pytest.raises(BufferStateError, match="does not say which weights"):  # one of its samples
+        run.state.finish(run.tickets[0], uid, 0, [RowId(uid, 0), RowId(uid, 1)], columns)
+    columns["loss_mask"] = [np.ones(1, np.float32), np.zeros(1, np.float32)]  # which is not trained on
+    run.state.finish(run.tickets[0], uid, 0, [RowId(uid, 0), RowId(uid, 1)], columns)
     run.lease(0, 1)
     with pytest.raises(BufferStateError, match="beside groups that it leased"):
-        foreign(run, 0, 1, version=0)
+        foreign(run, 0, 2, version=0)

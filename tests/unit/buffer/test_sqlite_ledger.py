@@ -237,6 +237,7 @@ def test_a_refused_request_changes_nothing_of_its_transaction(ledger: Ledger, pa
             lambda: ledger.select(UIDS, 0),
             lambda: ledger.commit(UIDS, 0, 1),
             lambda: ledger.reject(UIDS[0], 1, "why"),
+            lambda: ledger.reject_finished(UIDS[2], 1, "why"),
         ):
             with pytest.raises(BufferStateError):
                 request()
@@ -244,6 +245,23 @@ def test_a_refused_request_changes_nothing_of_its_transaction(ledger: Ledger, pa
         assert entries(ledger) == before
     assert states(ledger) == ["finished", "finished", "leased", "leased", "leased"]
     assert faults(path) == []
+
+
+def test_a_finished_group_is_rejected_unless_a_step_has_it(ledger: Ledger, path: Path) -> None:
+    lease_all(ledger)
+    for uid in UIDS[:2]:
+        ledger.finish(uid, 1)
+    ledger.select(UIDS[:1], 0)
+    with pytest.raises(BufferStateError, match="is selected for rollout 0"):
+        ledger.reject_finished(UIDS[0], 1, "too_old")
+    ledger.reject_finished(UIDS[1], 1, "too_old")
+    assert states(ledger)[:2] == ["finished", "rejected"]
+    assert faults(path) == []
+    audit = LedgerAudit(path)
+    try:
+        assert [(row.leased, row.finished, row.rejected) for row in audit.tickets()] == [(5, 2, 1)]
+    finally:
+        audit.close()
 
 
 def test_the_former_writer_is_refused_once_another_one_has_opened_the_file(ledger: Ledger, path: Path) -> None:

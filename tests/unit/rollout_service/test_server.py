@@ -19,17 +19,24 @@ from hypothesis import strategies as st
 
 from buffer_rl.engines import http_server
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
+from buffer_rl.records.groups import VersionSpan
 from buffer_rl_rollout_service.client import ServiceClient
 from buffer_rl_rollout_service.server import AckRequest, ReadRequest, Service, Trajectory
 from buffer_rl_rollout_service.store import Rules, Store
 from harness.asgi import serving_app
 
 TOKEN = "a-token-of-32-characters-or-more"
+TOKENS: dict[str, Any] = {"messages": None, "tokens": [5, 1, 2, 3], "response_length": 3}
 MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
 
 def trajectory(uid: str = "a", **changes: Any) -> dict[str, Any]:
     return {"instance_id": "p", "uid": uid, "reward": 1.0, "messages": MESSAGES, **changes}
+
+
+def spans(*entries: tuple[int, ...]) -> dict[str, Any]:
+    names = ("version", "start", "end")
+    return {"weight_versions": [dict(zip(names, entry, strict=False)) for entry in entries]}
 
 
 @asynccontextmanager
@@ -58,11 +65,12 @@ async def test_writes_reads_and_acknowledgements(tmp_path: Path) -> None:
             "size": 1,
             "complete": False,
             "duplicate": False,
+            "weight_version": None,
         }
         status, _ = await ask(url, "/buffer/write", json=trajectory("b", instance_id="17"))
         assert status == 200
         status, peeked = await ask(url, "/peek?num_groups=3")
-        answer = await service.read("run", 2, position=0, timeout_s=60)
+        answer = await service.read("run", 2, position=0, weight_version=3, timeout_s=60)
         assert (status, peeked["groups"]) == (200, answer["groups"])
         (group,) = answer["groups"]
         assert (group["instance_id"], group["partial"]) == ("17", False)
@@ -71,8 +79,12 @@ async def test_writes_reads_and_acknowledgements(tmp_path: Path) -> None:
             trajectory("b", instance_id="17"),
         ]
         await service.acknowledge("run", delivered=[group["group"]], timeout_s=60)
+        assert (await service.write(trajectory("c"), timeout_s=60))["weight_version"] == 3  # what agents may go by
+        assert await service.peek(timeout_s=60) == []
         statistics = await service.statistics(timeout_s=60)
-        assert statistics["trajectories"]["delivered"] == statistics["trajectories"]["written"] == 2
+        assert statistics["weight_version"] == 3
+        counts = statistics["trajectories"]
+        assert (counts["written"], counts["delivered"], counts["open"]) == (3, 2, 1)
         with pytest.raises(RolloutError, match="not leased by this reader") as refused:
             await service.acknowledge("other", delivered=[group["group"]], timeout_s=60)
         assert refused.value.status == 409
@@ -128,6 +140,19 @@ async def test_nothing_but_health_is_answered_without_the_token(tmp_path: Path, 
         ({"messages": None, "tokens": [1, -2], "response_length": 1}, "tokens.1: Input should be greater"),
         ({"messages": None, "tokens": [1, 2], "response_length": 1, "loss_mask": [1, 1]}, "loss_mask: 2 values"),
         ({"messages": None, "tokens": [1, 2], "response_length": 1, "loss_mask": [2]}, "loss_mask.0: Input should be"),
+        ({"weight_version": "default"}, "weight_version: Input should be a valid integer"),
+        ({"weight_version": -1}, "weight_version: Input should be greater than or equal to 0"),
+        ({"weight_version": True}, "weight_version: Input should be a valid integer"),
+        ({"weight_version": 2**31}, "weight_version: Input should be less than"),
+        (spans((1, 0, 3)), "weight_versions belong to tokens; weight_version goes with messages"),
+        (TOKENS | spans((1, 0)), "weight_versions.0.end: Field required"),
+        (TOKENS | spans(), "weight_versions: List should have at least 1 item"),
+        (TOKENS | spans((1, 0, 2), (1, 1, 3)), "expected spans in order within response_length, 3"),
+        (TOKENS | spans((1, 0, 0)), "weight_versions.0.end: Input should be greater than or equal to 1"),
+        (TOKENS | spans((1, 2, 2), (1, 2, 3)), "got [(2, 2), (2, 3)]"),
+        (TOKENS | spans((1, 0, 4)), "expected spans in order within response_length, 3"),
+        (TOKENS | spans((1, 0, 2)), "tokens 2 to 3 are trained on and have no version"),
+        (TOKENS | spans((1, 1, 3)), "tokens 0 to 1 are trained on and have no version"),
     ],
 )
 async def test_a_wrong_trajectory_is_refused_by_field(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -137,6 +162,19 @@ async def test_a_wrong_trajectory_is_refused_by_field(tmp_path: Path, changes: d
         assert says in answer["error"]["what"]
         assert answer["error"]["where"] == "POST /write"
         assert (await ask(url, "/stats"))[1]["trajectories"]["written"] == 0
+
+
+async def test_versions_are_taken_as_engines_report_them(tmp_path: Path) -> None:
+    meta_info = {"weight_version": "4", "weight_versions": [{"version": "3", "start": 0, "end": 1}]}
+    masked = TOKENS | {"loss_mask": [1, 0, 0]}
+    async with serving(tmp_path) as url, ServiceClient(url, TOKEN) as service:
+        await service.write(trajectory("a", **masked, **meta_info))
+        await service.write(trajectory("b", weight_version=4))
+        (group,) = await service.peek(timeout_s=60)
+    first, second = (Trajectory.model_validate(item) for item in group["items"])
+    assert first.spans(3) == [VersionSpan(3, 0, 1)]
+    assert second.spans(3) == [VersionSpan(4, 0, 3)]
+    assert Trajectory.model_validate(trajectory()).spans(3) == []
 
 
 async def test_other_requests_that_cannot_be_done_say_why(tmp_path: Path) -> None:

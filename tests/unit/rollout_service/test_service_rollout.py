@@ -13,9 +13,12 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import ConfigError, DataError, DeadlineError
 from buffer_rl.options.section import compose
+from buffer_rl.plan.schedule import LOCKSTEP, Mode, Schedule
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, RolloutReport
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.user_rollout import run_user_rollout
@@ -25,9 +28,11 @@ from buffer_rl_rollout_service.rollout import ServiceRollout, kept_from
 from buffer_rl_rollout_service.server import Service
 from buffer_rl_rollout_service.store import Rules, Store
 from harness.asgi import serving_app
+from harness.ledger_contents import entries
 from harness.local_buffer import local_client, local_state
 from harness.tickets import close_rollout, schedule_of
 
+ASYNC = Schedule(mode=Mode.ASYNC, target=1, max_staleness=2)
 TOKEN = "a-token-of-32-characters-or-more"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 
@@ -35,7 +40,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}
 class Bench:
     """A store behind HTTP, and the Buffer of a run of two groups a step."""
 
-    def __init__(self, folder: Path, url: str, store: Store, **options: Any) -> None:
+    def __init__(self, folder: Path, url: str, store: Store, schedule: Schedule, **options: Any) -> None:
         data = folder / "train.jsonl"
         data.write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
         self.args = compose([*CORE_SECTIONS, "buffer_rl_rollout_service.options:ServiceOptions"])(
@@ -46,10 +51,15 @@ class Bench:
             rollout_service_url=url,
             rollout_service_token=TOKEN,
             rollout_function_path="rollout_service",
+            schedule=schedule.mode,
+            max_staleness=schedule.max_staleness,
+            target_staleness=schedule.target,
             **options,
         )
         self.store = store
-        self.state = local_state(self.args, Ledger.in_memory(), schedule=schedule_of(0))
+        self.state = local_state(self.args, Ledger.in_memory(), schedule=schedule)
+        self.function = ServiceRollout(self.args)  # that of one worker
+        self.metrics: dict[str, float] = {}
 
     def write(self, problem: str, *rewards: float, **changes: Any) -> None:
         for number, reward in enumerate(rewards):
@@ -57,27 +67,41 @@ class Bench:
             item = {"instance_id": problem, "uid": str(number), "reward": reward, "messages": messages, **changes}
             self.store.write(problem, str(number), reward, json.dumps(item).encode())
 
-    async def roll(self, ticket: Any) -> dict[str, float]:
+    async def roll(self, ticket: Any, function: ServiceRollout | None = None) -> dict[str, float]:
+        """function: that of another worker."""
         buffer = local_client(self.state, ticket, GroupConverter(self.args))
         tokenizer = make_char_tokenizer()
         tokenizer.chat_template = TEMPLATE
         context = RolloutContext.build(self.args, registry=PluginRegistry(), engine=None, tokenizer=tokenizer)
         try:
             with context.active():
-                output = await run_user_rollout(ServiceRollout(self.args), self.args, buffer, where="rollout")
+                output = await run_user_rollout(function or self.function, self.args, buffer, where="rollout")
         finally:
             await context.aclose()
         return output.metrics
+
+    async def step(self, number: int, **versions: int) -> RolloutReport:
+        """Ticket and step of this number, with groups of these problems and versions; then the publication."""
+        for problem, version in versions.items():
+            self.write(problem, 1.0, 0.0, weight_version=version)
+        ticket = self.state.generate(number)
+        self.metrics = await self.roll(ticket)
+        report = close_rollout(self.state, ticket)
+        self.state.commit(number, step=number + 1)
+        self.state.release(number + 1)
+        return report
 
     def counts(self) -> dict[str, int]:
         return {state: n for state, n in self.store.statistics()["trajectories"].items() if n}
 
 
 @asynccontextmanager
-async def bench(folder: Path, *, group_timeout_s: float = 600.0, **options: Any) -> AsyncIterator[Bench]:
+async def bench(
+    folder: Path, *, group_timeout_s: float = 600.0, schedule: Schedule = LOCKSTEP, **options: Any
+) -> AsyncIterator[Bench]:
     store = Store(folder / "store", Rules(group_size=2, min_group_size=1, timeout_s=group_timeout_s))
     async with serving_app(Service(store, TOKEN, max_body_bytes=1 << 20).app()) as url:
-        yield Bench(folder, url, store, **options)
+        yield Bench(folder, url, store, schedule, **options)
 
 
 async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> None:
@@ -199,6 +223,93 @@ async def test_the_service_is_asked_before_a_run_starts(tmp_path: Path, monkeypa
             await asyncio.to_thread(check, run.args.model_copy(update={"rollout_service_url": None}))
         other = {"rollout_service_url": None, "rollout_function_path": "default"}
         await asyncio.to_thread(check, run.args.model_copy(update=other))
+
+
+async def test_a_group_that_is_older_than_the_bound_is_replaced_and_counted(tmp_path: Path) -> None:
+    async with bench(tmp_path, schedule=ASYNC) as run:
+        for number in range(3):
+            await run.step(number, **{f"{number}-{member}": number for member in "ab"})
+        tokens = {"messages": None, "tokens": [5, 6, 7, 8], "response_length": 3}
+        spans = [{"version": "0", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
+        run.write("mixed", 1.0, 0.0, **tokens, weight_versions=spans)
+        run.write("masked", 1.0, 0.0, **tokens, weight_versions=spans, loss_mask=[0, 1, 1])
+        report = await run.step(3, late=0, just=1)
+        assert (report.num_groups, report.staleness, report.drops) == (2, [1, 2], {"too_old": 2})
+        assert run.metrics["service_drop_too_old"] == 2
+        entries = [run.state.ledger.entry(GroupUid(f"service-{run.store.store_id}", n, 0)) for n in range(7, 11)]
+        assert [(entry.state, entry.reason) for entry in entries] == [
+            (GroupState.REJECTED, "too_old"),
+            (GroupState.TRAINED, ""),
+            (GroupState.REJECTED, "too_old"),
+            (GroupState.TRAINED, ""),
+        ]
+        assert run.store.statistics()["dropped"] == {"too_old": 4}
+
+
+async def test_weights_that_a_run_cannot_have_published_yet_are_not_trained_on(tmp_path: Path) -> None:
+    """As of a run that went back to an earlier checkpoint, and will use the numbers for other weights."""
+    for schedule, newest in ((ASYNC, 3), (LOCKSTEP, 0)):
+        (folder := tmp_path / schedule.mode).mkdir()
+        async with bench(folder, schedule=schedule) as run:
+            report = await run.step(0, new=newest + 1, one=newest, two=0)
+            assert (report.num_groups, report.drops) == (2, {"too_new": 1})
+
+
+async def test_an_asynchronous_run_refuses_groups_without_versions_and_says_what_to_send(tmp_path: Path) -> None:
+    for schedule in (ASYNC, schedule_of(1)):
+        assert schedule is not None
+        (folder := tmp_path / schedule.mode).mkdir()
+        async with bench(folder, schedule=schedule) as run:
+            run.write("p", 1.0, 0.0, weight_version=0)
+            await asyncio.to_thread(plugin.buffer_rl_configure, run.args)
+            run.write("q", 1.0, 0.0)
+            with pytest.raises(
+                ConfigError, match=r"(?s)'0' of problem 'q' does not say which weights.*weight_version, a whole"
+            ):
+                await run.roll(run.state.generate(0))
+    async with bench(tmp_path, schedule=ASYNC) as run:
+        run.write("p", 1.0, 0.0)
+        with pytest.raises(ConfigError, match=r"(?s)--schedule async.*weight_versions"):
+            await asyncio.to_thread(plugin.buffer_rl_configure, run.args)  # before the run has started
+
+
+@pytest.mark.parametrize("is_new_process", [True, False])
+async def test_if_production_starts_again_tickets_get_what_no_step_has_and_nothing_else(
+    tmp_path: Path, is_new_process: bool
+) -> None:
+    async with bench(tmp_path, schedule=ASYNC) as run:
+        for number in range(10):
+            run.write(f"p{number}", 1.0, 0.0, weight_version=0)
+        await run.step(0)
+        assert run.counts()["delivered"] == 4
+        for _ in range(2):
+            for number in (1, 2):
+                ticket = run.state.generate(number)
+                await run.roll(ticket)
+                run.state.end_ticket(ticket)
+            assert run.counts()["delivered"] == 12
+            run.state.abandon(1)
+            if is_new_process:
+                run.function = ServiceRollout(run.args)
+        assert [(await run.step(number)).num_groups for number in (1, 2)] == [2, 2]
+        found = sorted(entries(run.state.ledger).items())
+        assert [(uid.row, entry.step) for uid, entry in found] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3)]
+        assert run.counts() == {"written": 20, "ready": 8, "delivered": 12}
+
+
+async def test_two_workers_with_a_ticket_each_share_the_groups(tmp_path: Path) -> None:
+    async with bench(tmp_path, schedule=ASYNC) as run:
+        for number in range(4):
+            run.write(f"p{number}", 1.0, 0.0, weight_version=0)
+        tickets = [run.state.generate(number) for number in range(2)]
+        await asyncio.gather(*[run.roll(ticket, ServiceRollout(run.args)) for ticket in tickets])
+        assert [run.state.end_ticket(ticket).num_groups for ticket in tickets] == [2, 2]
+        assert run.counts() == {"written": 8, "delivered": 8}
+
+
+def test_an_asynchronous_run_may_ask_again_for_groups_of_m_earlier_tickets() -> None:
+    args = compose(CORE_SECTIONS)(save="saves", save_interval=3, schedule="async", max_staleness=2)
+    assert [kept_from(args, number) for number in (3, 6, 9)] == [0, 1, 4]
 
 
 @pytest.mark.parametrize(
