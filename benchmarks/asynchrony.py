@@ -49,8 +49,11 @@ from buffer_rl.records.groups import GroupUid, TrainBatch
 from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.testing.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections
-from buffer_rl.testing.virtual_time import VirtualRuntime
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for tests/harness
+
+from harness.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections
+from harness.virtual_time import VirtualRuntime
 
 HERE = Path(__file__).resolve().parent
 SLOTS = 8

@@ -67,7 +67,6 @@ _RENAMED: Mapping[str, str] = {
     "rollout.generate": "rollout.turns",
     "rollout.reward_model_client": "rollout.reward_model",
     "rollout.sft": "rollout.loss_masks",
-    "testing.fake_roles": "testing.virtual_runtime",
     "testing.lint_loss": "testing.loss_step",
     "train.peers": "train.ranks",
     "train.rank": "train.group",
