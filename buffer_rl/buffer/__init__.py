@@ -20,5 +20,4 @@ client          the Buffer for its callers
 rollout_client  the ``buffer`` of a rollout function
 calling         deadlines and retries of calls
 storage         the processes that own large payloads
-options         flags
 """

@@ -1,8 +1,8 @@
-"""The queue: groups that were admitted and wait to be leased again, in the order of their admission, and what they keep:
-their prompts alone, or the tokens that were generated so far.
+"""The queue: groups that were admitted and wait to be leased again, in the order of their admission.
 
-With tokens kept, the next lease continues where the last one ended: finished samples stay as they are, aborted ones
-are continued. Tokens of weights older than those at the lease may have to be context alone (``mask_older``).
+A requeued group keeps its prompts alone, or the tokens that were generated so far. With tokens kept, the next lease
+continues where the last one ended: finished samples stay as they are, aborted ones are continued. Tokens of weights
+older than those at the lease may have to be context alone (``mask_older``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A step takes the groups that finished under the ticket of its number (``readers.Selection``), in an asynchronous run
 those that the window gives it (``window``). A group joins a selection once it is certain to be chosen, or could be, so
-that readers get it while the selection is open. What the rows of a selection say about a step is computed here too, from
-the columns that the Buffer has in its own memory.
+that readers get it while the selection is open. ``selection_metrics`` is what its rows say about the step, from the
+columns that the Buffer has in its own memory.
 """
 
 from __future__ import annotations

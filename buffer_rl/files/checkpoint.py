@@ -5,9 +5,8 @@ one rename; so a folder named ``step_NNNNNN`` is whole, whatever happened while 
 hash: a missing or damaged checkpoint is an error, never a fresh start.
 
 The evaluation of a step comes after its checkpoint, whose manifest is sealed by then: it is in ``evaluation.json``
-beside the manifest, and tells with ``kept_steps`` which checkpoints remain. A local checkpoint is removed by a rename to
-a hidden name first, so that ``step_NNNNNN`` is whole or absent; what a kill leaves under the hidden name is removed by
-the next run (``remove_unfinished``).
+beside the manifest. A local checkpoint is removed by a rename to a hidden name first, so that ``step_NNNNNN`` is whole
+or absent; what a kill leaves under the hidden name is removed by the next run (``remove_unfinished``).
 """
 
 from __future__ import annotations
@@ -90,9 +89,9 @@ def new_checkpoint(
 
 @contextmanager
 def opened_checkpoint(path: str | Path, scratch: str | Path | None = None) -> Iterator[Checkpoint]:
-    """``open_checkpoint`` for the length of the block, in which no run removes it (``buffer_rl.files.checkpoint``). Also
-    for URLs: their files are downloaded into a temporary folder in ``scratch`` (the system's where None), checked
-    there, and removed afterwards."""
+    """``open_checkpoint`` for the length of the block, in which no run removes it (``LocalFolder.remove``). Also for
+    URLs: their files are downloaded into a temporary folder in ``scratch`` (the system's where None), checked there,
+    and removed afterwards."""
     if not is_remote(local_path(str(path))):
         chosen = _chosen(path)
         with ExitStack() as stack:

@@ -10,6 +10,5 @@ timeline_stats  idle shares, waits, overlap and lower bound of a step, from its 
 curve           the learning curve, as a picture and as a line of text
 svg_chart       line charts, stacked bars and the spans of a step as SVG
 startup         when each part of a run was ready
-report          what a run learned, and where its files are: an HTML page (from templates/), and on the terminal at its end
-options         the options of this package
+report          the HTML report, whose page is in templates/; what a run learned, for the terminal at its end
 """

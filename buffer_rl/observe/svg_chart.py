@@ -212,7 +212,7 @@ def _svg(frame: _Frame, label: str, parts: Sequence[str]) -> str:
 
 
 WIDTH = 1000
-_LEFT, _RIGHT, _TOP, _BOTTOM = 108, 84, 4, 22
+_STEP_LEFT, _STEP_RIGHT, _STEP_TOP, _STEP_BOTTOM = 108, 84, 4, 22
 _LANE, _GAP = 22, 8
 # Work that is none of a role's stream: its label and colour.
 _OTHER_WORK = {
@@ -259,22 +259,22 @@ def step_lanes(spans: Spans, stats: StepStats, seconds: float) -> tuple[list[str
 
     spans: of the step, by role. seconds: what the time axis ends with, at least the step's length."""
     roles = in_order(role for role in spans if spans[role])
-    bottom = _TOP + len(roles) * (_LANE + _GAP)
-    scale = (WIDTH - _LEFT - _RIGHT) / (seconds or 1.0)
+    bottom = _STEP_TOP + len(roles) * (_LANE + _GAP)
+    scale = (WIDTH - _STEP_LEFT - _STEP_RIGHT) / (seconds or 1.0)
     parts = []
     for value in ticks(0.0, seconds or 1.0, 7):
-        x = _LEFT + value * scale
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
+        x = _STEP_LEFT + value * scale
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_STEP_TOP}" y2="{bottom}"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g} s</text>')
     for number, role in enumerate(roles):
-        top = _TOP + number * (_LANE + _GAP)
-        parts.append(f'<text x="{_LEFT - 8}" y="{top + _LANE / 2 + 4:g}" text-anchor="end">{escape(role)}</text>')
+        top = _STEP_TOP + number * (_LANE + _GAP)
+        parts.append(f'<text x="{_STEP_LEFT - 8}" y="{top + _LANE / 2 + 4:g}" text-anchor="end">{escape(role)}</text>')
         parts += _lane(spans[role], stats, top, scale)
         if role not in PHASES_OF_OTHERS:
-            x = WIDTH - _RIGHT + 8
+            x = WIDTH - _STEP_RIGHT + 8
             parts.append(f'<text x="{x}" y="{top + _LANE / 2 + 4:g}">idle {stats.idle.get(role, 1.0):.0%}</text>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    return parts, bottom + _BOTTOM
+    parts.append(f'<line class="axis" x1="{_STEP_LEFT}" x2="{WIDTH - _STEP_RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    return parts, bottom + _STEP_BOTTOM
 
 
 def format_seconds(seconds: float) -> str:
@@ -298,7 +298,7 @@ def _lane(members: Sequence[WorkSpan], stats: StepStats, top: float, scale: floa
             title = f"{name}, rollout {first.rollout_id}{rows_text}: {times}"
             width = max((end - start) * scale - 0.6, 0.6)
             parts.append(
-                f'<rect class="bar c{_colour(_kind(first))}" x="{_LEFT + (start - stats.start) * scale:.1f}"'
+                f'<rect class="bar c{_colour(_kind(first))}" x="{_STEP_LEFT + (start - stats.start) * scale:.1f}"'
                 f' y="{top + number * height:.1f}" width="{width:.1f}" height="{height - (len(rows) > 1):.1f}">'
                 f"<title>{escape(title)}</title></rect>"
             )
