@@ -28,13 +28,16 @@ from safetensors.torch import load_file
 from servers import options_for, served
 
 from buffer_rl.engines.control import EngineControlClient
-from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import weight_buckets
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.distributed import DistributedTransport
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.tensor import TensorTransport
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for tests/harness
+
+from harness.fake_roles import local_senders
 
 TRANSPORTS: dict[str, Any] = {"disk": DiskTransport, "tensor": TensorTransport, "distributed": DistributedTransport}
 VOCAB = 4096

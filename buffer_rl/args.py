@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from buffer_rl.algo.options import AlgorithmOptions
-    from buffer_rl.buffer.options import BufferOptions
-    from buffer_rl.cluster.options import PlacementOptions
+    from buffer_rl.cluster.options import BufferOptions, EngineOptions, PlacementOptions
     from buffer_rl.data.options import DataOptions
-    from buffer_rl.driver.options import DebugOptions, RunOptions
-    from buffer_rl.engines.options import EngineOptions
-    from buffer_rl.observe.options import ObserveOptions
+    from buffer_rl.driver.options import DebugOptions, ObserveOptions, RunOptions
     from buffer_rl.options.section import Options
     from buffer_rl.rollout.options import EvalOptions, RewardOptions, RolloutOptions
     from buffer_rl.train.options import CriticOptions, LossOptions, OptimizerOptions, TrainOptions
@@ -47,8 +44,8 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.rollout.options:RolloutOptions",
     "buffer_rl.rollout.options:RewardOptions",
     "buffer_rl.rollout.options:EvalOptions",
-    "buffer_rl.buffer.options:BufferOptions",
-    "buffer_rl.engines.options:EngineOptions",
+    "buffer_rl.cluster.options:BufferOptions",
+    "buffer_rl.cluster.options:EngineOptions",
     "buffer_rl.cluster.options:PlacementOptions",
     "buffer_rl.train.options:TrainOptions",
     "buffer_rl.train.options:OptimizerOptions",
@@ -56,6 +53,6 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.train.options:LossOptions",
     "buffer_rl.algo.options:AlgorithmOptions",
     "buffer_rl.weights.options:WeightOptions",
-    "buffer_rl.observe.options:ObserveOptions",
+    "buffer_rl.driver.options:ObserveOptions",
     "buffer_rl.driver.options:DebugOptions",
 )

@@ -9,9 +9,8 @@ from __future__ import annotations
 from itertools import accumulate
 from pathlib import Path
 
-from buffer_rl.observe.svg_chart import picture_file
+from buffer_rl.observe.svg_chart import WIDTH, headline, names_shown, picture_file, step_lanes
 from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.observe.timeline_picture import WIDTH, headline, names_shown, step_lanes
 from buffer_rl.observe.timeline_stats import Spans, spans_within, step_stats
 
 PICTURE = Path(__file__).with_name("schedules.svg")

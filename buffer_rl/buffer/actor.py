@@ -28,7 +28,7 @@ from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import PID, process_note
 from buffer_rl.buffer.ledger_file import FILE_NAME, LedgerPlace, new_ledger
-from buffer_rl.buffer.partial import RequeueRule
+from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
 from buffer_rl.data.source import EvalSource, PromptDataSource

@@ -11,7 +11,7 @@ from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.codec import Columns, RowIds, for_queue
 from buffer_rl.buffer.columns import RowSizes
-from buffer_rl.buffer.partial import check_versions
+from buffer_rl.buffer.queue import check_versions
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.records.groups import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket

@@ -18,8 +18,7 @@ from typing import Any
 from buffer_rl.buffer.feed import Feed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
-from buffer_rl.buffer.partial import RequeueRule, oldest_version
-from buffer_rl.buffer.queue import Admitted, GroupQueue
+from buffer_rl.buffer.queue import Admitted, GroupQueue, RequeueRule, oldest_version
 from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
 from buffer_rl.records.groups import GroupUid, QueueHeader, SampleGroup, Ticket
 

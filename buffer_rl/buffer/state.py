@@ -16,8 +16,8 @@ from buffer_rl.buffer.columns import BatchPlan, Cell, RowSizes, assemble
 from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
 from buffer_rl.buffer.ledger import Ledger, RunRecord
 from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
-from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
+from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.rollouts import POSITION, TOO_OLD, Rollouts
 from buffer_rl.buffer.selections import Selections

@@ -1,7 +1,7 @@
 """Ray: the cluster, what of it each role gets, and groups of actors.
 
 session       the cluster of a run: joined, or started so that only the run can use it
-options       options that count devices and nodes
+options       options that count devices and nodes, of the Buffer and of the engines
 devices       which devices of the nodes each process gets
 requirements  what the roles of a run need, and what is said where a cluster has too few
 placement     bundles that are reserved, and the actor options of each member

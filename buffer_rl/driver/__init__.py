@@ -15,5 +15,5 @@ role_checks  the same, for what depends on imported plugins
 restart      when and how a run's processes are started again, and what it keeps then
 folders      locks of the folders that only one driver may write to
 provenance   versions, plugins, code and data of a run; what differs from the run that wrote the checkpoint
-options      flags
+options      the options of a run and of what is observed of it
 """

@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING
 import orjson
 
 from buffer_rl.errors import BufferRLError, ConfigError
-from buffer_rl.files.checkpoint import MANIFEST, STEP_NAME, lock_file, make_folder, newest_step, remove_unfinished
+from buffer_rl.files.checkpoint import (
+    EVALUATION,
+    MANIFEST,
+    STEP_NAME,
+    folder_at,
+    held_checkpoints,
+    kept_steps,
+    lock_file,
+    make_folder,
+    newest_step,
+    remove_unfinished,
+)
 from buffer_rl.files.remote import is_remote, local_path
-from buffer_rl.files.retention import EVALUATION, folder_at, held_checkpoints, kept_steps
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import required

@@ -1,4 +1,4 @@
-"""Options of a run: schedule, seed, folders, checkpoints."""
+"""Options of a run: schedule, seed, folders, checkpoints; progress display, metrics, sample dumps and trace."""
 
 from __future__ import annotations
 
@@ -108,3 +108,14 @@ class DebugOptions(Section):
     load_debug_rollout_data: str | None = option(
         None, "read the rows of each rollout from here, do not generate; implies --debug-train-only", metavar="PATH"
     )
+
+
+class ObserveOptions(Section):
+    """Progress display, metric loggers, sample dump and trace."""
+
+    heading: ClassVar[str] = "Observation"
+
+    logger: list[str] = option(["tensorboard"], "metric loggers besides metrics.jsonl", kind="logger", common=True)
+    progress: Literal["auto", "rich", "plain", "none"] = option("auto", "progress display")
+    dump_samples: int = option(4, "number of groups per rollout to write to samples.jsonl", ge=0)
+    trace: bool = option(True, "write trace.json, a timeline of all processes for Perfetto and the report")

@@ -13,5 +13,4 @@ router          the router and its list of workers
 router_process  ``python -m buffer_rl.engines.router_process``, the router's process
 supervisor      finds engines that hang, takes dead ones off the router's list and replaces them
 text            text of token ids, and stop strings
-options         options
 """

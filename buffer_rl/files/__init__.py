@@ -1,7 +1,6 @@
 """Files that outlive a run, and those it starts from.
 
-checkpoint   checkpoints: whole or absent, on disk and at URLs
-retention    which checkpoints remain, and how they were evaluated
+checkpoint   checkpoints: whole or absent, on disk and at URLs; which remain, and how they were evaluated
 remote       paths that fsspec reaches
 hf_config    the configuration of a Hugging Face model folder
 row_file     the training rows of a rollout, as a file

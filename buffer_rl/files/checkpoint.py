@@ -3,6 +3,10 @@
 A checkpoint is written into a temporary folder, every file is flushed to disk, and the folder gets its name by
 one rename; so a folder named ``step_NNNNNN`` is whole, whatever happened while it was written. Opening one checks every
 hash: a missing or damaged checkpoint is an error, never a fresh start.
+
+The evaluation of a step comes after its checkpoint, whose manifest is sealed by then: it is in ``evaluation.json``
+beside the manifest. A local checkpoint is removed by a rename to a hidden name first, so that ``step_NNNNNN`` is whole
+or absent; what a kill leaves under the hidden name is removed by the next run (``remove_unfinished``).
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import orjson
 
@@ -30,6 +34,7 @@ FORMAT = 2
 UNSEALED_FORMAT = 1
 """Of earlier versions: without a hash of the manifest itself."""
 MANIFEST = "manifest.json"
+EVALUATION = "evaluation.json"
 _SEAL = "manifest_sha256"
 STEP_NAME = re.compile(r"step_(\d{6,})")
 _REPLACED_NAME = re.compile(r"\.(step_(\d{6,}))\.replaced")
@@ -84,9 +89,9 @@ def new_checkpoint(
 
 @contextmanager
 def opened_checkpoint(path: str | Path, scratch: str | Path | None = None) -> Iterator[Checkpoint]:
-    """``open_checkpoint`` for the length of the block, in which no run removes it (``buffer_rl.files.retention``). Also
-    for URLs: their files are downloaded into a temporary folder in ``scratch`` (the system's where None), checked
-    there, and removed afterwards."""
+    """``open_checkpoint`` for the length of the block, in which no run removes it (``LocalFolder.remove``). Also for
+    URLs: their files are downloaded into a temporary folder in ``scratch`` (the system's where None), checked there,
+    and removed afterwards."""
     if not is_remote(local_path(str(path))):
         chosen = _chosen(path)
         with ExitStack() as stack:
@@ -374,3 +379,80 @@ def _seal_of(manifest: Mapping[str, Any]) -> str:
     """Of everything but the hash itself and the folder, which an upload adds."""
     sealed = {name: value for name, value in manifest.items() if name not in (_SEAL, FOLDER_KEY)}
     return hashlib.sha256(orjson.dumps(sealed, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+class Held(NamedTuple):
+    """A whole checkpoint of a folder. scores: its evaluation, by metric (``eval/NAME``); empty if there was none."""
+
+    name: str
+    manifest: Manifest
+    scores: Mapping[str, float | None]
+
+
+def best_step(scores: Mapping[int, Mapping[str, float | None]], metric: str) -> int | None:
+    """The step with the highest score, or the lowest if ``metric`` has a leading ``-``; of equal ones the newest. None
+    if none has one."""
+    sign, name = (-1, metric[1:]) if metric.startswith("-") else (1, metric)
+    ranked = [(sign * score, step) for step, found in scores.items() if (score := found.get(name)) is not None]
+    return max(ranked)[1] if ranked else None
+
+
+def kept_steps(scores: Mapping[int, Mapping[str, float | None]], last: int, best: str | None = None) -> set[int]:
+    """Those of the steps in ``scores`` that remain: the newest ``last``, at least 1, and the one with the best score.
+
+    best: a metric, as for ``best_step``."""
+    newest, best_one = sorted(scores)[-last:], best_step(scores, best or "")
+    return {step for step in scores if step in newest or step == best_one}
+
+
+class LocalFolder:
+    """The checkpoints in a local folder, as ``RemoteFolder`` has those at a URL. Raises OSError."""
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def names(self) -> list[str]:
+        """The names of everything in the folder; none if it is not there."""
+        return os.listdir(self._root) if self._root.is_dir() else []
+
+    def content(self, name: str, file: str) -> bytes | None:
+        """One small file of a checkpoint; None if it is not there."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return (self._root / name / file).read_bytes()
+        return None
+
+    def put(self, name: str, file: str, content: bytes) -> None:
+        """Write one small file beside a manifest."""
+        (self._root / name / file).write_bytes(content)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, unless it is being read (see ``opened_checkpoint``)."""
+        hidden = self._root / f".{name}.removed"
+        with (self._root / name / MANIFEST).open("rb") as file:
+            if lock_file(file, fcntl.LOCK_EX) is False:
+                return
+            for earlier in (hidden, hidden.with_suffix(".replaced")):  # of a kill; the latter would take its place
+                shutil.rmtree(earlier, ignore_errors=True)
+            (self._root / name).rename(hidden)
+        shutil.rmtree(hidden)
+
+
+CheckpointFolder = LocalFolder | RemoteFolder
+
+
+def folder_at(root: str) -> CheckpointFolder:
+    """The folder or URL of ``--save``. Raises CheckpointError if no backend reaches the URL."""
+    return RemoteFolder(root, MANIFEST) if is_remote(local_path(root)) else LocalFolder(local_path(root))
+
+
+def held_checkpoints(folder: CheckpointFolder, newest: int = 0) -> dict[int, Held]:
+    """The checkpoints in a folder by step, from the oldest to the newest; at most the ``newest`` last, all where 0.
+    Raises CheckpointError if one is damaged, or a URL cannot be read; OSError of a local folder."""
+    steps = sorted((int(match[1]), name) for name in folder.names() if (match := STEP_NAME.fullmatch(name)))
+    found = {}
+    for step, name in steps[-newest:]:
+        manifest, scores = folder.content(name, MANIFEST) or b"", folder.content(name, EVALUATION) or b""
+        if manifest.rstrip().endswith(b"}"):  # else it is no checkpoint: at a URL, of an upload that did not end
+            noted = orjson.loads(scores if scores.endswith(b"}") else b"{}")  # the same for what a kill cut off
+            found[step] = Held(name, parse_manifest(manifest, name), noted)
+    return found

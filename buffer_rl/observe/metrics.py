@@ -1,4 +1,5 @@
-"""Metrics: a JSONL file that is always written, and a hub that also passes them to every logger.
+"""Metrics: a JSONL file that is always written, and a hub that also passes them to every logger, such as
+``tensorboard``.
 
 A metric's name is ``part/name`` (``rollout/raw_reward``, ``train/loss``, ``perf/step_time``, ``eval/dev``); its
 part becomes the ``kind`` of its line. ``step`` is the rollout id; an evaluation is logged at the number of
@@ -10,12 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.kinds.rollout import MetricLogger
-from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, records_before
+from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, records_before, set_aside
 
 METRICS_FILE = "metrics.jsonl"
 DROP_PREFIX = "rollout/drop_"
@@ -148,3 +151,36 @@ def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
         for name, value in metrics.items()
         if name.startswith("eval/") and name.count("/") == 1 and value is not None
     }
+
+
+class TensorBoardLogger:
+    """Writes scalars to ``RUN_DIR/tensorboard``; an earlier run's folder is set aside unless ``args.load`` resumes it.
+
+    Uses the writer of the tensorboard package, which imports in a quarter of a second; torch's would load torch into
+    the driver.
+    """
+
+    def __init__(self, args: Args, run_dir: str) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.folder = Path(run_dir) / "tensorboard"
+        if getattr(args, "load", None) is None:
+            set_aside(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(self.folder), flush_secs=10)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the finite numbers of ``metrics``; TensorBoard draws nothing for the others."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=name, simple_value=float(value))
+            for name, value in metrics.items()
+            if math.isfinite(float(value))
+        ]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()

@@ -1,4 +1,5 @@
-"""The HTML report of a run: one self-contained page, which needs no network.
+"""The HTML report of a run: one self-contained page, which needs no network. What a run learned, and where its files
+are, in the terminal at its end.
 
 ``templates/report.html`` is the page. It escapes every text; only pictures, style and script are put in as they are.
 """
@@ -19,19 +20,30 @@ from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean, sparkline, write_curve
-from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS, drops_of, read_metrics
+from buffer_rl.files.remote import local_path
+from buffer_rl.observe.curve import ALL_NAME, CURVE_FILE, REWARD_NAME, curves_of, moving_mean, sparkline, write_curve
+from buffer_rl.observe.metrics import METRICS_FILE, PARTS_OF_ROLLOUTS, drops_of, read_metrics
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts, read_facts, read_jsonl
 from buffer_rl.observe.startup import text_of
-from buffer_rl.observe.summary import REPORT_FILE, EvalGain, eval_gains, gain_table, run_files
-from buffer_rl.observe.svg_chart import COLOURS, TEMPLATES, Line, format_number, line_chart, stacked_bars
+from buffer_rl.observe.svg_chart import (
+    COLOURS,
+    TEMPLATES,
+    Line,
+    format_number,
+    format_seconds,
+    headline,
+    line_chart,
+    names_shown,
+    stacked_bars,
+    step_picture,
+)
 from buffer_rl.observe.terminal import printable
-from buffer_rl.observe.timeline import read_trace
-from buffer_rl.observe.timeline_picture import format_seconds, headline, names_shown, step_picture
+from buffer_rl.observe.timeline import TRACE_FILE, read_trace
 from buffer_rl.observe.timeline_stats import (
     Spans,
     StepStats,
@@ -43,6 +55,7 @@ from buffer_rl.observe.timeline_stats import (
     step_windows,
 )
 
+REPORT_FILE = "report.html"
 MAX_STEPS = 12  # rollouts of a kind whose samples are shown, spread evenly, the first and the last one among them
 MAX_PER_STEP = 16
 MAX_CHARACTERS = 4000  # of one cell; the file has the rest
@@ -374,3 +387,74 @@ def _cell(value: Any) -> str:
 def _address(path: Path, page: Path) -> str:
     relative = os.path.relpath(path.absolute(), page.absolute().parent)
     return quote(relative.replace(os.sep, "/"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalGain:
+    """Mean reward on one evaluation set at the first and the last evaluation of a run."""
+
+    name: str
+    first_step: int
+    before: float
+    last_step: int
+    after: float
+
+    @property
+    def gain(self) -> float:
+        """``after - before``."""
+        return self.after - self.before
+
+    @property
+    def shown_gain(self) -> str:
+        """The gain with its sign, three digits and no negative zero."""
+        return f"{round(self.gain, 3) + 0.0:+.3f}"
+
+
+def eval_gains(records: Iterable[Mapping[str, Any]]) -> list[EvalGain]:
+    """First against last evaluation, one entry an evaluation set that was evaluated, in the order first seen."""
+    return [
+        EvalGain(
+            name=name,
+            first_step=series.steps[0],
+            before=series.values[0],
+            last_step=series.steps[-1],
+            after=series.values[-1],
+        )
+        for name, series in curves_of(records).evals.items()
+    ]
+
+
+def gain_table(gains: Iterable[EvalGain], title: str = "Mean reward on evaluation prompts") -> Table:
+    """The table: a row an evaluation set."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("evaluation set")
+    for heading in ("before", "after", "gain", "steps"):
+        table.add_column(heading, justify="right")
+    for gain in gains:
+        if gain.first_step == gain.last_step:  # evaluated once: there is nothing to compare with
+            table.add_row(Text(printable(gain.name)), "-", f"{gain.after:.3f}", "-", str(gain.last_step))
+            continue
+        style = "green" if gain.gain > 0 else "red" if gain.gain < 0 else ""
+        steps = f"{gain.first_step} → {gain.last_step}"
+        change = Text(gain.shown_gain, style=style)
+        table.add_row(Text(printable(gain.name)), f"{gain.before:.3f}", f"{gain.after:.3f}", change, steps)
+    return table
+
+
+def run_files(run_dir: str | Path) -> dict[str, Path]:
+    """What a run left behind that exists: name of the thing to its path."""
+    folder = Path(run_dir)
+    candidates = {
+        "report": folder / REPORT_FILE,
+        "picture": folder / CURVE_FILE,
+        "metrics": folder / METRICS_FILE,
+        "samples": folder / SAMPLES_FILE,
+        "trace (ui.perfetto.dev)": folder / TRACE_FILE,
+        "TensorBoard": folder / "tensorboard",
+        "model (Hugging Face)": folder / "hf",
+        "checkpoints": Path(local_path(str(read_facts(folder).changed.get("--save", folder / "checkpoints")))),
+        "quarantined prompts": folder / "quarantine.jsonl",
+        "rows of bad steps": folder / "non_finite",
+        "logs": folder / "logs",
+    }
+    return {name: path for name, path in candidates.items() if path.exists()}

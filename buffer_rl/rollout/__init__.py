@@ -4,7 +4,6 @@ default         the default rollout function: leases, generates, scores and filt
 sft             the rollout function of supervised fine-tuning: the data's answers; loss masks of conversations
 evaluate        evaluation on held-out prompts, and its metrics
 production      generates and scores one group; task groups
-places          which sample may ask the engines next
 deadlines       how long the work on a ticket may take
 generate        the built-in generate function: sampling parameters, continued responses, several turns in a sample
 requests        what is asked of the engines, for which lease: ids, seeds, samples that share a request, the stop
@@ -20,7 +19,7 @@ user_rollout    calls a user's rollout function and reads its answer, slime's ev
 user_functions  calls the user's filters and log functions
 conversion      one finished group to columns
 stats           counts of a rollout, and its metrics
-context         what user functions reach in a rollout: tokenizer, engine, scorer
+context         what user functions reach in a rollout: tokenizer, engine, scorer, places for samples in flight
 worker          the process of a rollout worker
 data_source     the process of a user's data source
 options         the options of rollouts, rewards and evaluation

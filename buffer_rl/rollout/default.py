@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.buffer.partial import check_spans, check_versions, is_complete
+from buffer_rl.buffer.queue import check_spans, check_versions, is_complete
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from buffer_rl.buffer.partial import DONE
+from buffer_rl.buffer.queue import DONE
 from buffer_rl.engines.protocol import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer, as_sample, check_statuses

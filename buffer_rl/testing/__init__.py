@@ -1,15 +1,11 @@
 """Fakes that ship with the library, for tests of plugins and of the library itself.
 
-decoding        slots, clock and version spans of ``fake_engine``
+decoding        slots, clock and version spans of ``fake_engine``, and what a real server does with requests
 fake_buffer     a Buffer in memory, for tests of rollout functions
 fake_engine     an HTTP server that answers ``/generate`` as a function says, with faults on order
-fake_roles      rollouts, a trainer and a publisher without processes
 faulty_server   the HTTP server of ``fake_engine``, which fails on order
 lint            rows from a seed and findings, of the linters
 lint_estimator  does an advantage estimator hold what it declares?
 lint_loss       does a loss hold what it declares? a step of a loss without a model (imports torch)
-sglang_rules    what a real server does with requests, for ``fake_engine``
 tiny            tiny models with random weights, and a character tokenizer
-virtual_time    an event loop with a virtual clock, and a runtime of a driver on it
-virtual_rollouts  rollouts, engines with slots, and selections in virtual time
 """

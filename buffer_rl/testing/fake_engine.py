@@ -11,9 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from buffer_rl.engines.protocol import EMBEDDED, row_rid, row_seeds
-from buffer_rl.testing.decoding import DecodeClock, Decoding, Slots
+from buffer_rl.testing.decoding import DecodeClock, Decoding, SglangRules, Slots, refusal
 from buffer_rl.testing.faulty_server import Fault, FaultPoint, FaultyServer
-from buffer_rl.testing.sglang_rules import SglangRules, refusal
 
 Respond = Callable[[list[int], int], Sequence[int]]
 """``(input_ids, sampling_seed) -> output_ids``."""

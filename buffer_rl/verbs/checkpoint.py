@@ -11,9 +11,18 @@ from typing import Any
 
 from buffer_rl.driver.folders import folder_lock
 from buffer_rl.errors import CheckpointError, ConfigError
-from buffer_rl.files.checkpoint import checkpoints_at, damaged_files, opened_checkpoint
+from buffer_rl.files.checkpoint import (
+    CheckpointFolder,
+    Held,
+    best_step,
+    checkpoints_at,
+    damaged_files,
+    folder_at,
+    held_checkpoints,
+    kept_steps,
+    opened_checkpoint,
+)
 from buffer_rl.files.remote import is_remote, local_path
-from buffer_rl.files.retention import CheckpointFolder, Held, best_step, folder_at, held_checkpoints, kept_steps
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.verbs.resources import bytes_text

@@ -11,8 +11,7 @@ attention    which tokens of a row a context-parallel rank has; causal attention
 vocabulary   log-probabilities and entropies of a vocabulary that is split over ranks
 forward      micro-batches through a model's pipeline, and what comes out of it for response tokens
 checkpoint   weights and optimizer state in torch_dist folders, for any later layout
-optimizer_state  what Megatron's optimizers get wrong of their state in checkpoints, put right
-optimizer    gradients over replicas, clipping, Megatron's optimizer and the learning rate
+optimizer    gradients over replicas, clipping, Megatron's optimizer, its state in checkpoints, and the learning rate
 trainer      the trainer backend
 backend      what ``--train-backend megatron`` names
 """

@@ -37,7 +37,7 @@ from torch.serialization import _get_layout
 from buffer_rl.cluster.fork_server import die_with_parent
 from buffer_rl.errors import CheckpointError
 from buffer_rl_megatron.bridge import gather_parameters
-from buffer_rl_megatron.optimizer_state import check_stored, restore, sharded_state
+from buffer_rl_megatron.optimizer import check_stored, restore, sharded_state
 from buffer_rl_megatron.options import TRACKER
 
 RELEASE = "release"

@@ -2,11 +2,8 @@
 
 options     the options of all three, and the check that the packages are installed
 logger      ``TrackerLogger``: starts a process for the tracker, sends it metrics, drops it if it fails
-tracker     what a tracker is, and what it starts with
 __main__    that process: one tracker, from its start to its end
-wandb       Weights & Biases
-trackio     Trackio
-mlflow      MLflow
+trackers    Weights & Biases, Trackio and MLflow
 
 ``docs/trackers.md`` has the commands.
 """

@@ -17,7 +17,7 @@ import traceback
 from typing import Any, TextIO
 
 from buffer_rl.options.redaction import mask_url
-from buffer_rl_trackers.tracker import Start, Tracker, id_file
+from buffer_rl_trackers.logger import Start, Tracker, id_file
 
 
 class Answers:

@@ -98,7 +98,8 @@ def buffer_rl_explain_flag(name: str, values: Sequence[str]) -> FlagMeaning | No
 def buffer_rl_configure(config: Any) -> None:
     """Raises ConfigError for a tracker of ``--logger`` whose packages are not installed."""
     for reference in config.logger:
-        name = reference.removeprefix("buffer_rl_trackers.").replace(":", ".").partition(".")[0]
+        path = reference.replace(":", ".").removeprefix("buffer_rl_trackers.trackers.")
+        name = path.removesuffix("Logger").lower()
         missing = [package for package in packages_of(name, config) if not _is_installed(package)]
         if missing:
             raise ConfigError(

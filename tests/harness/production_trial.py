@@ -18,8 +18,8 @@ import pytest
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_tables import GroupState
-from buffer_rl.buffer.partial import RequeueRule
 from buffer_rl.buffer.pool import Writer
+from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.selections import GENERATIONS
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource

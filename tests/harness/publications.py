@@ -15,8 +15,8 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.engines.client import EngineClient, GenerateResult
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.options.section import compose
-from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.weights.publish import Publisher
+from harness.fake_roles import local_senders
 
 NOISE = 0.1
 """Relative change of each weight of a version; log-probabilities change by 0.1 nats and more."""

@@ -22,11 +22,11 @@ from buffer_rl.errors import TrainError
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.records.groups import GroupUid, RolloutReport, SampleGroup, Ticket
-from buffer_rl.testing.fake_roles import FakeTrain
-from buffer_rl.testing.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections, lognormal
-from buffer_rl.testing.virtual_time import VirtualRuntime
+from harness.fake_roles import FakeTrain
 from harness.ledger_contents import entries
 from harness.saved_state import load_saved, saved_state
+from harness.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections, lognormal
+from harness.virtual_time import VirtualRuntime
 
 NUM_ROWS = 120
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from buffer_rl_trackers.logger import TrackerLogger
-from buffer_rl_trackers.tracker import Start
+from buffer_rl_trackers.logger import Start, TrackerLogger
 
 
 class Recording:

@@ -16,12 +16,12 @@ from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import dump_args
-from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import hf_state, load_model, weight_buckets
 from buffer_rl.train.role_worker import RoleWorker
 from buffer_rl.weights.distributed import DistributedSender, DistributedTransport
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts
+from harness.fake_roles import local_senders
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.slow]
 

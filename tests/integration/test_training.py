@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer_rl.errors import CheckpointError, RolloutError, WorkerError
-from buffer_rl.files.retention import folder_at, held_checkpoints
+from buffer_rl.files.checkpoint import folder_at, held_checkpoints
 from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from buffer_rl.options.values import Raw
 from buffer_rl.plan.schedule import Mode
-from buffer_rl_slime.scripts.command_flags import SFT, Flags, steps_per_rollout, value_of
 from buffer_rl_slime.scripts.meaning import Judgement, Verdict
+from buffer_rl_slime.scripts.shell_script import SFT, Flags, steps_per_rollout, value_of
 
 PROGRAM = "train_async.py"
 """The program of slime and miles that generates a rollout while it trains on the one before."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffer_rl.errors import ConfigError
 from buffer_rl_slime.scripts.shell_expansion import DEEPEST, Argument, Scope
 from buffer_rl_slime.scripts.shell_syntax import Block, Branches, Chain, Command, Negated, Node, Sometimes, parse
-from buffer_rl_slime.scripts.shell_values import computed, holds, marks_of, shown
+from buffer_rl_slime.scripts.shell_values import as_run, computed, holds, marks_of, shown
 from buffer_rl_slime.scripts.shell_words import Assignment, Operator, Word, split_script
 
 MOST_BYTES = 1 << 20
@@ -245,3 +245,45 @@ def _program(words: Sequence[Argument], first: int) -> int | None:
         if not text.startswith("-"):
             return at if text.endswith(".py") else None
     return None
+
+
+SFT = "sft_loss"
+
+Flags = dict[str, list[Argument]]
+"""The values of each flag, by its name without dashes."""
+
+
+def value_of(flags: Flags, name: str) -> str:
+    """The values of a flag as one text; empty without them."""
+    return " ".join(argument.text for argument in flags.get(name, ()))
+
+
+def steps_per_rollout(flags: Flags) -> int:
+    """Optimizer steps on each rollout. Raises ValueError where the flags do not say."""
+    if "global-batch-size" not in flags:
+        return int(value_of(flags, "num-steps-per-rollout") or "1")
+    samples = int(value_of(flags, "rollout-batch-size")) * int(value_of(flags, "n-samples-per-prompt") or "1")
+    return samples // int(value_of(flags, "global-batch-size"))
+
+
+def flags_of(arguments: Iterable[Argument]) -> tuple[Flags, set[str], dict[str, str]]:
+    """Each flag's values, the flags that came again, and ``file:line`` of each. Raises ConfigError for values without a
+    flag before them."""
+    flags: Flags = {}
+    again: set[str] = set()
+    where: dict[str, str] = {}
+    values: list[Argument] | None = None
+    for argument in arguments:
+        if argument.text.startswith("--") and len(argument.text) > 2:
+            flag, equals, value = argument.text[2:].partition("=")
+            name = flag.replace("_", "-")
+            again |= {name} & flags.keys()
+            values = [Argument(value, argument.where)] if equals else []
+            flags.pop(name, None)
+            flags[name], where[name] = values, argument.where
+        elif values is None:
+            if as_run(argument.text):
+                raise ConfigError(f"{shown(argument.text)!r} belongs to no flag", where=argument.where)
+        else:
+            values.append(argument)
+    return flags, again, where

@@ -13,10 +13,9 @@ from buffer_rl.options.section import flag_of, item_of_mapping, load_section
 from buffer_rl.options.sources import resolve
 from buffer_rl.options.values import Raw, option_type
 from buffer_rl_slime.scripts.asynchronous import PROGRAM, corrections, of_program, schedule_of
-from buffer_rl_slime.scripts.command_flags import SFT, Flags, flags_of, value_of
 from buffer_rl_slime.scripts.flags import DEFAULTS
 from buffer_rl_slime.scripts.meaning import Verdict
-from buffer_rl_slime.scripts.shell_script import Launch
+from buffer_rl_slime.scripts.shell_script import SFT, Flags, Launch, flags_of, value_of
 from buffer_rl_slime.scripts.shell_values import is_computed, marks_of, shown, with_placeholders
 from buffer_rl_slime.scripts.verdicts import WITH_MEGATRON, Judge, Target
 

@@ -11,7 +11,7 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.partial import RequeueRule
+from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import RolloutError

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
-from buffer_rl.buffer.partial import RequeueRule, check_spans, check_versions, mask_older, oldest_version
+from buffer_rl.buffer.queue import RequeueRule, check_spans, check_versions, mask_older, oldest_version
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status, Ticket, VersionSpan
 

@@ -14,7 +14,7 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.buffer.partial import RequeueRule
+from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
-from buffer_rl.buffer.partial import RequeueRule
+from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.options.section import compose

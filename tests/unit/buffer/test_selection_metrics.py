@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.buffer.columns import Cell, ColumnStore
-from buffer_rl.buffer.selection_metrics import selection_metrics
+from buffer_rl.buffer.selections import selection_metrics
 from buffer_rl.buffer.window import Window
 from buffer_rl.records.groups import GroupUid, RowId
 

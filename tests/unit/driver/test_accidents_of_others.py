@@ -20,12 +20,12 @@ from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.errors import BufferStateError
 from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.records.groups import Ticket
-from buffer_rl.testing.virtual_rollouts import VirtualRollouts
 from harness.async_run import AsyncRun
 from harness.engine_fixtures import model_folder as model_folder
 from harness.publications import Versions
 from harness.saved_state import load_saved, saved_state
 from harness.schedule_trial import Setting, check, run
+from harness.virtual_rollouts import VirtualRollouts
 
 Versioned = list[tuple[Ticket, list[tuple[int, int]]]]
 

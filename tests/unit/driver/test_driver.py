@@ -35,10 +35,10 @@ from buffer_rl.observe.timeline import WorkReport, WorkSpan, clock_origin
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule, parse_early_stop
 from buffer_rl.records.groups import Ticket
-from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
-from buffer_rl.testing.virtual_time import VirtualRuntime
+from harness.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from harness.ledger_contents import count_states, entries, entries_of
 from harness.saved_state import load_saved, saved_state
+from harness.virtual_time import VirtualRuntime
 
 PLAN = RunPlan(
     num_rollouts=3,

@@ -15,9 +15,9 @@ import pytest
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError, RolloutError
 from buffer_rl.plan.schedule import Mode, Schedule, parse_early_stop
 from buffer_rl.records.groups import Ticket
-from buffer_rl.testing.virtual_rollouts import VirtualRollouts
-from buffer_rl.testing.virtual_time import Span, VirtualRuntime
 from harness.schedule_trial import Outcome, Saves, Setting, Stopping, TrialBuffer, world
+from harness.virtual_rollouts import VirtualRollouts
+from harness.virtual_time import Span, VirtualRuntime
 
 SCHEDULES = {
     "lockstep": Schedule(mode=Mode.LOCKSTEP),

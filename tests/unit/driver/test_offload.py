@@ -19,8 +19,8 @@ from buffer_rl.errors import PayloadLostError, TrainError, WorkerDiedError
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, RunResult, Schedule, parse_early_stop
 from buffer_rl.records.groups import Ticket
-from buffer_rl.testing.fake_roles import FakePublisher, FakeRollouts, FakeTrain
-from buffer_rl.testing.virtual_time import VirtualRuntime
+from harness.fake_roles import FakePublisher, FakeRollouts, FakeTrain
+from harness.virtual_time import VirtualRuntime
 
 PLAN = RunPlan(
     num_rollouts=3,

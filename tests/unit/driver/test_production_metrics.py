@@ -14,8 +14,8 @@ from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, overlap_of
 from buffer_rl.plan.schedule import LOCKSTEP, Mode, Schedule
 from buffer_rl.records.groups import RolloutReport
-from buffer_rl.testing.virtual_rollouts import VirtualRollouts
 from harness.schedule_trial import Setting, Silent, run
+from harness.virtual_rollouts import VirtualRollouts
 
 ASYNC = Schedule(mode=Mode.ASYNC, target=1, max_staleness=2)
 

@@ -21,10 +21,10 @@ from buffer_rl.errors import BufferRLError, PayloadLostError, RolloutError, Trai
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket
-from buffer_rl.testing.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
-from buffer_rl.testing.virtual_time import Span, VirtualRuntime
+from harness.fake_roles import FakePublisher, FakeRole, FakeRollouts, FakeTrain
 from harness.ledger_contents import count_states
 from harness.tickets import schedule_of
+from harness.virtual_time import Span, VirtualRuntime
 
 PLAN = RunPlan(
     num_rollouts=3,

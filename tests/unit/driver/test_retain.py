@@ -14,8 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.folders import retain, save_lock, with_start
 from buffer_rl.errors import ConfigError
-from buffer_rl.files.checkpoint import opened_checkpoint
-from buffer_rl.files.retention import folder_at, held_checkpoints
+from buffer_rl.files.checkpoint import folder_at, held_checkpoints, opened_checkpoint
 from buffer_rl.options.section import compose
 from harness.checkpoints import write_checkpoint
 

@@ -18,9 +18,9 @@ from buffer_rl.buffer.window import Window
 from buffer_rl.errors import BufferStateError
 from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.records.groups import GroupUid, RolloutReport, Ticket
-from buffer_rl.testing.virtual_rollouts import VirtualRollouts
 from harness.broken_windows import Forgetful, Greedy, OldPlace
 from harness.schedule_trial import Outcome, Setting, check, drawn, run
+from harness.virtual_rollouts import VirtualRollouts
 
 
 def asynchronous(target: int, bound: int, **changes: Any) -> Setting:

@@ -20,7 +20,6 @@ from buffer_rl.embedded.launcher import EmbeddedEngine
 from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.options.section import compose
-from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import ARCHITECTURES
 from buffer_rl.train.model import hf_state, load_model, weight_buckets
 from buffer_rl.weights.disk import DiskTransport
@@ -28,6 +27,7 @@ from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.shared_bucket import SharedWeights, open_bucket
 from buffer_rl.weights.shared_memory import NAME
 from buffer_rl.weights.tensor import LOAD_FORMAT, TensorTransport
+from harness.fake_roles import local_senders
 from harness.trainers import make_trainer
 
 TENSORS = "/update_weights_from_tensor"

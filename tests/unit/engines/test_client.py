@@ -18,8 +18,8 @@ from buffer_rl.engines.protocol import RowSeeds, ServerInfo, row_seeds
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Status, VersionSpan
+from buffer_rl.testing.decoding import SglangRules
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
-from buffer_rl.testing.sglang_rules import SglangRules
 from harness.processes import holds_within
 
 CLOSED_URL = "http://127.0.0.1:9"  # the port of the discard service, which the system gives to no process

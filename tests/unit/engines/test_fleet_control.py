@@ -16,9 +16,9 @@ from buffer_rl.engines.control import FleetControl
 from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Published, Replica
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
-from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
+from harness.fake_roles import local_senders
 
 CLOSED_URL = "http://127.0.0.1:9"  # the port of the discard service, which the system gives to no process
 

@@ -18,9 +18,9 @@ from buffer_rl.engines.registry import EngineRegistry, EngineState, Published, R
 from buffer_rl.engines.supervisor import Supervisor
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.fake_engine import FakeEngine
-from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
+from harness.fake_roles import local_senders
 from harness.processes import holds_within
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.publish import Publisher
+from harness.fake_roles import FakeEngines, local_senders
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "weight_transports" / "bfloat16_folder.py"
 

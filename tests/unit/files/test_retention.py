@@ -15,8 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.errors import CheckpointError
-from buffer_rl.files.checkpoint import newest_step, open_checkpoint, opened_checkpoint, remove_unfinished
-from buffer_rl.files.retention import EVALUATION, LocalFolder, best_step, folder_at, held_checkpoints, kept_steps
+from buffer_rl.files.checkpoint import (
+    EVALUATION,
+    LocalFolder,
+    best_step,
+    folder_at,
+    held_checkpoints,
+    kept_steps,
+    newest_step,
+    open_checkpoint,
+    opened_checkpoint,
+    remove_unfinished,
+)
 from harness.checkpoints import write_checkpoint
 
 SCORES = st.dictionaries(
@@ -107,7 +117,7 @@ def test_scores_that_a_kill_cut_off_are_none(saves: Path) -> None:
 
 KILLED = """
 import os, shutil, signal, sys
-from buffer_rl.files.retention import LocalFolder
+from buffer_rl.files.checkpoint import LocalFolder
 real = shutil.rmtree
 def rmtree(path, **options):
     if str(path).endswith(".removed") and os.path.exists(path):

@@ -22,12 +22,12 @@ from buffer_rl.observe.report import (
     phase_seconds,
     plain_text,
     render_report,
+    run_files,
     spread,
     steps_of,
     write_report,
 )
 from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
-from buffer_rl.observe.summary import run_files
 from buffer_rl.options.section import compose
 
 METRICS: list[dict[str, Any]] = [

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from buffer_rl.observe.tensorboard import TensorBoardLogger
+from buffer_rl.observe.metrics import TensorBoardLogger
 
 
 def _scalars(folder, tag):
@@ -27,7 +27,7 @@ def test_scalars_can_be_read_back_by_tensorboard_and_numbers_that_are_not_finite
 
 def test_logging_loads_neither_torch_nor_tensorflow(tmp_path):
     code = (
-        "import sys; from types import SimpleNamespace; from buffer_rl.observe.tensorboard import TensorBoardLogger;"
+        "import sys; from types import SimpleNamespace; from buffer_rl.observe.metrics import TensorBoardLogger;"
         f"logger = TensorBoardLogger(SimpleNamespace(load=None), {str(tmp_path)!r}); logger.log({{'a/b': 1.0}}, 0);"
         "logger.close(); print([m for m in ('torch', 'tensorflow') if m in sys.modules])"
     )

@@ -11,8 +11,8 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.observe.report import write_report
+from buffer_rl.observe.svg_chart import names_shown, step_picture
 from buffer_rl.observe.timeline import WorkSpan, read_trace
-from buffer_rl.observe.timeline_picture import names_shown, step_picture
 from buffer_rl.observe.timeline_stats import (
     Overlap,
     Spans,

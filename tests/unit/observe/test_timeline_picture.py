@@ -9,9 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from buffer_rl.observe.report import Report, render_report
-from buffer_rl.observe.svg_chart import MAX_POINTS
+from buffer_rl.observe.svg_chart import MAX_POINTS, format_seconds, step_picture
 from buffer_rl.observe.timeline import WorkSpan
-from buffer_rl.observe.timeline_picture import format_seconds, step_picture
 from buffer_rl.observe.timeline_stats import Spans, chosen_steps, step_stats
 
 

@@ -147,7 +147,7 @@ def test_a_file_or_a_flag_with_an_old_reference_means_the_new_one_with_a_notice(
 
 
 def test_the_section_of_a_plugin_that_has_an_old_name_tells_the_new_one() -> None:
-    with pytest.raises(ConfigError, match=r"buffer_rl.engine.options is buffer_rl.engines.options now"):
+    with pytest.raises(ConfigError, match=r"buffer_rl.engine.options is buffer_rl.cluster.options now"):
         load_section("buffer_rl.engine.options:EngineOptions")
 
 

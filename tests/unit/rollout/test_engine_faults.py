@@ -25,9 +25,9 @@ from buffer_rl.records.groups import GroupUid
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.testing.fake_engine import FakeEngine, Fault, FaultPoint
-from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
+from harness.fake_roles import local_senders
 from harness.ledger_contents import count_states
 from harness.local_buffer import local_client, local_state
 from harness.tickets import close_rollout

@@ -11,9 +11,9 @@ from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.testing.decoding import SglangRules
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
-from buffer_rl.testing.sglang_rules import SglangRules
 from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
-from buffer_rl.buffer.partial import RequeueRule
+from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.records.groups import Status, VersionSpan

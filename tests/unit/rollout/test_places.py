@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer_rl.rollout.context import Places
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.places import Places
 from buffer_rl.testing.fake_buffer import FakeBuffer
 
 

@@ -28,9 +28,9 @@ from buffer_rl.rollout.requests import (
     shared_request_id,
 )
 from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.testing.decoding import SglangRules
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
-from buffer_rl.testing.sglang_rules import SglangRules
 
 
 def seeded(input_ids: list[int], seed: int) -> list[int]:

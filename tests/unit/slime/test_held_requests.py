@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from buffer_rl.engines.client import EngineClient
-from buffer_rl.rollout.context import RolloutContext
-from buffer_rl.rollout.places import Places
+from buffer_rl.rollout.context import Places, RolloutContext
 from buffer_rl.testing.fake_engine import FakeEngine
 from buffer_rl_slime.http import post
 

@@ -8,9 +8,8 @@ import pytest
 
 from buffer_rl.engines.client import EngineClient, parse_answer
 from buffer_rl.engines.control import EngineControlClient
-from buffer_rl.testing.decoding import DecodeClock, Decoding, Slots
+from buffer_rl.testing.decoding import DecodeClock, Decoding, SglangRules, Slots
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
-from buffer_rl.testing.sglang_rules import SglangRules
 from harness.processes import holds_within
 
 

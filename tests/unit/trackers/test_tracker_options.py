@@ -79,7 +79,7 @@ def test_an_address_with_a_password_in_a_file_is_refused_with_the_variables_that
     ("loggers", "uri", "installed", "package", "extra"),
     [
         (["wandb"], None, [], "wandb", "wandb"),
-        (["buffer_rl_trackers.wandb:WandbLogger"], None, [], "wandb", "wandb"),
+        (["buffer_rl_trackers.trackers:WandbLogger"], None, [], "wandb", "wandb"),
         (["trackio"], None, ["wandb"], "trackio", "trackio"),
         (["mlflow"], None, ["mlflow"], "sqlalchemy", "mlflow"),
         (["mlflow"], "http://127.0.0.1:1", [], "mlflow", "mlflow"),

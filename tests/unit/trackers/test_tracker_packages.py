@@ -20,7 +20,7 @@ from buffer_rl.observe.observer import RunObserver
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl_trackers.options import TrackerOptions
-from buffer_rl_trackers.wandb import WandbLogger
+from buffer_rl_trackers.trackers import WandbLogger
 from harness.processes import descendants, holds_within
 from harness.trackers import wandb_records
 

@@ -12,8 +12,8 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError, DataError, EngineError, RolloutError
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.testing.decoding import SglangRules
 from buffer_rl.testing.fake_engine import FakeEngine
-from buffer_rl.testing.sglang_rules import SglangRules
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
 from buffer_rl.verbs.train import read_data

@@ -22,11 +22,11 @@ from buffer_rl.engines.protocol import EMBEDDED, ServerInfo
 from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Topology
-from buffer_rl.testing.fake_roles import local_senders
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import hf_state, load_model, weight_buckets
 from buffer_rl.weights.distributed import DistributedSender, DistributedTransport, chosen_backend
 from buffer_rl.weights.publish import Publisher
+from harness.fake_roles import local_senders
 from harness.processes import holds_within
 
 pytestmark = pytest.mark.timeout(300)

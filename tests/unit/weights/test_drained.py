@@ -16,10 +16,10 @@ from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import DeadlineError, EngineError, WorkerDiedError
 from buffer_rl.options.section import compose
 from buffer_rl.testing.fake_engine import FakeEngine
-from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.testing.faulty_server import Fault
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
+from harness.fake_roles import FakeEngines, local_senders
 
 
 def export() -> Iterator[dict[str, torch.Tensor]]:

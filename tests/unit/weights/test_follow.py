@@ -12,10 +12,10 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options.section import compose
-from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.follow import POINTER, FollowFolder, Newest, read_newest
 from buffer_rl.weights.publish import Publisher
+from harness.fake_roles import FakeEngines, local_senders
 
 NUM_FILES = 20
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError, EngineError, PluginError
 from buffer_rl.options.section import compose
-from buffer_rl.testing.fake_roles import FakeEngines, local_senders
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import NUM_TOKENS, PROMPT, LogProbCheck, Publisher
 from buffer_rl.weights.sender import Senders
+from harness.fake_roles import FakeEngines, local_senders
 
 
 class Weights:

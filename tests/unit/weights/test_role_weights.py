@@ -12,9 +12,9 @@ from ray.exceptions import ActorDiedError
 
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.errors import EngineError, WorkerDiedError
-from buffer_rl.testing.fake_roles import FakePublisher
 from buffer_rl.weights.publish import ATTEMPTS
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts, RolePublisher
+from harness.fake_roles import FakePublisher
 
 
 class Writer:

@@ -12,9 +12,9 @@ from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Topology
-from buffer_rl.testing.fake_roles import EMBEDDED_ENGINE, FakeEngines, local_senders
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.tensor import LOAD_FORMAT, TensorSender, TensorTransport
+from harness.fake_roles import EMBEDDED_ENGINE, FakeEngines, local_senders
 
 
 class Memory:

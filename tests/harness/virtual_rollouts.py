@@ -18,7 +18,7 @@ import numpy as np
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.records.groups import GroupUid, RolloutReport, SampleGroup, Ticket
-from buffer_rl.testing.virtual_time import VirtualRuntime
+from harness.virtual_time import VirtualRuntime
 
 
 def lognormal(rng: Random, sigma: float, mean: float, cap: float = math.inf) -> float:
