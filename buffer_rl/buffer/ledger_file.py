@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError
+from buffer_rl.files.checkpoint import sync_path
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -332,9 +333,9 @@ def write_backup(db: sqlite3.Connection, path: Path, target: Path) -> None:
         finally:
             copy.close()
         shutil.copyfile(local, temporary)
-        _sync(temporary)
+        sync_path(temporary)
         os.replace(temporary, target)
-        _sync(target.parent)
+        sync_path(target.parent)
     except (sqlite3.Error, OSError) as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"the ledger cannot be copied: {error}", where=str(target)) from error
@@ -392,11 +393,3 @@ def _block(file: BinaryIO, source: Path) -> bytes:
 
 def _unreadable(source: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"the copy of the ledger cannot be read: {error}", where=str(source))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

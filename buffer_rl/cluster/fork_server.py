@@ -52,7 +52,6 @@ STAGES = {
         "transformers.models.qwen3.modeling_qwen3",
         "buffer_rl.embedded.loader",
         "buffer_rl.embedded.routes",
-        "buffer_rl.embedded.sglang_service",
         "buffer_rl.engines.http_server",
         "uvicorn.server",
     ),

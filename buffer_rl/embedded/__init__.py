@@ -9,7 +9,6 @@ protocol       the body of ``/generate`` to engine requests, and finished ones t
 streams        text and tokens of requests that are answered while they run
 metrics        what ``/metrics`` says
 service        requests in flight, commands and health, in the event loop
-sglang_service the service behaving as a SGLang server where the two differ, for tests
 engine_thread  the one thread that owns the scheduler and the model
 scheduler      a request, and continuous batching of the running ones
 sampling       sampling parameters, the draw of a token, log-probabilities of others

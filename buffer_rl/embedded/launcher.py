@@ -35,11 +35,11 @@ class EmbeddedEngine:
 
 
 class EmbeddedLauncher:
-    """Starts embedded engines; meets ``buffer_rl.kinds.engine.EngineLauncher``. extra: more arguments of the
-    server."""
+    """Starts embedded engines; meets ``buffer_rl.kinds.engine.EngineLauncher``. program: the arguments of Python that
+    start the server."""
 
-    def __init__(self, *extra: str, deterministic: bool = True) -> None:
-        self._extra = extra
+    def __init__(self, *program: str, deterministic: bool = True) -> None:
+        self._program = program
         self.deterministic = deterministic
 
     def check(self, args: Args) -> None:
@@ -60,8 +60,7 @@ class EmbeddedLauncher:
             url = base_url(args.engine_host, listener.getsockname()[1])
             command = [
                 sys.executable,
-                "-m",
-                "buffer_rl.embedded.server",
+                *self._program,
                 *("--model-path", str(args.hf_checkpoint)),
                 *("--fd", str(listener.fileno())),
                 *("--device", args.engine_device),
@@ -69,7 +68,6 @@ class EmbeddedLauncher:
                 *("--num-threads", str(args.engine_num_threads)),
                 *("--max-running-requests", str(args.engine_max_running_requests)),
                 *("--weight-update-timeout-s", str(args.update_weights_timeout_s)),
-                *self._extra,
             ]
             if args.engine_context_length is not None:
                 command += ["--context-length", str(args.engine_context_length)]
@@ -93,7 +91,4 @@ class EmbeddedLauncher:
         return EmbeddedEngine(url, process)
 
 
-launch = EmbeddedLauncher()
-launch_imitating_sglang = EmbeddedLauncher("--imitate", "sglang", "--weight-version", "default", deterministic=False)
-"""Of engines that behave as a SGLang server where the two differ, for tests of what runs with one:
-``--rollout-engine buffer_rl.embedded.launcher:launch_imitating_sglang``."""
+launch = EmbeddedLauncher("-m", "buffer_rl.embedded.server")

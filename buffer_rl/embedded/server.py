@@ -48,16 +48,15 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="answers have the tokens that top-k, top-p and min-p kept; log-probabilities are renormalised over them",
     )
-    parser.add_argument(
-        "--imitate", choices=["sglang"], help="answer as that server does where this engine knows better; for tests"
-    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the model folder")
     parser.add_argument("--log-level", default="warning")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Load the model, then serve until SIGTERM, SIGINT or a failure of the engine; returns the exit status."""
+def main(argv: Sequence[str] | None = None, service_class: type[EngineService] | None = None) -> int:
+    """Load the model, then serve until SIGTERM, SIGINT or a failure of the engine; returns the exit status.
+
+    service_class: in place of ``EngineService``, which is imported with torch, after the flags were read."""
     args = build_parser().parse_args(argv)
     settle_garbage_collector()
     api_key = pop_key()
@@ -66,19 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        service = _build_service(args)
+        service = _build_service(args, service_class)
     except EngineError as error:
         print(error, file=sys.stderr)
         return 1
     return _serve(service, args, api_key)
 
 
-def _build_service(args: argparse.Namespace) -> EngineService:
+def _build_service(args: argparse.Namespace, service_class: type[EngineService] | None) -> EngineService:
     import torch  # from here on, after the garbage collector was settled
 
     from buffer_rl.embedded.loader import LoadedModel, LoadOptions, load_tokenizer
     from buffer_rl.embedded.service import EngineService
-    from buffer_rl.embedded.sglang_service import SGLangService
 
     torch.set_num_threads(args.num_threads)
     device = args.device
@@ -92,7 +90,7 @@ def _build_service(args: argparse.Namespace) -> EngineService:
         deterministic=args.deterministic,
         trust_remote_code=args.trust_remote_code,
     )
-    return (EngineService if args.imitate is None else SGLangService)(
+    return (service_class or EngineService)(
         LoadedModel(options),
         load_tokenizer(args.model_path, trust_remote_code=args.trust_remote_code),
         max_running_requests=args.max_running_requests,

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,9 +30,6 @@ from buffer_rl.embedded.weight_groups import WeightGroups
 from buffer_rl.engines.protocol import WEIGHTS
 from buffer_rl.engines.text import TextCodec
 from buffer_rl.errors import EngineError
-
-if TYPE_CHECKING:
-    from buffer_rl.embedded.sglang_service import PartialWeights
 
 T = TypeVar("T")
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -86,7 +83,7 @@ class EngineService:
         )
         self.counts = Counts()
         self.on_failure: Callable[[], None] = lambda: None
-        self._weights: LoadedModel | PartialWeights = model
+        self._replace_weights = model.replace_weights
         self.staged = self.update_class()
         shapes = None if self.imitate else model.checkpoint_shapes
         self.groups = WeightGroups(shapes, self.staged, weight_update_timeout_s)
@@ -265,7 +262,7 @@ class EngineService:
 
         def run() -> int:
             held = self.scheduler.num_running + self.scheduler.num_waiting
-            self._replace(lambda: self._weights.replace_weights(path), version, flush_cache)
+            self._replace(lambda: self._replace_weights(path), version, flush_cache)
             self.model_path = path
             return held if self.scheduler.paused else 0
 

@@ -183,7 +183,7 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in new:
         with suppress(PermissionError):  # of a parent that may be written to and not be read
-            _sync(path.parent)
+            sync_path(path.parent)
 
 
 def damaged_files(folder: Path) -> list[CheckpointError]:
@@ -343,12 +343,12 @@ def _verify(path: Path, size: int, sha256: str, where: str = "") -> None:
 def _seal(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
     files = {}
     for path in sorted(child for child in folder.rglob("*") if child.is_file()):
-        _sync(path)
+        sync_path(path)
         files[str(path.relative_to(folder))] = (path.stat().st_size, _sha256(path))
     (folder / MANIFEST).write_bytes(manifest_content(step, facts, files))
-    _sync(folder / MANIFEST)
+    sync_path(folder / MANIFEST)
     for directory in (*(child for child in folder.rglob("*") if child.is_dir()), folder):
-        _sync(directory)
+        sync_path(directory)
     folder.chmod(0o755)  # mkdtemp makes it private
 
 
@@ -358,11 +358,12 @@ def _swap(temporary: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     temporary.rename(target)
-    _sync(target.parent)
+    sync_path(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

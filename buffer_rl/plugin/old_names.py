@@ -51,7 +51,6 @@ _RENAMED: Mapping[str, str] = {
     "embedded.generation_routes": "engine.embedded.generate_route engine.embedded.openai_routes",
     "embedded.protocol": "engine.embedded.answers",
     "embedded.sampling": "engine.embedded.log_probs",
-    "embedded.sglang_service": "engine.embedded.sglang_update",
     "engines": "engine",
     "engines.http": "engine.loop_thread",
     "engines.protocol": "engine.rows engine.server_info",

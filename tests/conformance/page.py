@@ -11,11 +11,11 @@ from conformance.steps import Case, mismatch
 HEAD = """# Conformance with SGLang
 
 `python tests/conformance/run.py --server ... --write` sends the cases below to a SGLang 0.5.23 server, to the embedded
-engine, and to the embedded engine with `--imitate sglang`, each with the same tiny model, and writes this page. Greedy
+engine, and to the embedded engine behaving as SGLang, each with the same tiny model, and writes this page. Greedy
 tokens and all log-probabilities are compared with transformers' (to 0.002 nats). A row says how each answer ended;
 *same* means that SGLang and the embedded engine agree in status, tokens, texts, ends, versions and log-probabilities.
 Not among the cases is what ends a SGLang server: an empty text, token ids below 0 or beyond the padded vocabulary,
-files of weights that are cut short. The embedded engine answers 400, and with `--imitate sglang` ends as well at the
+files of weights that are cut short. The embedded engine answers 400, and behaving as SGLang ends as well at the
 first two.
 
 """
@@ -58,7 +58,7 @@ def page(cases: Sequence[Case], results: Mapping[str, Sequence[Result]]) -> str:
     words = [f"- *{word}*: {text}." for word, text in REASONS.items() if any(case.why == word for case in cases)]
     counts = (
         f"{len(cases)} cases of {requests} requests: {same} the same at SGLang and the embedded engine, "
-        f"{like} at SGLang and the embedded engine with `--imitate sglang`."
+        f"{like} at SGLang and the embedded engine behaving as SGLang."
     )
     return HEAD + "\n".join([counts, "", *words, "", *lines, ""])
 

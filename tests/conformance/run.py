@@ -35,6 +35,7 @@ from conformance import cases_control, cases_generate, cases_openai
 from conformance.page import Result, disagreement, page
 from conformance.reference import CONTEXT, Reference
 from conformance.steps import Case, Runner, mismatch, tracing
+from harness import sglang_service
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 START_TIMEOUT_S = 300.0
@@ -110,10 +111,10 @@ def free_url() -> Iterator[str]:
 
 def embedded_command(model: str, url: str, *, imitate: bool) -> list[str]:
     """The embedded engine's server."""
+    program = [sglang_service.__file__] if imitate else ["-m", "buffer_rl.embedded.server"]
     own = ["--model-path", model, "--port", url.rpartition(":")[2], "--max-running-requests", "16"]
-    more = ["--imitate", "sglang"] if imitate else []
     limits = ["--context-length", str(CONTEXT), "--weight-version", "0", "--device", "cpu"]
-    return [sys.executable, "-m", "buffer_rl.embedded.server", *own, *limits, *more]
+    return [sys.executable, *program, *own, *limits]
 
 
 def main() -> int:

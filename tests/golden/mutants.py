@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         name="the engine confirms version 2 and keeps the weights of version 1",
         file="buffer_rl/embedded/service.py",
-        old="self._replace(lambda: self._weights.replace_weights(path), version, flush_cache)",
-        new="self._replace(lambda: version != '2' and self._weights.replace_weights(path), version, flush_cache)",
+        old="self._replace(lambda: self._replace_weights(path), version, flush_cache)",
+        new="self._replace(lambda: version != '2' and self._replace_weights(path), version, flush_cache)",
         runs=("lockstep",),
     ),
     Mutant(

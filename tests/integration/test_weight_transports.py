@@ -29,7 +29,7 @@ def weights_of(run_dir: str) -> dict[str, torch.Tensor]:
 DISTRIBUTED = "buffer_rl.weights.distributed:DistributedTransport"
 
 
-IMITATING = "buffer_rl.embedded.launcher:launch_imitating_sglang"
+IMITATING = "harness.sglang_service:launch_imitating_sglang"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Weight updates with ``--imitate sglang``: what a SGLang 0.5.23 server was measured to do."""
+"""Weight updates of ``harness.sglang_service``: what a SGLang 0.5.23 server was measured to do."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer_rl.embedded.launcher import EmbeddedEngine, launch_imitating_sglang
+from buffer_rl.embedded.launcher import EmbeddedEngine
 from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.weights.disk import COPIED
 from buffer_rl.weights.process_group import Rendezvous, described
 from buffer_rl.weights.shared_bucket import SharedWeights
 from buffer_rl.weights.tensor import LOAD_FORMAT
+from harness.sglang_service import launch_imitating_sglang
 
 NORM = "model.norm.weight"
 BAD_PART: dict[str, Any] = {"serialized_named_tensors": ["{}"], "load_format": LOAD_FORMAT}

@@ -9,8 +9,8 @@ import signal
 import aiohttp
 import pytest
 
-from buffer_rl.embedded.launcher import launch_imitating_sglang
 from buffer_rl.errors import EngineError
+from harness.sglang_service import launch_imitating_sglang
 
 pytestmark = pytest.mark.slow
 

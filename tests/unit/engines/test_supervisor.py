@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.embedded.launcher import launch_imitating_sglang
 from buffer_rl.engines.registry import EngineRegistry, EngineState, Published, Replica
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from harness.processes import holds_within
+from harness.sglang_service import launch_imitating_sglang
 
 
 class Process:

@@ -19,7 +19,7 @@ from buffer_rl.verbs.engine_checks import check_engines, check_eval_prompts
 from buffer_rl.verbs.train import read_data
 
 ROPE = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0], "original_max_position_embeddings": 16}
-IMITATING = "buffer_rl.embedded.launcher:launch_imitating_sglang"
+IMITATING = "harness.sglang_service:launch_imitating_sglang"
 
 
 @pytest.fixture

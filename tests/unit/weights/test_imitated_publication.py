@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.embedded.launcher import EmbeddedEngine, launch_imitating_sglang
+from buffer_rl.embedded.launcher import EmbeddedEngine
 from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import EngineError
@@ -25,6 +25,7 @@ from buffer_rl.weights.distributed import DistributedTransport
 from buffer_rl.weights.publish import ATTEMPTS, LogProbCheck, Publisher, TrainerLogProbs
 from buffer_rl.weights.tensor import TensorTransport
 from harness.fake_roles import local_senders
+from harness.sglang_service import launch_imitating_sglang
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""The engine behaving as a SGLang 0.5.23 server where the two differ, for tests of what runs with one.
+"""The embedded engine behaving as a SGLang 0.5.23 server where the two differ, for tests of what runs with one.
 
 A request stays under way for a scheduler step after its abort; one that came in a pause cannot be aborted before its
 end; ``/ready`` is 503 in a pause; seeds reproduce nothing unless the engine is deterministic, and then the rows of a
@@ -8,7 +8,7 @@ SIGUSR1 stops the engine thread, and the next one lets it go on: ``/health`` doe
 Each part of a weight update is served as soon as it arrives. A session stays open until ``/end_weight_update``: a
 second begin is refused, also after a refused part and after ``/continue_generation``. The version changes with the
 first part that names one. Unknown names are ignored and wrong shapes answered with success; SGLang then serves garbage,
-this engine the old values.
+this engine the old values. ``--rollout-engine harness.sglang_service:launch_imitating_sglang``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 
+from buffer_rl.embedded import server
+from buffer_rl.embedded.launcher import EmbeddedLauncher
 from buffer_rl.embedded.loader import LoadedModel, StagedUpdate, read_tensors
 from buffer_rl.embedded.protocol import GenerateCall
 from buffer_rl.embedded.scheduler import Request
@@ -99,7 +102,8 @@ class SGLangService(EngineService):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._weights = self._partial = PartialWeights(self.model)
+        self._partial = PartialWeights(self.model)
+        self._replace_weights = self._partial.replace_weights
         own = self.limits
         self.limits = replace(
             own,
@@ -182,3 +186,10 @@ class SGLangService(EngineService):
                 for name in ("cached_tokens", "prompt_tokens", "num_retractions"):
                     del meta[name]
         return rows
+
+
+launch_imitating_sglang = EmbeddedLauncher(__file__, deterministic=False)
+
+
+if __name__ == "__main__":
+    sys.exit(server.main(["--weight-version", "default", *sys.argv[1:]], SGLangService))
