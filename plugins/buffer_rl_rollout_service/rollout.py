@@ -8,10 +8,11 @@ Nothing is trained on twice or lost: a group's uid is (store, number of the grou
 service gives a rollout that is made again the groups that it got before. After a resume from a checkpoint these
 are the groups of the rollouts that the checkpoint does not have, so the service keeps what the last two may need.
 
-Age. A group of ticket r is trained on in step r at the latest, since foreign groups are taken in the order in which
-they were finished. So a group with a token of weights older than r - M is dropped as ``too_old``, and replaced. With a
-staleness of 1 or more, what is finished under a ticket may wait for M later ones. If production starts again, these
-read it again: each read asks for what the reader got for the last M tickets too, and the Buffer knows what it has.
+Age. Foreign groups are taken in the order in which they were finished: with one rollout worker, a group of ticket r is
+trained on in step r at the latest. A group with a token of weights older than r - M is dropped as ``too_old``, and
+replaced; what several workers finish in another order, the Buffer may reject later. With a staleness of 1 or more, a
+group may wait for later tickets than its own. If production starts again, these read it again: each read asks for what
+the reader got for the last M tickets too, and the Buffer knows what it has.
 """
 
 from __future__ import annotations

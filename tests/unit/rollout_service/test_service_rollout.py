@@ -297,6 +297,24 @@ async def test_if_production_starts_again_tickets_get_what_no_step_has_and_nothi
         assert run.counts() == {"written": 20, "ready": 8, "delivered": 12}
 
 
+async def test_a_group_that_is_lost_is_read_again_for_a_later_ticket_than_its_own(tmp_path: Path) -> None:
+    """Ticket 1, of another worker, is faster: step 0 takes its groups, and those of ticket 0 wait for step 1."""
+    async with bench(tmp_path, schedule=ASYNC) as run:
+        for number in range(5):
+            run.write(f"p{number}", 1.0, 0.0, weight_version=0)
+        tickets = [run.state.generate(number) for number in range(2)]
+        for ticket in reversed(tickets):
+            await run.roll(ticket, ServiceRollout(run.args))
+            run.state.end_ticket(ticket)
+        run.state.close_selection(0)
+        run.state.commit(0, step=1)
+        run.state.release(1)
+        run.state.abandon(1)
+        assert (await run.step(1)).num_groups == 2
+        found = sorted(entries(run.state.ledger).items())
+        assert [(uid.row, entry.step) for uid, entry in found] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+
+
 async def test_two_workers_with_a_ticket_each_share_the_groups(tmp_path: Path) -> None:
     async with bench(tmp_path, schedule=ASYNC) as run:
         for number in range(4):
