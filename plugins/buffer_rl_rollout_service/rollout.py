@@ -204,19 +204,18 @@ class _Run:
             _LOG.warning("the group of problem %r is dropped: %s", entry["instance_id"], error)
             return UNUSABLE
         group = SampleGroup(uid=uid, samples=samples)
-        if reason := age_fault(ticket, group):
-            await self.buffer.areject(group, reason)
-            return reason
-        decision = await apply_filter(self.context.dynamic_filter, args.dynamic_sampling_filter_path, args, group)
-        if not decision.keep:
-            return decision.reason
+        reason = age_fault(ticket, group)
+        if not reason:
+            decision = await apply_filter(self.context.dynamic_filter, args.dynamic_sampling_filter_path, args, group)
+            if not decision.keep:
+                return decision.reason
         try:
-            await self.buffer.afinish(group)
+            await (self.buffer.areject(group, reason) if reason else self.buffer.afinish(group))
         except BufferStateError:
-            if not ticket.max_staleness or await self.buffer.aget_pending([uid]):
+            if await self.buffer.aget_pending([uid]):
                 raise
-            return REPEATED  # a worker with another ticket of this reader was faster
-        return ""
+            return REPEATED  # by another worker of this reader, or before an acknowledgement was lost
+        return reason
 
     async def _too_few(self, wanted: int) -> DeadlineError:
         groups = (await self.service.statistics(timeout_s=5.0))["groups"]
