@@ -8,10 +8,11 @@ Nothing is trained on twice or lost: a group's uid is (store, number of the grou
 service gives a rollout that is made again the groups that it got before. After a resume from a checkpoint these
 are the groups of the rollouts that the checkpoint does not have, so the service keeps what the last two may need.
 
-Age. A group of ticket r is trained on in step r at the latest, since foreign groups are taken in the order in which
-they were finished. So a group with a token of weights older than r - M is dropped as ``too_old``, and replaced. With a
-staleness of 1 or more, what is finished under a ticket may wait for M later ones. If production starts again, these
-read it again: each read asks for what the reader got for the last M tickets too, and the Buffer knows what it has.
+Age. Foreign groups are taken in the order in which they were finished: with one rollout worker, a group of ticket r is
+trained on in step r at the latest. A group with a token of weights older than r - M is dropped as ``too_old``, and
+replaced; what several workers finish in another order, the Buffer may reject later. With a staleness of 1 or more, a
+group may wait for later tickets than its own. If production starts again, these read it again: each read asks for what
+the reader got for the last M tickets too, and the Buffer knows what it has.
 """
 
 from __future__ import annotations
@@ -203,19 +204,18 @@ class _Run:
             _LOG.warning("the group of problem %r is dropped: %s", entry["instance_id"], error)
             return UNUSABLE
         group = SampleGroup(uid=uid, samples=samples)
-        if reason := age_fault(ticket, group):
-            await self.buffer.areject(group, reason)
-            return reason
-        decision = await apply_filter(self.context.dynamic_filter, args.dynamic_sampling_filter_path, args, group)
-        if not decision.keep:
-            return decision.reason
+        reason = age_fault(ticket, group)
+        if not reason:
+            decision = await apply_filter(self.context.dynamic_filter, args.dynamic_sampling_filter_path, args, group)
+            if not decision.keep:
+                return decision.reason
         try:
-            await self.buffer.afinish(group)
+            await (self.buffer.areject(group, reason) if reason else self.buffer.afinish(group))
         except BufferStateError:
-            if not ticket.max_staleness or await self.buffer.aget_pending([uid]):
+            if await self.buffer.aget_pending([uid]):
                 raise
-            return REPEATED  # a worker with another ticket of this reader was faster
-        return ""
+            return REPEATED  # by another worker of this reader, or before an acknowledgement was lost
+        return reason
 
     async def _too_few(self, wanted: int) -> DeadlineError:
         groups = (await self.service.statistics(timeout_s=5.0))["groups"]

@@ -33,6 +33,7 @@ from harness.local_buffer import local_client, local_state
 from harness.tickets import close_rollout, schedule_of
 
 ASYNC = Schedule(mode=Mode.ASYNC, target=1, max_staleness=2)
+TOKENS: dict[str, Any] = {"tokens": [5, 6, 7, 8], "response_length": 3}
 TOKEN = "a-token-of-32-characters-or-more"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 
@@ -229,7 +230,7 @@ async def test_a_group_that_is_older_than_the_bound_is_replaced_and_counted(tmp_
     async with bench(tmp_path, schedule=ASYNC) as run:
         for number in range(3):
             await run.step(number, **{f"{number}-{member}": number for member in "ab"})
-        tokens = {"messages": None, "tokens": [5, 6, 7, 8], "response_length": 3}
+        tokens = {"messages": None, **TOKENS}
         spans = [{"version": "0", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
         run.write("mixed", 1.0, 0.0, **tokens, weight_versions=spans)
         run.write("masked", 1.0, 0.0, **tokens, weight_versions=spans, loss_mask=[0, 1, 1])
@@ -244,6 +245,18 @@ async def test_a_group_that_is_older_than_the_bound_is_replaced_and_counted(tmp_
             (GroupState.TRAINED, ""),
         ]
         assert run.store.statistics()["dropped"] == {"too_old": 4}
+
+
+async def test_a_dropped_group_that_comes_again_since_the_service_was_not_told_is_passed_over(tmp_path: Path) -> None:
+    async with bench(tmp_path) as run:
+        report = await run.step(0, new=1, one=0, two=0)
+        assert report.drops == {"too_new": 1}
+        run.store._db.execute("UPDATE groups SET state = 'ready', has_bodies = 1 WHERE number = 1")
+        for member in range(2):
+            body = json.dumps({"instance_id": "new", "uid": str(member), "reward": 1.0, "weight_version": 1} | TOKENS)
+            run.store._db.execute("INSERT INTO bodies VALUES (?, 1, ?)", (member + 1, body.encode()))
+        report = await run.step(1, three=1, four=1)
+        assert (report.num_groups, report.drops) == (2, {})
 
 
 async def test_weights_that_a_run_cannot_have_published_yet_are_not_trained_on(tmp_path: Path) -> None:
@@ -295,6 +308,24 @@ async def test_if_production_starts_again_tickets_get_what_no_step_has_and_nothi
         found = sorted(entries(run.state.ledger).items())
         assert [(uid.row, entry.step) for uid, entry in found] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3)]
         assert run.counts() == {"written": 20, "ready": 8, "delivered": 12}
+
+
+async def test_a_group_that_is_lost_is_read_again_for_a_later_ticket_than_its_own(tmp_path: Path) -> None:
+    """Ticket 1, of another worker, is faster: step 0 takes its groups, and those of ticket 0 wait for step 1."""
+    async with bench(tmp_path, schedule=ASYNC) as run:
+        for number in range(5):
+            run.write(f"p{number}", 1.0, 0.0, weight_version=0)
+        tickets = [run.state.generate(number) for number in range(2)]
+        for ticket in reversed(tickets):
+            await run.roll(ticket, ServiceRollout(run.args))
+            run.state.end_ticket(ticket)
+        run.state.close_selection(0)
+        run.state.commit(0, step=1)
+        run.state.release(1)
+        run.state.abandon(1)
+        assert (await run.step(1)).num_groups == 2
+        found = sorted(entries(run.state.ledger).items())
+        assert [(uid.row, entry.step) for uid, entry in found] == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
 
 async def test_two_workers_with_a_ticket_each_share_the_groups(tmp_path: Path) -> None:
