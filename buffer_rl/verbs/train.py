@@ -309,16 +309,16 @@ def _launch(
     title = f"buffer-rl · {Path(args.run_dir).name}"
     startup = StartUp(title, began, None if args.progress == "none" else sys.stdout)
     startup.ready("checks")
-    from buffer_rl.cluster.environment import direct_variables, variables
-    from buffer_rl.cluster.session import ray_session
-    from buffer_rl.driver.launch import launch_training
-    from buffer_rl.observe.report import run_report
-
-    if Path(args.run_dir, LOCK_NAME).exists():  # that of another run is found in seconds, before Ray is started
-        with folder_lock(Path(args.run_dir)):
-            pass
     with ExitStack() as stack:
         stack.callback(startup.end_line)
+        from buffer_rl.cluster.environment import direct_variables, variables
+        from buffer_rl.cluster.session import ray_session
+        from buffer_rl.driver.launch import launch_training
+        from buffer_rl.observe.report import run_report
+
+        if Path(args.run_dir, LOCK_NAME).exists():  # that of another run is found in seconds, before Ray is started
+            with folder_lock(Path(args.run_dir)):
+                pass
         if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
             stack.enter_context(variables(direct_variables(args)))
             stack.enter_context(ray_session(None, object_store_bytes=round(args.object_store_gb * 1e9)))

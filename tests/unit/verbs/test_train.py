@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.cli import main
+from buffer_rl.driver.folders import folder_lock
 from harness.checkpoints import write_checkpoint
 
 REWARD = "def score(args, sample):\n    return 1.0\n"
@@ -90,6 +91,14 @@ def test_a_dry_run_of_a_resume_shows_what_differs_from_the_checkpoint(
     monkeypatch.setenv("BUFFER_RL_RM_URL", "http://u:hunter2@h")
     assert train(*argv, "--load", "saves") == 0
     assert "the checkpoint of step 2\n  none\n" in capsys.readouterr().out
+
+
+def test_an_error_at_the_start_of_a_run_has_a_line_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with folder_lock(folder / "run"):
+        assert main(["train", "--config", "run.yaml", "--rm-type", "f1", "--run-dir", "run"]) == 2
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"buffer-rl · run  checks [0-9.]+ s\n", out)
+    assert "another run is at work in 'run'" in err
 
 
 def test_steps_that_follow_from_the_batch_size_are_shown_with_its_origin(
