@@ -102,6 +102,10 @@ class Answers:
                 hint="raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk",
             )
         if isinstance(error, ray.exceptions.RayActorError):
+            if error.actor_init_failed:
+                return WorkerDiedError(
+                    f"the process of {self.who} could not be set up: {_last_error(error)}", where=where
+                )
             return WorkerDiedError(f"the process of {self.who} died: {error}", where=where)
         return WorkerError(f"{type(cause or error).__name__}: {cause or error}", where=where)
 
@@ -111,6 +115,13 @@ class Answers:
             where=self.role,
             hint=f"raise {self.flag} if it is only slow",
         )
+
+
+def _last_error(error: BaseException) -> str:
+    """The error of a constructor, without its traceback: Ray keeps both as text alone."""
+    lines = str(error).splitlines()
+    code = [number for number, line in enumerate(lines) if line.startswith("    ")]
+    return "\n".join(lines[code[-1] + 1 :] if code else lines)
 
 
 class JoinedCalls(Generic[T]):

@@ -235,7 +235,8 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 def _chosen(path: str | Path) -> Path:
     chosen = Path(local_path(str(path)))
     if not chosen.is_dir():
-        raise CheckpointError("there is no such folder", where=f"--load {mask_url(str(path))}")
+        hint = f"the current folder is {Path.cwd()}"
+        raise CheckpointError("there is no such folder", where=f"--load {mask_url(str(path))}", hint=hint)
     if (chosen / MANIFEST).exists():
         return chosen
     return max(_steps(chosen, where=f"--load {chosen}").items())[1]

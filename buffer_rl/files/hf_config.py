@@ -22,9 +22,11 @@ def read_config(flag: str, folder: str) -> dict[str, Any]:
     """``config.json`` of a model folder. Raises ConfigError if it is not there or no JSON object."""
     path = Path(folder, "config.json")
     if not path.is_file():
-        raise ConfigError(
-            f"{folder!r} is no Hugging Face folder: there is no config.json in it", where=flag, hint=DOWNLOAD
-        )
+        if not path.parent.exists():
+            hint = f"the current folder is {Path.cwd()}; {DOWNLOAD}"
+            raise ConfigError("there is no such folder", where=f"{flag} {folder}", hint=hint)
+        what = f"{folder!r} is no Hugging Face folder: there is no config.json in it"
+        raise ConfigError(what, where=flag, hint=DOWNLOAD)
     return json_object(flag, path)
 
 

@@ -166,8 +166,10 @@ def run_report(run_dir: str | Path, console: Console | None = None, title: str =
         out.print(Text(f"training steps took {format_duration(seconds)} together"), highlight=False)
     if start := read_facts(run_dir).start:
         out.print(Text(printable(f"start: {text_of(start)}")), highlight=False, soft_wrap=True)
-    for name, path in run_files(run_dir).items():
-        out.print(Text(printable(f"{name:<21} {path}")), highlight=False, soft_wrap=True)
+    files = run_files(run_dir)
+    width = max(map(len, files), default=0)
+    for name, path in files.items():
+        out.print(Text(printable(f"{name:<{width}}  {path}")), highlight=False, soft_wrap=True)
     return gains
 
 

@@ -317,4 +317,4 @@ def _check_file(flag: str, file: Path) -> None:
         raise ConfigError(f"the weights cannot be read: {error.strerror}", where=where, hint=DOWNLOAD) from error
     except SafetensorError as error:
         what = f"the file is no safetensors file, or it is damaged: {size} bytes; {error}"
-        raise ConfigError(what, where=where, hint=DOWNLOAD) from error
+        raise ConfigError(what, where=where, hint="copy or download the file again") from error

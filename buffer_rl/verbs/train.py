@@ -37,6 +37,7 @@ from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Section, dump_args, plugin_kind_of
 from buffer_rl.options.sources import Resolved, resolve_namespace
 from buffer_rl.plan.counts import derived_counts, with_counts, with_steps
+from buffer_rl.plan.schedule import rollout_only
 from buffer_rl.plugin.calls import returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.options import is_built_in_rollout
@@ -309,16 +310,14 @@ def _launch(
     title = f"buffer-rl · {Path(args.run_dir).name}"
     startup = StartUp(title, began, None if args.progress == "none" else sys.stdout)
     startup.ready("checks")
-    from buffer_rl.cluster.environment import direct_variables, variables
-    from buffer_rl.cluster.session import ray_session
-    from buffer_rl.driver.launch import launch_training
-    from buffer_rl.observe.report import run_report
-
-    if Path(args.run_dir, LOCK_NAME).exists():  # that of another run is found in seconds, before Ray is started
-        with folder_lock(Path(args.run_dir)):
-            pass
     with ExitStack() as stack:
         stack.callback(startup.end_line)
+        from buffer_rl.cluster.environment import direct_variables, variables
+        from buffer_rl.cluster.session import ray_session
+        from buffer_rl.driver.launch import launch_training
+        from buffer_rl.observe.report import run_report
+
+        _check_locks(args)
         if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
             stack.enter_context(variables(direct_variables(args)))
             stack.enter_context(ray_session(None, object_store_bytes=round(args.object_store_gb * 1e9)))
@@ -338,6 +337,15 @@ def _launch(
             raise
     run_report(args.run_dir)
     return 0
+
+
+def _check_locks(args: Args) -> None:
+    """Raises ConfigError if another run is at work in a folder of the run: before Ray is started, in seconds."""
+    folders = {"--run-dir": args.run_dir, "--save": None if rollout_only(args) else args.save}
+    for flag, folder in folders.items():
+        if folder is not None and Path(local_path(folder), LOCK_NAME).exists():
+            with folder_lock(Path(local_path(folder)), flag):
+                pass
 
 
 def _resume_hint(args: Args, arguments: Sequence[str]) -> str:

@@ -222,7 +222,7 @@ def check_lengths(limits: Sequence[Limit], trial: Trial) -> None:
             raise ConfigError(
                 counted,
                 where=of,
-                expected=f"a limit that prompts meet: they have {min(lengths)} to {max(lengths)} tokens",
+                expected=f"at least {min(lengths)}, the tokens of the shortest",
                 hint="the chat template and a row's tools are part of the prompt",
             )
         if long:

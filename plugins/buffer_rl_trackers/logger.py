@@ -103,6 +103,7 @@ class TrackerLogger:
         self._lock = threading.Lock()
         self._pending = deque([time.monotonic()])  # when what is not answered yet was sent; the start is the first
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._early: list[str] | None = []  # notices until the first record; the run's line of its start is open
         self._is_dropped = self._is_closed = False
         self._threads: list[threading.Thread] = []
         self._process: subprocess.Popen[str] | None = None
@@ -121,6 +122,7 @@ class TrackerLogger:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the finite numbers of ``metrics``."""
+        self._say_early()
         if self._is_dropped:
             return
         now = time.monotonic()
@@ -135,6 +137,7 @@ class TrackerLogger:
 
     def close(self) -> None:
         """Let the tracker send what is left, ``close_s`` at most, and end its process."""
+        self._say_early()
         if self._process is None:
             return
         self._send({"end": True, "failed": sys.exc_info()[0] is not None})
@@ -223,5 +226,15 @@ class TrackerLogger:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(GRACE_S)
 
+    def _say_early(self) -> None:
+        with self._lock:
+            early, self._early = self._early or [], None
+        for text in early:
+            self._say(text)
+
     def _say(self, text: str) -> None:
+        with self._lock:
+            if self._early is not None:
+                self._early.append(text)
+                return
         say(f"buffer-rl: notice: logger {self.name}: {text}", file=sys.stderr)

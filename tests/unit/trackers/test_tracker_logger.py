@@ -86,6 +86,17 @@ def test_a_tracker_that_fails_or_hangs_is_named_once_and_the_run_goes_on(
     assert our_children() == before
 
 
+def test_a_notice_waits_for_the_first_record_as_the_start_of_a_run_is_one_growing_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logger = TestedLogger.of("RaisesAtStart")(args_of(tmp_path), str(tmp_path))
+    assert holds_within(60, lambda: not our_children())
+    assert notices(capfd) == []
+    logger.log({"train/loss": 0.5}, 0)
+    assert len(notices(capfd)) == 1
+    logger.close()
+
+
 def test_a_tracker_that_hangs_is_dropped_while_the_run_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

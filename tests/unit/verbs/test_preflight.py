@@ -95,7 +95,11 @@ def test_a_folder_in_shards_is_accepted_and_a_missing_shard_is_named(model: Path
         ("config.json", b"[]", "holds no JSON object"),
         ("model.safetensors", None, "there are no weights"),
         ("model.safetensors", b"", "the file is empty"),
-        ("model.safetensors", WEIGHTS[:-1], f"damaged: {len(WEIGHTS) - 1} bytes; .*not fully covered"),
+        (
+            "model.safetensors",
+            WEIGHTS[:-1],
+            f"damaged: {len(WEIGHTS) - 1} bytes; .*not fully covered(?s:.*)hint: copy or download the file again",
+        ),
         ("model.safetensors", WEIGHTS[:20], "no safetensors file, or it is damaged: 20 bytes"),
         ("model.safetensors", b"\xff" * 64, "no safetensors file, or it is damaged: 64 bytes"),
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
@@ -133,7 +137,7 @@ def test_a_reward_model_is_a_sequence_classifier_with_one_label_and_a_tokenizer(
     small = make_tiny_model(tmp_path / "small", auto_class=kind, num_labels=1, characters="ab")
     make_char_tokenizer("abcd").save_pretrained(small)
     for folder, message in (
-        (str(tmp_path / "absent"), "no Hugging Face folder"),
+        (str(tmp_path / "absent"), "absent: there is no such folder"),
         (language, "is no sequence classifier: its architecture is Qwen3ForCausalLM"),
         (three, "config.json: the classifier has 3 labels"),
         (two, "config.json: the classifier has 2 labels"),

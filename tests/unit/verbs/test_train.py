@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.cli import main
+from buffer_rl.driver.folders import folder_lock
 from harness.checkpoints import write_checkpoint
 
 REWARD = "def score(args, sample):\n    return 1.0\n"
@@ -90,6 +91,18 @@ def test_a_dry_run_of_a_resume_shows_what_differs_from_the_checkpoint(
     monkeypatch.setenv("BUFFER_RL_RM_URL", "http://u:hunter2@h")
     assert train(*argv, "--load", "saves") == 0
     assert "the checkpoint of step 2\n  none\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("used", ["run", "saves"])
+def test_a_folder_that_another_run_uses_is_refused_before_ray_starts_on_a_line_of_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str], used: str
+) -> None:
+    argv = ["train", "--config", "run.yaml", "--rm-type", "f1", "--run-dir", "run", "--save", "saves"]
+    with folder_lock(folder / used):
+        assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"buffer-rl · run  checks [0-9.]+ s\n", out)
+    assert f"another run is at work in '{used}'" in err
 
 
 def test_steps_that_follow_from_the_batch_size_are_shown_with_its_origin(

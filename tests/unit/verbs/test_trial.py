@@ -256,7 +256,7 @@ def test_prompts_beyond_a_limit_are_counted_and_refused_if_no_other_is_left(fold
     said = refused(
         ConfigError, "--rollout-max-prompt-len: 4 of 4 .* more than 3 tokens", folder, rollout_max_prompt_len=3
     )
-    assert "4 to 9 tokens" in said
+    assert "expected: at least 4, " in said
     refused(ConfigError, "--rollout-max-prompt-len: 4 of 4", folder, rollout_max_prompt_len=3, **SFT)
     assert len(tried(folder, rollout_max_prompt_len=5, **SFT).notices) == 1
 
@@ -292,7 +292,7 @@ def test_a_reward_that_fails_is_refused_with_the_row_and_the_answer(folder: Path
     timeout = {"rm_timeout_s": 0.2} if name == "hangs" else {}
     said = refused(PluginError, words, folder, custom_rm_path=reward(name), **timeout)
     assert said.startswith(f"reward {reward(name)!r}, ")
-    assert "--no-trial" in said
+    assert ("--no-trial" in said) == (name != "text")  # a wrong type fails in the run as well
 
 
 @pytest.mark.parametrize(
