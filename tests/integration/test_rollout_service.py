@@ -232,7 +232,8 @@ def test_an_asynchronous_run_trains_on_what_agents_send_within_its_bound_and_cou
         agent.start()
         assert holds_within(WAIT_S, lambda: statistics_of(process)["groups"]["ready"] >= 2 * GROUPS)
         roles = {"num_actor_fwd_workers": 1, "eval_prompt_data": [], "eval_interval": None}
-        args = options_for("run", process.url, rollout_external_engine_addrs=[engine.url], **common, **roles)
+        outside: dict[str, Any] = {"rollout_engine": "external", "rollout_external_engine_addrs": [engine.url]}
+        args = options_for("run", process.url, **outside, **common, **roles)
         try:
             assert train(args).steps == steps
         finally:
@@ -255,8 +256,7 @@ def test_an_asynchronous_run_trains_on_what_agents_send_within_its_bound_and_cou
     assert len(staleness) == steps
     assert staleness[:2] == [0, 1]  # what was there before the run
     assert max(staleness) <= 2
-    tickets = [record for record in records if record["kind"] == "rollout"]
-    assert sum(record.get("rollout/drop_too_old", 0) for record in tickets) == dropped
+    assert sum(record.get("production/drop_too_old", 0) for record in records) == dropped
 
 
 def test_an_asynchronous_run_refuses_what_does_not_say_its_versions(
