@@ -130,9 +130,9 @@ def _need_lines(plan: DryRun) -> list[tuple[str, str, str]]:
     args = plan.resolved.args
     if args.num_rollout != 0:
         step = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples"
-        lines.append(("rows", f"{args.rollout_batch_size * args.n_samples_per_prompt} a step", step))
+        lines.append(("rows", f"{args.rollout_batch_size * args.n_samples_per_prompt} per step", step))
         if plan.steps_per_epoch:
-            lines.append(("steps", f"{plan.steps_per_epoch} an epoch", ""))
+            lines.append(("steps", f"{plan.steps_per_epoch} per epoch", ""))
     tokens = f"{plan.trial.tokens} tokens of the tokenizer" if plan.trial.tokens else ""
     lines.append(("model", f"{needs.parameters:,} parameters", tokens))
     for name, (size, what) in plan.memory.items():
