@@ -34,12 +34,12 @@ def fuse_where_possible(model: torch.nn.Module) -> None:
     """Mark the output layer of a model as one that ``response_log_probs`` computes with log-probabilities and entropies
     in one: a linear layer without bias, no subclass of it, whose result is the model's logits bit for bit. Nothing
     changes for other models."""
-    head: Any = cast("Any", model).get_output_embeddings()
-    if type(head) is not torch.nn.Linear or head.bias is not None or "forward" in vars(head):
-        return
     try:
         with torch.no_grad(), contained():
-            fits = all(_returns(model, head, width) for width in (head.out_features, 2))
+            head: Any = cast("Any", model).get_output_embeddings()
+            is_plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
+            # Two, as what the layer returns in a pass is two wide.
+            fits = is_plain and all(_returns(model, head, width) for width in (head.out_features, 2))
     except Exception:  # fault boundary: many architectures, of which some do more with logits
         fits = False
     if fits:
