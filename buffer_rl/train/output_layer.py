@@ -114,8 +114,9 @@ class _LogProbs(torch.autograd.Function):
     """Of logits ``z = W h / temperature``: ``log p_t`` and the entropy ``H``, with the gradients
     ``d log p_t / d z_j = [j = t] - p_j`` and ``d H / d z_j = -p_j (log p_j + H)``.
 
-    Each chunk takes the operations that autograd would take of ``of_logits``, in the same order. The log-probabilities
-    of a single chunk are kept for the backward pass: they are not larger than those of any other."""
+    Each chunk takes the operations that autograd would take of ``of_logits``, in the same order, and all chunks take
+    place in the same memory. The log-probabilities of a single chunk are kept for the backward pass: they are not
+    larger than those of any other."""
 
     @staticmethod
     def forward(
@@ -130,18 +131,19 @@ class _LogProbs(torch.autograd.Function):
         """``[num_response_tokens, 2]``."""
         size = chunk_size(len(weight_vh))
         is_single = len(hidden_nh) <= size
-        factors = _factors(hidden_nh, weight_vh)
-        parts, log_probs_nv = [], None
-        for hidden_ch, target_c, *kept_c in chunks(size, kept, factors[0], target_n):
-            log_probs_nv = None  # before the next one is made
-            log_probs_nv = _all_log_probs(hidden_ch, factors[1], temperature, kept_c)
-            found_c = log_probs_nv.gather(-1, target_c[:, None]).squeeze(-1)
-            entropy_c = entropy_of(log_probs_nv) if with_entropy else torch.zeros_like(found_c)
+        states_nh, matrix_vh = _factors(hidden_nh, weight_vh)
+        first_sv, second_sv = _memory(2, states_nh, matrix_vh, size)
+        parts = []
+        for states_ch, target_c, *kept_c in chunks(size, kept, states_nh, target_n):
+            logits_cv, log_probs_cv = first_sv[: len(states_ch)], second_sv[: len(states_ch)]
+            _all_log_probs(states_ch, matrix_vh, temperature, kept_c, logits_cv, log_probs_cv)
+            found_c = log_probs_cv.gather(-1, target_c[:, None]).squeeze(-1)
+            entropy_c = torch.zeros_like(found_c)
+            if with_entropy:
+                entropy_c = entropy_of(log_probs_cv, probs=logits_cv, finite=None if is_single else log_probs_cv)
             parts.append(torch.stack([found_c, entropy_c], -1))
-        single = [log_probs_nv] if is_single else []
-        ctx.save_for_backward(hidden_nh, weight_vh, target_n, *kept, *single)
-        ctx.temperature, ctx.num_kept, ctx.size = temperature, len(kept), size
-        ctx.with_entropy = with_entropy
+        ctx.save_for_backward(hidden_nh, weight_vh, target_n, *kept, *([second_sv] if is_single else []))
+        ctx.temperature, ctx.with_entropy, ctx.num_kept, ctx.size = temperature, with_entropy, len(kept), size
         return torch.cat(parts)
 
     @staticmethod
@@ -150,22 +152,28 @@ class _LogProbs(torch.autograd.Function):
         hidden_nh, weight_vh, target_n, *more = ctx.saved_tensors
         kept, single = more[: ctx.num_kept], more[ctx.num_kept :]
         states_nh, matrix_vh = _factors(hidden_nh, weight_vh)
+        first_sv, second_sv, *third = _memory(2 if single else 3, states_nh, matrix_vh, ctx.size)
+        all_log_probs_sv = (single or third)[0]
         outputs_n2 = gradients[0]
         # A loss that has no entropy in it gives zeros, for which nothing need be computed.
         has_entropy = ctx.with_entropy and bool(outputs_n2[:, 1].any())
         of_hidden, of_weight = [], None
         for states_ch, outputs_c2, target_c, *kept_c in chunks(ctx.size, kept, states_nh, outputs_n2, target_n):
-            log_probs_cv = single[0] if single else _all_log_probs(states_ch, matrix_vh, ctx.temperature, kept_c)
-            slope_cv = _slope(log_probs_cv, target_c, outputs_c2, kept_c, has_entropy=has_entropy)
-            del log_probs_cv
+            count = len(states_ch)
+            log_probs_cv, work_cv, slope_cv = all_log_probs_sv[:count], first_sv[:count], second_sv[:count]
+            if not single:
+                _all_log_probs(states_ch, matrix_vh, ctx.temperature, kept_c, work_cv, log_probs_cv)
+            of_entropy = outputs_c2[:, 1] if has_entropy else None
+            _slope(log_probs_cv, target_c, outputs_c2[:, 0], of_entropy, work_cv, slope_cv)
+            if kept_c:
+                slope_cv.masked_fill_(cut_off(slope_cv, *kept_c), 0.0)
             if ctx.temperature != 1.0:
                 slope_cv.div_(ctx.temperature)
-            slope_cv = slope_cv.to(matrix_vh.dtype)
+            factor_cv = slope_cv.to(matrix_vh.dtype)
             if ctx.needs_input_grad[0]:
-                of_hidden.append(slope_cv @ matrix_vh)
+                of_hidden.append(factor_cv @ matrix_vh)
             if ctx.needs_input_grad[1]:
-                of_weight = _added(of_weight, slope_cv.t(), states_ch)
-            del slope_cv
+                of_weight = _added(of_weight, factor_cv.t(), states_ch)
         return (
             torch.cat(of_hidden).to(hidden_nh.dtype) if of_hidden else None,
             None if of_weight is None else of_weight.to(weight_vh.dtype),
@@ -180,11 +188,19 @@ def _factors(hidden_nh: torch.Tensor, weight_vh: torch.Tensor) -> tuple[torch.Te
     return hidden_nh.float(), weight_vh.float()
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _memory(count: int, states_nh: torch.Tensor, matrix_vh: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Tensors for the logits of a chunk: on a CPU, memory that is new for each operation costs as much as that."""
+    dtype = states_nh.dtype if states_nh.dtype.itemsize >= 4 else torch.float32
+    shape = (min(size, len(states_nh)), len(matrix_vh))
+    return [torch.empty(shape, dtype=dtype, device=states_nh.device) for _ in range(count)]
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The matrix product, in float32 if its factors are shorter."""
     if left.dtype.itemsize >= 4:
-        return left @ right
-    return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.mm(left, right, out=out)
+    product = torch.mm(left, right, out_dtype=torch.float32)
+    return product if out is None else out.copy_(product)
 
 
 def _added(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -197,32 +213,34 @@ def _added(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) 
 
 
 def _all_log_probs(
-    hidden_nh: torch.Tensor, weight_vh: torch.Tensor, temperature: float, kept: list[torch.Tensor]
-) -> torch.Tensor:
-    logits_nv = _product(hidden_nh, weight_vh.t())
+    states_nh: torch.Tensor,
+    matrix_vh: torch.Tensor,
+    temperature: float,
+    kept: list[torch.Tensor],
+    logits_nv: torch.Tensor,
+    log_probs_nv: torch.Tensor,
+) -> None:
+    """Writes ``log_probs_nv``, by way of ``logits_nv``."""
+    _product(states_nh, matrix_vh.t(), out=logits_nv)
     if temperature != 1.0:
         logits_nv.div_(temperature)
     if kept:
         logits_nv.masked_fill_(cut_off(logits_nv, *kept), float("-inf"))
-    return torch.log_softmax(logits_nv, dim=-1)
+    torch.log_softmax(logits_nv, -1, out=log_probs_nv)
 
 
 def _slope(
     log_probs_nv: torch.Tensor,
     target_n: torch.Tensor,
-    outputs_n2: torch.Tensor,
-    kept: list[torch.Tensor],
-    *,
-    has_entropy: bool,
-) -> torch.Tensor:
-    """The gradient of the logits, from those of log-probabilities and entropies."""
-    of_log_probs, of_entropy = outputs_n2.unbind(-1)
-    slope_nv = entropy_slope(log_probs_nv, of_entropy) if has_entropy else torch.zeros_like(log_probs_nv)
-    slope_nv.scatter_add_(-1, target_n[:, None], of_log_probs[:, None])
-    of_logits_nv: torch.Tensor = torch.ops.aten._log_softmax_backward_data(
-        slope_nv, log_probs_nv, -1, log_probs_nv.dtype
-    )
-    del slope_nv
-    if kept:
-        of_logits_nv.masked_fill_(cut_off(of_logits_nv, *kept), 0.0)
-    return of_logits_nv
+    of_log_probs: torch.Tensor,
+    of_entropy: torch.Tensor | None,
+    work_nv: torch.Tensor,
+    slope_nv: torch.Tensor,
+) -> None:
+    """Writes the gradient of the logits from those of the outputs into ``slope_nv``, by way of ``work_nv``."""
+    if of_entropy is None:
+        work_nv.zero_()
+    else:
+        entropy_slope(log_probs_nv, of_entropy, probs=work_nv, finite=slope_nv)
+    work_nv.scatter_add_(-1, target_n[:, None], of_log_probs[:, None])
+    torch.ops.aten._log_softmax_backward_data.out(work_nv, log_probs_nv, -1, work_nv.dtype, out=slope_nv)

@@ -105,20 +105,31 @@ class _Entropy(torch.autograd.Function):
         return entropy_slope(log_probs_nv, gradients[0])
 
 
-def entropy_of(log_probs_nv: torch.Tensor) -> torch.Tensor:
-    """``-sum(p log p)`` over the vocabulary, in nats."""
-    terms_nv = log_probs_nv.exp().mul_(finite_log_probs(log_probs_nv))
+def entropy_of(
+    log_probs_nv: torch.Tensor, *, probs: torch.Tensor | None = None, finite: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``-sum(p log p)`` over the vocabulary, in nats. probs, finite: memory of the size of ``log_probs_nv`` to work in;
+    ``finite`` may be that tensor itself."""
+    terms_nv = torch.exp(log_probs_nv, out=probs)
+    terms_nv.mul_(finite_log_probs(log_probs_nv, out=finite))
     entropy_n: torch.Tensor = -terms_nv.sum(-1)
     return entropy_n
 
 
-def entropy_slope(log_probs_nv: torch.Tensor, of_entropy: torch.Tensor) -> torch.Tensor:
+def entropy_slope(
+    log_probs_nv: torch.Tensor,
+    of_entropy: torch.Tensor,
+    *,
+    probs: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The gradient in the log-probabilities as if each stood alone, ``d(-p log p) / d(log p) = -p (log p + 1)``, times
-    that of the entropies ``[num_tokens]``."""
-    slope_nv = log_probs_nv.exp().neg_()
-    return slope_nv.mul_(finite_log_probs(log_probs_nv).add_(1)).mul_(of_entropy[:, None])
+    that of the entropies ``[num_tokens]``. probs: memory for the result; finite: to work in."""
+    slope_nv = torch.exp(log_probs_nv, out=probs).neg_()
+    return slope_nv.mul_(finite_log_probs(log_probs_nv, out=finite).add_(1)).mul_(of_entropy[:, None])
 
 
-def finite_log_probs(log_probs_nv: torch.Tensor) -> torch.Tensor:
-    """A token of probability 0 contributes 0, the limit of p log p, where its log is -inf. A new tensor."""
-    return log_probs_nv.clamp(min=torch.finfo(log_probs_nv.dtype).min)
+def finite_log_probs(log_probs_nv: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """A token of probability 0 contributes 0, the limit of p log p, where its log is -inf. out: memory for the result;
+    if it is not given, a new tensor."""
+    return torch.clamp(log_probs_nv, min=torch.finfo(log_probs_nv.dtype).min, out=out)
