@@ -40,7 +40,7 @@ PROMPT, GROUP = 16, 8
 TRL = "TRL"
 SYSTEMS = ("buffer_rl, packed", "buffer_rl, padded", "buffer_rl, all logits", TRL)
 UNEVEN = (128, 11, 96, 23, 77, 55, 30, 66)
-ROWS = {"8 x 64": (64,) * 8, "8 of 11 to 128": UNEVEN, "32 x 64": (64,) * 32}
+ROWS = {"8 x 64": (64,) * 8, "8 of 11 to 128": UNEVEN, "16 x 64": (64,) * 16}
 """Response tokens of each row."""
 TOLERANCE = 1e-3
 Build = Callable[[], tuple[Callable[[], object], Any]]

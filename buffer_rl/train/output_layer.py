@@ -165,8 +165,6 @@ class _LogProbs(torch.autograd.Function):
                 _all_log_probs(states_ch, matrix_vh, ctx.temperature, kept_c, work_cv, log_probs_cv)
             of_entropy = outputs_c2[:, 1] if has_entropy else None
             _slope(log_probs_cv, target_c, outputs_c2[:, 0], of_entropy, work_cv, slope_cv)
-            if kept_c:
-                slope_cv.masked_fill_(cut_off(slope_cv, *kept_c), 0.0)
             if ctx.temperature != 1.0:
                 slope_cv.div_(ctx.temperature)
             factor_cv = slope_cv.to(matrix_vh.dtype)
@@ -237,7 +235,8 @@ def _slope(
     work_nv: torch.Tensor,
     slope_nv: torch.Tensor,
 ) -> None:
-    """Writes the gradient of the logits from those of the outputs into ``slope_nv``, by way of ``work_nv``."""
+    """Writes the gradient of the logits from those of the outputs into ``slope_nv``, by way of ``work_nv``; it is 0 for
+    tokens that were cut off, whose probability is."""
     if of_entropy is None:
         work_nv.zero_()
     else:
