@@ -130,7 +130,6 @@ class _LogProbs(torch.autograd.Function):
     ) -> torch.Tensor:
         """``[num_response_tokens, 2]``."""
         size = chunk_size(len(weight_vh))
-        is_single = len(hidden_nh) <= size
         states_nh, matrix_vh = _factors(hidden_nh, weight_vh)
         first_sv, second_sv = _memory(2, states_nh, matrix_vh, size)
         parts = []
@@ -139,10 +138,10 @@ class _LogProbs(torch.autograd.Function):
             _all_log_probs(states_ch, matrix_vh, temperature, kept_c, logits_cv, log_probs_cv)
             found_c = log_probs_cv.gather(-1, target_c[:, None]).squeeze(-1)
             entropy_c = torch.zeros_like(found_c)
-            if with_entropy:
-                entropy_c = entropy_of(log_probs_cv, probs=logits_cv, finite=None if is_single else log_probs_cv)
+            if with_entropy:  # -inf becomes finite in place, which the backward pass takes as well
+                entropy_c = entropy_of(log_probs_cv, probs=logits_cv, finite=log_probs_cv)
             parts.append(torch.stack([found_c, entropy_c], -1))
-        ctx.save_for_backward(hidden_nh, weight_vh, target_n, *kept, *([second_sv] if is_single else []))
+        ctx.save_for_backward(hidden_nh, weight_vh, target_n, *kept, *([second_sv] if len(hidden_nh) <= size else []))
         ctx.temperature, ctx.with_entropy, ctx.num_kept, ctx.size = temperature, with_entropy, len(kept), size
         return torch.cat(parts)
 
