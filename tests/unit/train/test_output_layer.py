@@ -285,6 +285,7 @@ def patched() -> torch.nn.Linear:
 
 REFUSED: dict[str, Callable[[], Bigrams]] = {
     "a soft cap of 30": lambda: Bigrams(lambda logits: 30 * (logits / 30).tanh()),
+    "a hard cap of 30": lambda: Bigrams(lambda logits: logits.clamp(-30, 30)),
     "a scale": lambda: Bigrams(lambda logits: logits * 0.0625),
     "a token that is never drawn": lambda: Bigrams(
         lambda logits: logits.index_fill(-1, torch.tensor([7]), float("-inf"))
