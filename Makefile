@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all test-processors sglang-env test-sglang test-megatron campaign test-times golden golden-record bench bench-trl bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart test test-all test-processors sglang-env test-sglang test-megatron campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -25,6 +25,7 @@ help:
 	@echo "make format       reformat and apply ruff's safe fixes"
 	@echo "make bench        a step by phase, by process and by part, and the engine against transformers"
 	@echo "make bench-trl    step time and seconds to the same accuracy against TRL (ARGS='--quick': two minutes)"
+	@echo "make bench-vocabulary  trained tokens a second and memory at a large vocabulary, against TRL"
 	@echo "make bench-schedules  step time under each schedule"
 	@echo "make bench-algorithms  whether each algorithm learns (half an hour); writes table and picture in docs/"
 	@echo "make wheel        build the distribution into dist/"
@@ -100,6 +101,9 @@ $(VENV)/.stamp-bench: pyproject.toml constraints.txt | $(BIN)/python
 
 bench-trl: $(VENV)/.stamp-bench
 	$(BIN)/python benchmarks/against_trl.py $(ARGS)
+
+bench-vocabulary: $(VENV)/.stamp-bench
+	$(BIN)/python benchmarks/vocabulary.py $(ARGS)
 
 bench-schedules: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/schedules.py

@@ -7,19 +7,19 @@ Rows go through the model packed where it takes them so (``buffer_rl.train.packi
 and no attention mask is passed: under causal attention no token sees what comes after it, so padding cannot reach a
 real token, positions are right as they stand, and attention takes its fast causal path.
 The vocabulary is only evaluated where a response token is predicted: prompt and padding positions are left out just
-before the output layer. What follows its logits is computed some tokens at a time, and again in the backward pass, so
-that the logits and their gradient are all that is as large as response tokens times vocabulary.
+before the output layer. Output layer and softmax are one function of some tokens at a time, so that memory does not
+grow with response tokens times vocabulary (``buffer_rl.train.output_layer``). A model that scales or caps the logits of
+its output layer keeps these: they and their gradient are then all that is so large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from buffer_rl.errors import TrainError
@@ -27,14 +27,12 @@ from buffer_rl.files.hf_config import length_problem
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
+from buffer_rl.train.output_layer import at_predictors, fused_log_probs, is_fused
 from buffer_rl.train.packing import is_packed
+from buffer_rl.train.vocabulary import in_chunks, of_logits
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-
-
-CHUNK_ELEMENTS = 1 << 24
-"""Logits that are worked on at a time: 64 MiB of float32, and a few times as much while it lasts."""
 
 
 def response_log_probs(
@@ -50,67 +48,24 @@ def response_log_probs(
     The entropy is 0 without ``with_entropy``. Where ``micro`` has kept tokens, both are of the distribution
     renormalised over these.
     """
-    logits_nv = _response_logits(model, micro)
-    of_logits = partial(_of_logits, temperature, with_entropy)
-    log_probs_n, entropy_n = in_chunks(of_logits, logits_nv, micro.target_n, micro.kept)
+    if is_fused(model):
+        outputs_n2 = _outputs(model, micro, partial(_fused, model, micro, temperature, with_entropy))
+        log_probs_n, entropy_n = outputs_n2.float().unbind(-1)
+    else:
+        logits_nv = _outputs(model, micro)
+        of_chunk = partial(of_logits, temperature, with_entropy)
+        log_probs_n, entropy_n = in_chunks(of_chunk, logits_nv, micro.target_n, micro.kept)
     return _pad(log_probs_n, micro), _pad(entropy_n, micro)
 
 
-def in_chunks(
-    of_logits: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    logits_nv: torch.Tensor,
-    target_n: torch.Tensor,
-    kept: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``of_logits(logits_nv, target_n, *kept)``, which is ``(log_probs_n, entropy_n)``, some tokens at a time, and
-    again in the backward pass. kept: as in ``MicroBatch``."""
-    size = max(1, CHUNK_ELEMENTS // max(1, logits_nv.shape[-1]))
-    chunks = [_split(values, size) for values in (logits_nv, target_n)]
-    if kept:
-        counts_n, ids = kept
-        counts = _split(counts_n, size)
-        chunks += [counts, _split(ids, [int(count_c.sum()) for count_c in counts])]
-    parts = [
-        # A single one would gain nothing from being computed twice.
-        of_logits(*chunk)
-        if len(logits_nv) <= size
-        else checkpoint(of_logits, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(*chunks, strict=True)
-    ]
-    log_probs_n, entropy_n = (torch.cat(values) for values in zip(*parts, strict=True))
-    return log_probs_n, entropy_n
-
-
-def _split(values_n: torch.Tensor, sizes: int | list[int]) -> Sequence[torch.Tensor]:
-    parts: Sequence[torch.Tensor] = values_n.split(sizes)  # type: ignore[no-untyped-call]
-    return parts
-
-
-def _of_logits(
-    temperature: float, with_entropy: bool, logits_nv: torch.Tensor, target_n: torch.Tensor, *kept: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of some response tokens, ``[num_response_tokens]`` float32 each."""
-    logits_nv = logits_nv.float()
-    if temperature != 1.0:
-        logits_nv = logits_nv / temperature
-    if kept:
-        logits_nv = only_kept(logits_nv, *kept)
-    all_log_probs_nv = torch.log_softmax(logits_nv, dim=-1)
-    log_probs_n = all_log_probs_nv.gather(-1, target_n[:, None]).squeeze(-1)
-    entropy_n = torch.zeros_like(log_probs_n)
-    if with_entropy:
-        entropy_n = _Entropy.apply(all_log_probs_nv)  # type: ignore[no-untyped-call]
-    return log_probs_n, entropy_n
-
-
-def only_kept(logits_nv: torch.Tensor, counts_n: torch.Tensor, kept: torch.Tensor, *, first: int = 0) -> torch.Tensor:
-    """The logits, -inf for the tokens that top-k, top-p and min-p cut off when the engine sampled (see
-    ``MicroBatch``). first: the first token of the part of the vocabulary that the logits are of."""
-    cut_nv = (counts_n > 0)[:, None].expand(logits_nv.shape).clone()
-    rows = torch.repeat_interleave(torch.arange(len(counts_n), device=counts_n.device), counts_n)
-    own = (kept >= first) & (kept < first + logits_nv.shape[1])
-    cut_nv[rows[own], kept[own] - first] = False
-    return logits_nv.masked_fill(cut_nv, float("-inf"))
+def _fused(
+    model: PreTrainedModel, micro: MicroBatch, temperature: float, with_entropy: bool, hidden_nh: torch.Tensor
+) -> torch.Tensor:
+    """What the output layer returns in place of logits: ``[num_response_tokens, 2]``."""
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    rest = (micro.target_n, *micro.kept)
+    # The weight is read here, inside the layer's call: a sharded one is gathered for it alone.
+    return fused_log_probs(hidden_nh, head.weight, *rest, temperature=temperature, with_entropy=with_entropy)
 
 
 def response_values(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
@@ -120,38 +75,17 @@ def response_values(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     handle = head.register_forward_hook(lambda _module, _args, output: found.append(output))
     try:
-        _response_logits(model, micro)
+        _outputs(model, micro)
     finally:
         handle.remove()
     return _pad(found[0].float().reshape(-1), micro)
 
 
-class _Entropy(torch.autograd.Function):
-    """``-sum(p log p)`` over the vocabulary, in nats. Its backward pass needs the log-probabilities alone, which
-    ``log_softmax`` keeps anyway: a loss that does not use the entropy pays no memory for its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, log_probs_nv: torch.Tensor) -> torch.Tensor:
-        """``[num_response_tokens, vocabulary]`` to ``[num_response_tokens]``."""
-        ctx.save_for_backward(log_probs_nv)
-        entropy_n: torch.Tensor = -(log_probs_nv.exp() * finite_log_probs(log_probs_nv)).sum(-1)
-        return entropy_n
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
-        """``d(-p log p) / d(log p) = -p (log p + 1)``."""
-        (log_probs_nv,) = ctx.saved_tensors
-        slope_nv: torch.Tensor = -log_probs_nv.exp() * (finite_log_probs(log_probs_nv) + 1) * gradients[0][:, None]
-        return slope_nv
-
-
-def finite_log_probs(log_probs_nv: torch.Tensor) -> torch.Tensor:
-    """A token of probability 0 contributes 0, the limit of p log p, where its log is -inf."""
-    return log_probs_nv.clamp(min=torch.finfo(log_probs_nv.dtype).min)
-
-
-def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
-    """Logits ``[num_response_tokens, vocabulary]`` of the positions before each response token."""
+def _outputs(
+    model: PreTrainedModel, micro: MicroBatch, compute: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Logits ``[num_response_tokens, vocabulary]`` of the positions before each response token; with ``compute`` what
+    it gives of the hidden states there in place of the output layer."""
     head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         raise TrainError(f"{type(model).__name__} has no output layer", expected="a causal language model")
@@ -168,24 +102,14 @@ def _response_logits(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     predictor_n = micro.predictor_n
     if micro.packing is not None and is_packed(model):
         inputs, predictor_n = micro.packing.inputs(), micro.packing.predictor_n
-
-    def keep_predictors(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = args[0]
-        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, predictor_n)[None], *args[1:])
-
-    # The hook narrows the output layer's input and leaves everything around it to the model, because some
-    # architectures scale or cap the logits afterwards.
-    handle = head.register_forward_pre_hook(keep_predictors)
-    try:
-        logits = model(**inputs, use_cache=False).logits
-    finally:
-        handle.remove()
-    if logits.shape[:2] != (1, micro.predictor_n.numel()):
+    with at_predictors(head, predictor_n, compute):
+        outputs = model(**inputs, use_cache=False).logits
+    if outputs.shape[:2] != (1, micro.predictor_n.numel()):
         raise TrainError(
-            f"{type(model).__name__} returned logits of shape {tuple(logits.shape)}",
+            f"{type(model).__name__} returned logits of shape {tuple(outputs.shape)}",
             expected=f"(1, {micro.predictor_n.numel()}, vocabulary)",
         )
-    selected: torch.Tensor = logits.squeeze(0)  # whose gradient is a view, too
+    selected: torch.Tensor = outputs.squeeze(0)  # whose gradient is a view, too
     return selected
 
 

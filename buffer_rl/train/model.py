@@ -22,6 +22,7 @@ from buffer_rl.options.section import flag_of, required
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.plugin.calls import call, construct, contained, place, raised, returned
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.train.output_layer import fuse_where_possible
 from buffer_rl.train.packing import pack_where_possible
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def load_model(
     model = load_pretrained(AutoModelForCausalLM, what, path, device, flag, trust_remote_code=trust_remote_code)
     _require_causal(model, str(path), flag)
     pack_where_possible(model)
+    fuse_where_possible(model)
     return model
 
 
@@ -287,6 +289,7 @@ class ModelFactory:
             self._fill(self._converter, model, checked_folder(path, flag))
         if isinstance(model, PreTrainedModel):
             pack_where_possible(model)
+        fuse_where_possible(model)
         return model
 
     def export(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

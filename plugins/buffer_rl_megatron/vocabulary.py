@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from buffer_rl.train.forward import finite_log_probs, in_chunks, only_kept
+from buffer_rl.train.vocabulary import finite_log_probs, in_chunks, only_kept
 
 
 def log_probs_and_entropies(

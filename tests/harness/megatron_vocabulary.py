@@ -16,10 +16,10 @@ def split_outputs(
 ) -> dict[str, Any]:
     """Log-probabilities and entropies of logits of which this rank has its part, and the gradient of their weighted sum
     in this part."""
-    import buffer_rl.train.forward as forward
+    import buffer_rl.train.vocabulary as core
     import buffer_rl_megatron.vocabulary as vocabulary
 
-    forward.CHUNK_ELEMENTS = chunk  # type: ignore[misc]
+    core.CHUNK_ELEMENTS = chunk  # type: ignore[misc]
     own = logits.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone().requires_grad_()
     log_probs, entropy = vocabulary.log_probs_and_entropies(
         own, targets, temperature=0.7, group=dist.group.WORLD, kept=kept

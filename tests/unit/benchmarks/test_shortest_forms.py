@@ -33,6 +33,7 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "schedule_step": ("--quick",),
     "schedules": ("--quick",),
     "start": ("--runs", "1", "--trl-python", "none"),
+    "vocabulary": ("--quick", "--trl-python", "none"),
 }
 
 

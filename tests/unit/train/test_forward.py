@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from buffer_rl.errors import TrainError
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
-from buffer_rl.train import forward
+from buffer_rl.train import vocabulary
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_log_probs
 from buffer_rl.train.model import load_model
+from buffer_rl.train.output_layer import FUSED
 
 CPU = torch.device("cpu")
 
@@ -65,17 +66,24 @@ class ArraysMade(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize(("fused", "large"), [(True, 0), (False, 2)])  # the logits and their gradient
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunks_change_values_and_gradients_by_rounding_alone_and_make_few_large_arrays(
-    temperature: float, model_path: str, make_batch: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
+    temperature: float,
+    fused: bool,
+    large: int,
+    model_path: str,
+    make_batch: Callable[..., TrainBatch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     micro = collate(make_batch(6), CPU)
-    vocabulary = load_model(model_path, CPU, "--hf-checkpoint").config.vocab_size
+    size = load_model(model_path, CPU, "--hf-checkpoint").config.vocab_size
     found = []
-    for chunk in (1 << 24, 5 * vocabulary):
-        monkeypatch.setattr(forward, "CHUNK_ELEMENTS", chunk)
+    for chunk in (1 << 24, 5 * size):
+        monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", chunk)
         model = load_model(model_path, CPU, "--hf-checkpoint")
-        with ArraysMade(len(micro.target_n), vocabulary) as made:
+        setattr(model.get_output_embeddings(), FUSED, fused)
+        with ArraysMade(len(micro.target_n), size) as made:
             log_probs_bt, entropy_bt = response_log_probs(model, micro, temperature)
             (log_probs_bt * torch.linspace(-1, 1, log_probs_bt.shape[1]) + 0.3 * entropy_bt).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -83,7 +91,7 @@ def test_chunks_change_values_and_gradients_by_rounding_alone_and_make_few_large
     (whole, expected), (chunked, values) = found
     for one, other in zip(expected, values, strict=True):
         assert (one - other).abs().max() <= 1e-5 * one.abs().max()
-    assert (chunked, whole > 6) == (2, True)  # the logits and their gradient
+    assert (chunked, whole > 3) == (large, True)
 
 
 def test_capped_logits_keep_their_cap(tmp_path: Path, make_batch: Callable[..., TrainBatch]) -> None:

@@ -12,9 +12,10 @@ import torch
 
 from buffer_rl.errors import DataError
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-from buffer_rl.train import forward
+from buffer_rl.train import vocabulary
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_log_probs
+from buffer_rl.train.output_layer import fuse_where_possible, is_fused
 
 CPU = torch.device("cpu")
 TABLE = [[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]]
@@ -23,11 +24,14 @@ TABLE = [[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25],
 class Bigrams(torch.nn.Module):
     """The next token has the probabilities of the row of ``TABLE`` that the last one names."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool) -> None:
         super().__init__()
         self.head = torch.nn.Linear(4, 4, bias=False)
         with torch.no_grad():
             self.head.weight.copy_(torch.tensor(TABLE).log().T)
+        if fused:
+            fuse_where_possible(self)
+        assert is_fused(self) == fused
 
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.head
@@ -56,12 +60,13 @@ KEPT = [[[0, 1], []], [[2]]]
 TOKENS = [[0, 1, 3], [3, 2]]
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("chunk", [1 << 24, 8, 4])  # three response tokens of a vocabulary of four
 def test_log_probs_and_entropies_are_of_the_distribution_over_the_kept_tokens(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
+    chunk: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "CHUNK_ELEMENTS", chunk)
-    log_probs, entropy = response_log_probs(Bigrams(), collate(batch_of(KEPT, TOKENS), CPU), 1.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", chunk)
+    log_probs, entropy = response_log_probs(Bigrams(fused), collate(batch_of(KEPT, TOKENS), CPU), 1.0)  # type: ignore[arg-type]
     expected = [[math.log(0.3 / 0.8), math.log(0.4)], [0.0, 0.0]]
     torch.testing.assert_close(log_probs, torch.tensor(expected), atol=1e-6, rtol=0)
     of_two = -(5 / 8 * math.log(5 / 8) + 3 / 8 * math.log(3 / 8))
@@ -69,13 +74,15 @@ def test_log_probs_and_entropies_are_of_the_distribution_over_the_kept_tokens(
     torch.testing.assert_close(entropy, torch.tensor([[of_two, of_all], [0.0, 0.0]]), atol=1e-6, rtol=0)
 
 
-def test_the_temperature_comes_before_the_renormalisation() -> None:
-    log_probs, _ = response_log_probs(Bigrams(), collate(batch_of(KEPT, TOKENS), CPU), 0.5)  # type: ignore[arg-type]
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_temperature_comes_before_the_renormalisation(fused: bool) -> None:
+    log_probs, _ = response_log_probs(Bigrams(fused), collate(batch_of(KEPT, TOKENS), CPU), 0.5)  # type: ignore[arg-type]
     assert log_probs[0, 0].item() == pytest.approx(math.log(0.09 / 0.34), abs=1e-6)  # squares of 0.3 and 0.5
 
 
-def test_gradients_equal_finite_differences() -> None:
-    micro, model = collate(batch_of(KEPT, TOKENS), CPU), Bigrams()
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_equal_finite_differences(fused: bool) -> None:
+    micro, model = collate(batch_of(KEPT, TOKENS), CPU), Bigrams(fused)
     weights = torch.tensor([[1.0, -2.0], [3.0, 0.0]])
 
     def value() -> torch.Tensor:

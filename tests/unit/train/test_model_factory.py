@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from buffer_rl.errors import PluginError
 from buffer_rl.options.section import Options
 from buffer_rl.records.groups import TrainBatch
+from buffer_rl.train.output_layer import is_fused
 from buffer_rl.train.torch_trainer import TorchTrainer
 from harness.trainers import LARGE_EPS, make_trainer, step
 
@@ -108,6 +109,8 @@ def test_a_renamed_model_trains_as_the_built_in_one_and_leaves_the_same_folder(
 ) -> None:
     own = {"custom_model_provider_path": f"{module}:build", "model_converter_path": f"{module}:Names"}
     plain, mine = make_trainer(make_args(**LARGE_EPS)), make_trainer(make_args(**own, **LARGE_EPS))
+    assert is_fused(plain._actor)
+    assert is_fused(mine._actor)
     before = _weights(plain)
     metrics = [_step(trainer, make_batch()) for trainer in (plain, mine)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-7)
