@@ -31,7 +31,9 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "schedule_equality": ("--algorithms", "gspo", "--steps", "1"),
     "schedule_step": ("--quick",),
     "schedules": ("--quick",),
+    "staleness": ("--quick", "--out", "results"),
     "start": ("--runs", "1", "--trl-python", "none"),
+    "two_cores": ("--quick", "--out", "results"),
 }
 
 
