@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from against_trl import Comparison, Record
 from algorithms_page import page_with
-from comparison_tasks import TASKS, Task, start_model
+from comparison_tasks import TASKS, start_model
 
 from buffer_rl.observe.svg_chart import Line, line_chart, picture_file
 
@@ -64,7 +64,7 @@ def accuracies(runs: Sequence[Record]) -> dict[int, list[float]]:
     return {step: [run["accuracy"][str(step)] for run in runs] for step in steps}
 
 
-def table(task: Task, runs: Runs) -> str:
+def table(runs: Runs) -> str:
     """Markdown: a line a case; mean over seeds and range at each step that was evaluated, and mean staleness."""
     steps = next((list(accuracies(found)) for found in runs.values() if found), [])
     headings = ["loss", "M", "seeds", "mean staleness", *(f"step {step}" for step in steps)]
@@ -79,10 +79,10 @@ def table(task: Task, runs: Runs) -> str:
             spread = f" ({min(values):.2f} to {max(values):.2f})" if max(values) > min(values) else ""
             cells.append(f"{fmean(values):.2f}{spread}")
         rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*rows, "", *differences(task, runs), ""])
+    return "\n".join([*rows, "", *differences(runs), ""])
 
 
-def differences(task: Task, runs: Runs) -> Iterator[str]:
+def differences(runs: Runs) -> Iterator[str]:
     """How far the last accuracy of each case is from that with a bound of 0, beside the ranges over seeds."""
     base = runs.get((next(iter(CORRECTIONS)), 0), [])
     if not base:
@@ -94,7 +94,8 @@ def differences(task: Task, runs: Runs) -> Iterator[str]:
         if bound and found:
             values = accuracies(found)[last]
             apart = max(values) < min(current) or min(values) > max(current)
-            verdict = "the ranges are apart" if apart else "the ranges overlap: no difference shown"
+            few = min(len(values), len(current)) < 2
+            verdict = "one seed" if few else "the ranges are apart" if apart else "the ranges overlap"
             yield f"- {correction}, M {bound}: {fmean(values) - fmean(current):+.3f}; {verdict}."
 
 
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             one = comparison(*case, out, args.again)
             if (record := one.once(task, one.ours, seed)) is not None:
                 runs[case].append(record)
-    text, picture = table(task, runs), draw(runs)
+    text, picture = table(runs), draw(runs)
     (out / "table.md").write_text(text, encoding="utf-8")
     (out / PICTURE.name).write_text(picture, encoding="utf-8")
     print(text)
