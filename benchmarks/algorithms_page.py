@@ -156,9 +156,9 @@ def table(outcomes: Mapping[str, Outcome | None], titles: Mapping[str, str], sha
     )
 
 
-def page_with(page: str, text: str) -> str:
+def page_with(page: str, text: str, begin: str = BEGIN, end_marker: str = END) -> str:
     """``page`` with ``text`` between the markers. Raises ValueError if it lacks them."""
-    start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+    start, end = page.index(begin) + len(begin), page.index(end_marker)
     return f"{page[:start]}\n\n{text}\n{page[end:]}"
 
 

@@ -56,10 +56,17 @@ class Spec:
         return self.folder / "save" / f"step_{step:06d}" / "hf"
 
     def write_result(
-        self, *, version: str, start_s: float, seconds: Sequence[float], cpu: Mapping[str, Sequence[float]]
+        self,
+        *,
+        version: str,
+        start_s: float,
+        seconds: Sequence[float],
+        cpu: Mapping[str, Sequence[float]],
+        **more: Sequence[float],
     ) -> None:
-        """start_s: seconds before the first step. seconds: of each step. cpu: CPU-seconds of each step by process."""
-        found = {"version": version, "start_s": start_s, "seconds": list(seconds), "cpu": dict(cpu)}
+        """start_s: seconds before the first step. seconds: of each step. cpu: CPU-seconds of each step by process.
+        more: other figures of the steps."""
+        found = {"version": version, "start_s": start_s, "seconds": list(seconds), "cpu": dict(cpu), **more}
         (self.folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -122,11 +129,19 @@ def main() -> None:
     }
     args: Any = compose(CORE_SECTIONS).model_validate({**common, **spec.options})
     launch_training(args, PluginRegistry())
-    perf = [line for line in read_metrics(args.run_dir) if line["kind"] == "perf"]
+    metrics = read_metrics(args.run_dir)
+    perf = [line for line in metrics if line["kind"] == "perf"]
     lines = read_steps(args.run_dir)
     start_s = seconds_of_process() - (time.monotonic() - lines[0]["time"]) - perf[0]["perf/step_time"]
-    seconds = step_seconds(perf, [line["time"] for line in lines])
-    spec.write_result(version=__version__, start_s=start_s, seconds=seconds, cpu=cpu_seconds(lines))
+    ends = [line["time"] for line in lines]
+    spec.write_result(
+        version=__version__,
+        start_s=start_s,
+        seconds=step_seconds(perf, ends),
+        cpu=cpu_seconds(lines),
+        ends=[end - ends[0] + perf[0]["perf/step_time"] for end in ends],  # since the first step began
+        staleness=[line["staleness/mean"] for line in metrics if "staleness/mean" in line],
+    )
 
 
 if __name__ == "__main__":

@@ -32,8 +32,10 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "schedule_equality": ("--algorithms", "gspo", "--steps", "1"),
     "schedule_step": ("--quick",),
     "schedules": ("--quick",),
+    "staleness": ("--quick", "--out", "results"),
     "start": ("--runs", "1", "--trl-python", "none"),
     "vocabulary": ("--quick", "--trl-python", "none"),
+    "two_cores": ("--quick", "--out", "results"),
 }
 
 
