@@ -19,6 +19,7 @@ PAGES = [
     "docs/plugins.md",
     "docs/rollouts.md",
     "docs/runs.md",
+    "docs/scale.md",
     "docs/schedules.md",
     "docs/your_own_task.md",
 ]
