@@ -3,6 +3,8 @@
 collate        rows in micro-batches, as padded tensors
 packing        rows as one sequence without padding
 forward        log-probabilities and entropies under a model
+output_layer   output layer and log-probabilities as one function, without the logits of all tokens
+vocabulary     log-probabilities and entropies from logits, some tokens at a time
 objective      loss and advantage estimator of a run; gradients before the step's totals are known
 optimizer      AdamW, reduction and sums of gradients
 learning_rate  the learning rate of each optimizer step
