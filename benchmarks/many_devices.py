@@ -9,7 +9,7 @@ ours    those of ``asynchrony.py``, with P growing with the number of devices. T
         of the devices.
 verl    seconds that verl published of its runs of a 7B model (``VERL``). Its trainer takes about as long on half of the
         devices, where it makes no pass of old log-probabilities. P and the number of samples are smaller than there
-        (32 x 16 in place of 512 x 16); lengths are lognormal with a sigma of 1, cut at 12 times their mean; a step's
+        (16 x 16 in place of 512 x 16); lengths are lognormal with a sigma of 1, cut at 12 times their mean; a step's
         samples have places on all devices together, half of them on half.
 
 Columns: seconds a step; of these, waiting (for groups, or before a publication for the end of requests) and training,
@@ -52,7 +52,7 @@ VERL: Mapping[int, Published] = {
     128: Published(generation=177.85, trained=167.73, trained_on_half=113.16, gains=(2.67, 2.65, 2.67)),
 }
 """By number of devices: Qwen2.5-Math-7B, at most 28K response tokens, 512 prompts with 16 samples, H20."""
-PROMPTS, SAMPLES = 32, 16
+PROMPTS, SAMPLES = 16, 16
 
 
 def costs_of(kind: str, mode: str, devices: int, sigma: float) -> Costs:

@@ -90,6 +90,7 @@ def differences(runs: Runs) -> Iterator[str]:
     last = max(accuracies(base))
     current = accuracies(base)[last]
     yield f"After step {last}, compared with M = 0 ({fmean(current):.3f}, {min(current):.3f} to {max(current):.3f}):"
+    yield ""
     for (correction, bound), found in runs.items():
         if bound and found:
             values = accuracies(found)[last]
@@ -104,6 +105,7 @@ def draw(runs: Runs) -> str:
     parts = []
     base = runs.get((next(iter(CORRECTIONS)), 0), [])
     shown = [name for name in CORRECTIONS if any(found for (other, _), found in runs.items() if other == name)]
+    width = 2 * _WIDTH if len(shown) == 1 else _WIDTH
     for number, correction in enumerate(shown):
         lines: list[Line] = []
         for colour, bound in enumerate(BOUNDS):
@@ -117,19 +119,19 @@ def draw(runs: Runs) -> str:
             means = [(float(step), fmean(values)) for step, values in by_step.items()]
             lines.append(Line(name=name, points=means, colour=colour, marked=True, dashed=bound == 0))
         label = f"{correction}: held-out accuracy over steps"
-        chart = line_chart(lines, label=label, width=_WIDTH, height=_HEIGHT, unit_range=True)
-        left = _GAP + number * (_WIDTH + _GAP)
+        chart = line_chart(lines, label=label, width=width, height=_HEIGHT, unit_range=True)
+        left = _GAP + number * (width + _GAP)
         parts.append(f'<text x="{left + 8}" y="22" class="heading">{escape(correction)}</text>')
         for colour, bound in enumerate(BOUNDS):
             x = left + 150 + 52 * colour
             parts.append(f'<rect class="bar c{colour}" x="{x}" y="12" width="11" height="11" rx="3"/>')
             parts.append(f'<text x="{x + 16}" y="22">M {bound}</text>')
-        parts.append(chart.replace("<svg ", f'<svg x="{left}" y="30" width="{_WIDTH}" height="{_HEIGHT}" ', 1))
+        parts.append(chart.replace("<svg ", f'<svg x="{left}" y="30" width="{width}" height="{_HEIGHT}" ', 1))
     note = "Held-out accuracy over steps: mean of the seeds, faint lines the seeds; M 0 is dashed, and in every panel."
     bottom = 30 + _HEIGHT + 18
     parts.append(f'<text x="{_GAP + 8}" y="{bottom}">{note}</text>')
     label = "Held-out accuracy over steps by bound on staleness, a panel a loss"
-    return picture_file(parts, label=label, width=_GAP + len(shown) * (_WIDTH + _GAP), height=bottom + 14)
+    return picture_file(parts, label=label, width=_GAP + len(shown) * (width + _GAP), height=bottom + 14)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from buffer_rl.data.source import PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
-from buffer_rl.records.groups import GroupUid
+from buffer_rl.records.groups import GroupUid, RolloutReport
 from buffer_rl.rollout.requests import sampling_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for tests/harness
@@ -112,6 +112,23 @@ class Observer:
         return lambda *args: None
 
 
+class NotedBuffer:
+    """A Buffer that notes the staleness of every group of a selection that it closes."""
+
+    def __init__(self, state: BufferState) -> None:
+        self._state = state
+        self.staleness: dict[int, list[int]] = {}
+
+    def close_selection(self, rollout_id: int, last_ticket: int | None = None) -> tuple[RolloutReport | None, int]:
+        report, revision = self._state.close_selection(rollout_id, last_ticket)
+        if report is not None:
+            self.staleness[rollout_id] = list(report.staleness)
+        return report, revision
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
 class KnownTrainer:
     """A trainer in virtual time: a step takes so long for each token of its rows."""
 
@@ -157,8 +174,9 @@ def virtual(mode: str, costs: Costs, num_steps: int, data: Path) -> Figures:
         engines=engines,
         length=lambda uid, index: costs.decoded * tokens_of(uid, index, costs.sigma),
     )
-    selections = VirtualSelections(runtime=runtime, state=state)
-    runtime.roles |= {"buffer": state, "selection": selections, "rollout": rollouts, "publish": engines}
+    noted = NotedBuffer(state)
+    selections = VirtualSelections(runtime=runtime, state=noted)  # type: ignore[arg-type]
+    runtime.roles |= {"buffer": noted, "selection": selections, "rollout": rollouts, "publish": engines}
     trainer = runtime.roles["train"] = KnownTrainer(runtime, state, costs)
     limits = dict.fromkeys(("rollout", "train", "publish", "save", "buffer"), 1e9)
     plan = RunPlan(
@@ -169,7 +187,7 @@ def virtual(mode: str, costs: Costs, num_steps: int, data: Path) -> Figures:
     )
     observer = Observer(runtime)
     Driver(plan, runtime, observer).run()  # type: ignore[arg-type]
-    staleness = [value for report in selections.reports.values() for value in report.staleness]
+    staleness = [value for values in noted.staleness.values() for value in values]
     idle = observer.waited / observer.ends[-1]
     return Figures(ends=observer.ends, idle=idle, staleness=staleness, worked=trainer.worked)
 
