@@ -17,15 +17,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
 
-from buffer_rl.cluster.environment import variables
+from buffer_rl.cluster.environment import ENDING, variables
 from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE
 from buffer_rl.cluster.process import reserved_port
 from buffer_rl.errors import ClusterError, ConfigError
@@ -89,12 +90,12 @@ def ray_session(
             stack.enter_context(short_temporary_folder())
             port = stack.enter_context(reserved_port("127.0.0.1")).getsockname()[1]
         stack.callback(ray.shutdown)
-        with _own_sigterm_handler(), tempfile.TemporaryDirectory(prefix="buffer_rl_") as temporary:
+        with _SignalsLater() as later, tempfile.TemporaryDirectory(prefix="buffer_rl_") as temporary:
             folder = None
             if code is not None and code.files:
                 folder = Path(temporary, CODE_FOLDER)
                 code.write(folder)
-            with lean_node(port) if address is None else contextlib.nullcontext():
+            with lean_node(port, later.reaching_children) if address is None else contextlib.nullcontext():
                 _connect(address, folder, object_store_bytes)
         yield
 
@@ -134,12 +135,14 @@ def isolated_ray() -> Iterator[None]:
 
 
 @contextmanager
-def lean_node(agent_port: int) -> Iterator[None]:
+def lean_node(
+    agent_port: int, around_start: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+) -> Iterator[None]:
     """For a block that starts Ray: without the processes that a run on one machine never asks for, which take seconds
     to start. Workers come from the fork server, if there is one.
 
     agent_port: a free port, on which the agent that sets up runtime environments starts once Ray asks for it.
-    Raises ClusterError as ``isolated_ray``.
+    around_start: entered while a process is started. Raises ClusterError as ``isolated_ray``.
     """
     node, services = _private("_private.node"), _private("_private.services")
     whole, start = _private("_private.node.Node"), _private("_private.services.start_ray_process")
@@ -153,7 +156,8 @@ def lean_node(agent_port: int) -> Iterator[None]:
 
     def start_lean(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
         chosen = raylet_command(command, agent_port) if process_type == raylet else command
-        return start(chosen, process_type, *args, **options)
+        with around_start():
+            return start(chosen, process_type, *args, **options)
 
     node.Node, services.start_ray_process = lean, start_lean
     try:
@@ -278,13 +282,51 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
         raise ClusterError(f"{what}: {type(error).__name__}: {error}", where=where, hint=hint) from error
 
 
-@contextmanager
-def _own_sigterm_handler() -> Iterator[None]:
-    """Keep the caller's handler. Ray sets one that stops the cluster before anything else is taken down: the clean-up
-    that follows finds no cluster, and the process aborts."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
+class _SignalsLater:
+    """A block in which signals that would end the process wait for its end; another one after the first does not, but
+    for SIGTERM. While Ray starts it sets handlers of its own, one of which aborts the process at SIGTERM; and the
+    process crashes if an exception interrupts it. Outside the main thread, where Python allows no handlers, nothing
+    changes."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._mask: set[int] = set()
+        self._noted: list[int] = []
+
+    def __enter__(self) -> _SignalsLater:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+            found = {number: signal.getsignal(number) for number in ENDING}
+            self._handlers = {n: handler for n, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+            for number in self._handlers:
+                signal.signal(number, self._note)
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._mask and not self._handlers:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # a SIGTERM that waits comes now
+        if self._noted:
+            signal.raise_signal(self._noted[0])
+
+    @contextmanager
+    def reaching_children(self) -> Iterator[None]:
+        """Processes that are started in the block can be ended by SIGTERM: they inherit what is blocked here."""
+        if signal.SIGTERM not in self._handlers:
+            yield
+            return
+        rays = signal.signal(signal.SIGTERM, self._note)
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGTERM, rays)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted:
+            signal.signal(number, self._handlers[number])
+            signal.raise_signal(number)
+        self._noted.append(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,48 @@ with ray_session(sys.argv[1], code):
     os.unlink(sys.argv[2])  # as on a node that has not the file
     print(*ray.get(ray.remote(num_cpus=0)(look).remote(), timeout=60))
 """
+
+SIGNALLED = """
+import os, sys
+import ray
+from buffer_rl.cluster.environment import signals_as_exceptions
+from buffer_rl.cluster.session import ray_session
+from buffer_rl.errors import EndedBySignal
+
+number, at = int(sys.argv[1]), sys.argv[2]
+services = ray._private.services
+start, init = services.start_ray_process, ray.init
+
+def start_and_send(command, process_type, *args, **options):
+    started = start(command, process_type, *args, **options)
+    if process_type == at:
+        os.kill(os.getpid(), number)
+    return started
+
+def init_and_send(*args, **options):
+    init(*args, **options)
+    print("started")
+    if at == "connected":  # Ray's own handlers are set
+        os.kill(os.getpid(), number)
+
+services.start_ray_process, ray.init = start_and_send, init_and_send
+try:
+    with signals_as_exceptions(), ray_session(None):
+        print("in the block")
+except EndedBySignal as ended:
+    print(ended.number, ray.is_initialized())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "at"), [(signal.SIGTERM, "gcs_server"), (signal.SIGTERM, "connected"), (signal.SIGINT, "raylet")]
+)
+def test_a_signal_while_ray_starts_waits_until_it_is_there_and_is_the_runs_own(number: signal.Signals, at: str) -> None:
+    """Ray's handler would abort the process, and it would crash if Ray were interrupted."""
+    command = [sys.executable, "-c", SIGNALLED, str(int(number)), at]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (ended.stdout.split(), ended.returncode) == (["started", str(int(number)), "False"], 0)
 
 
 @pytest.mark.slow

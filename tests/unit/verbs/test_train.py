@@ -233,7 +233,10 @@ def test_rows_without_labels_that_may_have_them_in_another_field_are_a_notice(
     ("argv", "words"),
     [
         (["--hf-checkpoint", "absent"], ["--hf-checkpoint", "--hf-checkpoint absent: there is no such folder"]),
-        (["--hf-checkpoint", "absent", "--prompt-data", "no.jsonl"], ["--hf-checkpoint absent: there is no such folder", "no.jsonl", "no such file"]),
+        (
+            ["--hf-checkpoint", "absent", "--prompt-data", "no.jsonl"],
+            ["--hf-checkpoint absent: there is no such folder", "no.jsonl", "no such file"],
+        ),
         (["--ref-load", "."], ["--ref-load", "config.json"]),
         (["--load", "absent"], ["--load absent", "no such folder"]),
         (["--load", "model"], ["--load", "no checkpoint"]),
