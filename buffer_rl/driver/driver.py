@@ -147,7 +147,7 @@ class Driver:
         try:
             if evaluates:
                 await self._evaluate()
-            self._production.released = self._version
+            self._production.release(self._version)
             while self._result.steps < plan.num_rollouts and not self._result.stopped_early:
                 if self._stop.number is not None:
                     return await self._save_at_exit()
@@ -185,7 +185,7 @@ class Driver:
         if publishes and self._owes_evaluation:
             await self._evaluate()
         if publishes:
-            self._production.released = step
+            self._production.release(step)
 
     async def _prepared(self, rollout_id: int) -> dict[str, float]:
         """Wait for the groups of a step and for all fields of its optimizer step. What is lost is produced again."""
@@ -209,7 +209,7 @@ class Driver:
                 if self._production.released != rollout_id:  # its publication was passed over; tickets need it now
                     await self._evaluated()
                     await unbroken(self._publish_and_release(rollout_id))
-                    self._production.released = rollout_id
+                    self._production.release(rollout_id)
                 continue
             return metrics
 

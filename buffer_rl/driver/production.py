@@ -67,6 +67,11 @@ class Production:
 
     # -- tickets -------------------------------------------------------------------------------------
 
+    def release(self, version: int) -> None:
+        """The Buffer admits tickets by this version from now on."""
+        self.released = version
+        self._calls.tell()
+
     async def admit(self, allows: Callable[[int], bool]) -> None:
         """Start every ticket that the schedule lets open, while the run ``allows`` it. Never ends by itself."""
         while True:

@@ -51,6 +51,15 @@ def test_so_it_is_in_many_more_schedules(tmp_path: Path, first: int) -> None:
     assert {outcome.setting.schedule.mode for outcome in outcomes} >= {Mode.ASYNC}
 
 
+def test_tickets_open_when_a_publication_that_was_passed_over_is_made_up_for_after_the_buffers_death(
+    tmp_path: Path,
+) -> None:
+    """The second Buffer dies while an evaluation is pinned to version 0, and step 2 waits for its first groups."""
+    changes = {"num_samples": 2, "num_steps": 12, "sigma": 1.5, "slots": 4, "load_s": 40.0, "train_s": 10.0}
+    setting = asynchronous(1, 3, fails=0.2, quarantines=0.1, buffer_deaths=2, eval_interval=3, seed=10709, **changes)
+    check(run(setting, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("target", "bound"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (3, 3), (3, 5), (4, 4), (4, 6)]
 )
