@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -29,8 +30,11 @@ def restored_import_path() -> Iterator[None]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """What tests import stays: looking through all of it again and again would take a twentieth of their time."""
+    """What tests import stays: looking through all of it again and again would take a twentieth of their time. And
+    Ctrl-C means what it does on a terminal, though a job that a shell starts in the background ignores it."""
     settle_garbage_collector()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -152,7 +152,9 @@ def _train(
     """Run to the end, or until ``kill`` has ended it."""
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(options))  # JSON is YAML
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # A fork server of the caller's would be the parent of the processes that are looked for here.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("BUFFER_RL_")}
+    environ = {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "buffer_rl.cli", "train", "--config", config.name]
     with _log(folder, name).open("ab") as log:
         process = subprocess.Popen(
