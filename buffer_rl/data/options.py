@@ -46,7 +46,7 @@ class DataOptions(Section):
         True, "add the tokenizer's special tokens, such as <bos>, to plain-text prompts; a resume keeps its value"
     )
     apply_chat_template: bool = option(
-        False, "render texts with the tokenizer's chat template too, as chat messages always are", common=True
+        False, "also render texts with the chat template, as chat messages are", common=True
     )
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         None, 'additional arguments of the chat template, for example {"enable_thinking": false}'
