@@ -86,6 +86,7 @@ def fields_of(batch: Any) -> dict[str, Any]:
     return {"novelty": novelty, "brevity": np.array(brevity, dtype=np.float32)}
 
 
+@pytest.mark.slow
 def test_fields_of_own_roles_train_as_if_the_rollout_had_given_them(
     train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ IMITATING = "harness.sglang_service:launch_imitating_sglang"
 @pytest.mark.parametrize(
     ("transport", "engine"),
     [
-        pytest.param("tensor", IMITATING, id="tensor, as SGLang"),
+        pytest.param("tensor", IMITATING, marks=pytest.mark.slow, id="tensor, as SGLang"),
         pytest.param("tensor", "embedded", marks=pytest.mark.slow, id="tensor"),
         pytest.param("disk", IMITATING, marks=pytest.mark.slow, id="disk, as SGLang"),
         pytest.param(DISTRIBUTED, "embedded", marks=pytest.mark.slow, id="distributed"),
