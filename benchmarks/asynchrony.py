@@ -105,7 +105,7 @@ def live(mode: str, costs: Costs, num_steps: int, folder: Path, data: Path) -> F
     run_dir = folder / f"{mode.replace(' ', '_').replace(',', '')}_{costs.sigma}"
 
     def length(body: dict[str, Any]) -> int:
-        return response_length(int(body["sampling_params"]["sampling_seed"]), costs.sigma)
+        return response_length(int(body["sampling_params"].get("sampling_seed", 0)), costs.sigma)
 
     timing: dict[str, Any] = {"latency": lambda body: DECODED * length(body), "slots": costs.slots}
     with FakeEngine(
