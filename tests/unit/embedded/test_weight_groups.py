@@ -357,19 +357,21 @@ def test_a_sender_that_is_not_there_is_named(
     assert "cannot be reached" in answer["message"]
 
 
-def test_joining_under_a_name_again_leaves_the_group_before(
-    engines: list[EmbeddedEngine], served: EngineControlClient, free_port: int
-) -> None:
-    first = start(post, engines[0], JOIN, **body_of_join(free_port))
+async def test_joining_under_a_name_again_leaves_the_group_before(free_port: int) -> None:
+    groups = WeightGroups({}, StagedUpdate(), 20.0)
+    first = asyncio.create_task(groups.init(body_of_join(free_port)))
+    await asyncio.sleep(0)  # it has begun
     for _ in range(2):
         with Rendezvous(timeout_s=20) as rendezvous:
-            joined = start(post, engines[0], JOIN, **body_of_join(rendezvous.port))
-            group = rendezvous.group("w", 2)
-            assert joined.result(20)[0] == 200
+            joining = asyncio.create_task(groups.init(body_of_join(rendezvous.port)))
+            group = await asyncio.to_thread(rendezvous.group, "w", 2)
+            await joining
             group.close()
-    assert first.result(60)[0] == 400
-    assert post(engines[0], LEAVE, group_name="w")[0] == 200, "the first call's end leaves the later group"
-    assert post(engines[0], LEAVE, group_name="w")[0] == 400
+    with pytest.raises(EngineError, match=f"127.0.0.1:{free_port}"):
+        await first
+    groups.destroy({"group_name": "w"})  # the first call's end leaves the later group
+    with pytest.raises(EngineError, match="no weight group"):
+        groups.destroy({"group_name": "w"})
 
 
 def test_buckets_of_one_update_may_come_by_several_groups(
