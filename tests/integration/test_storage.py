@@ -217,6 +217,7 @@ def test_a_blocking_report_from_the_event_loop_goes_to_the_store_too(
         assert [int(row[-1]) for row in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
 
 
+@pytest.mark.slow
 def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the_store(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:

@@ -44,6 +44,7 @@ def test_generate_asks_the_model_of_a_checkpoint(whole_run: Any, capsys: pytest.
     assert len(said[0].splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_eval_of_a_checkpoint_has_its_weights_and_calls_the_log_function(whole_run: Any, tmp_path: Path) -> None:
     (tmp_path / "log.py").write_text(
         "def log(rollout_id, args, data, extra_metrics):\n"

@@ -27,7 +27,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["one by one", "in batches"])
-@pytest.mark.parametrize("keep_selected", [False, True], ids=["returned", "kept"])
+@pytest.mark.parametrize("keep_selected", [pytest.param(False, marks=pytest.mark.slow), True], ids=["returned", "kept"])
 def test_a_kill_at_any_statement_leaves_what_was_acknowledged(folder: Path, batched: bool, keep_selected: bool) -> None:
     report = kill_everywhere(folder, batched=batched, keep_selected=keep_selected, every=17)
     assert report.violations == []

@@ -212,6 +212,7 @@ STEP = st.tuples(st.integers(0, 3), st.lists(st.sampled_from(["reject", "back", 
     cut=st.integers(0, 6),
     rule=st.sampled_from([None, KEEP, MASK]),
 )
+@pytest.mark.slow
 def test_restored_after_any_rollout_the_next_groups_are_those_of_an_uninterrupted_run(
     tmp_path_factory: pytest.TempPathFactory, rows: int, per_step: int, steps: Any, cut: int, rule: RequeueRule | None
 ) -> None:

@@ -30,12 +30,13 @@ def requests_of(rng, make_request, random_prompt, count):
 @pytest.mark.parametrize(
     ("architecture", "fallback", "patterns"),
     [
-        ("qwen3", False, 12),
+        pytest.param("qwen3", False, 12, marks=pytest.mark.slow),
+        ("qwen3", False, 3),
         ("llama", False, 3),
         ("qwen2", False, 3),
         ("qwen3", True, 2),
-        ("gemma3", True, 2),
-        ("qwen3_moe", True, 2),
+        pytest.param("gemma3", True, 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", True, 2, marks=pytest.mark.slow),
     ],
 )
 def test_answers_do_not_depend_on_who_shares_the_batch_or_on_arrival(

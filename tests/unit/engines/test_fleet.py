@@ -353,6 +353,7 @@ def test_a_reserved_port_is_taken_for_all_but_a_server_that_reuses_its_address()
             pass
 
 
+@pytest.mark.slow
 def test_a_server_that_finds_no_port_or_ends_otherwise_fails_with_its_log(tmp_path):
     with taking_ports(9) as (command, given):
         server = ServerProcess("server", command, str(tmp_path / "log"), hosts=["127.0.0.1"])

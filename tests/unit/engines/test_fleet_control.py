@@ -269,6 +269,7 @@ def test_an_engine_that_answers_health_and_leaves_a_call_open_is_given_up_at_tha
     assert notices == []
 
 
+@pytest.mark.slow
 def test_where_all_engines_leave_a_call_open_none_is_given_up(tmp_path: Path):
     with LeavesOpen() as one, LeavesOpen() as two:
         control, registry = control_of(replica(0, one.url), replica(1, two.url), timeout_s=1.0)

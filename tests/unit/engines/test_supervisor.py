@@ -169,7 +169,10 @@ def until(condition: Any, timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.WAITING, EngineState.LOADING])
+SLOW_STATES = [pytest.param(state, marks=pytest.mark.slow) for state in (EngineState.WAITING, EngineState.LOADING)]
+
+
+@pytest.mark.parametrize("state", [EngineState.SERVING, *SLOW_STATES])
 def test_an_engine_that_hangs_has_failed_and_the_others_have_not(state: EngineState) -> None:
     with FakeEngine() as well, FakeEngine(control_fault=lambda _: Fault.HANG, back_after_s=600.0) as hung:
         replicas = [replica(0, well), replica(1, hung, state)]
@@ -264,6 +267,7 @@ def test_an_engine_whose_scheduler_is_stopped_has_failed_although_it_answers_hea
     assert "engine 0 hangs: no answer to /server_info" in str(one.error())
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_loads_weights_may_take_its_time() -> None:
     with Stalled() as engine:
         loading, paused = replica(0, engine, EngineState.LOADING), replica(1, engine)

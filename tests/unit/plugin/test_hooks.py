@@ -108,7 +108,7 @@ def test_a_plugin_with_wrong_hooks_is_refused(place: Any, body: str, problem: st
     registry.call_hook("buffer_rl_on_train_step", rollout_id=0, step=0, metrics={})
 
 
-@pytest.mark.parametrize("answer", ["raise SystemExit('no')", "return ['eight']"])
+@pytest.mark.parametrize("answer", ["raise SystemExit('no')", pytest.param("return ['eight']", marks=pytest.mark.slow)])
 def test_a_plugin_whose_provider_fails_does_not_stop_the_others(place: Any, answer: str) -> None:
     body = f"from buffer_rl.plugin.hookspecs import hookimpl\n@hookimpl\ndef buffer_rl_provide(kind):\n    {answer}\n"
     place.install("bad-party", {"buffer_rl": {"bad": "bad_plug"}}, bad_plug=body)

@@ -117,8 +117,13 @@ class Here:
         name = OPTION_OF[self.kind]
         options = {"hf_checkpoint": self.model, "run_dir": str(self.run_dir), "progress": "none", "logger": []}
         named = {name: [self.path] if name in ("logger", "role_path") else self.path}
-        fallback = {} if self.kind == "group_reward" else {"rm_type": "exact_match"}
+        fallback = {} if self.kind == "group_reward" else {"custom_rm_path": f"{__file__}:is_right"}
         return compose(CORE_SECTIONS)(**{**options, **fallback, **changes, **named})
+
+
+async def is_right(args: Any, sample: Sample) -> float:
+    """A reward that needs no process."""
+    return float(sample.response == sample.label)
 
 
 # -- the code that calls each kind -----------------------------------------------------------------

@@ -95,15 +95,14 @@ async def heartbeat() -> AsyncIterator[list[int]]:
     "reward",
     [
         "math",
-        "deepscaler",
-        "dapo_binary",
-        "numeric",
-        "gpqa",
         "f1",
-        "f1_exact",
-        "ifeval",
-        "ifeval_fraction",
-        "exact_match",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                *("deepscaler", "dapo_binary", "numeric", "gpqa"),
+                *("f1_exact", "ifeval", "ifeval_fraction", "exact_match"),
+            )
+        ),
     ],
 )
 async def test_every_grader_answers_in_time_and_its_process_lives_on(kit: Any, reward: str) -> None:

@@ -29,6 +29,7 @@ from harness.tickets import close_rollout
 
 BEHAVIOURS = ["raise", "nan", "inf", "none", "short_list", "string", "hang", "http_500"]
 PLACES = ["single", "group", "remote"]
+SLOW = [("single", "hang"), ("group", "hang")]
 FUNCTIONS = Path(__file__).with_name("bad_rewards.py")
 ANSWERS = {"nan": "NaN", "inf": "Infinity", "none": "null", "short_list": "[1.0]", "string": '"1.0"'}
 ROWS, BAD = 5, 1
@@ -120,7 +121,7 @@ def options_of(place: str, behaviour: str, url: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("place", "behaviour"),
     [
-        pytest.param(place, behaviour, marks=[pytest.mark.slow] if (place, behaviour) == ("group", "hang") else [])
+        pytest.param(place, behaviour, marks=[pytest.mark.slow] if (place, behaviour) in SLOW else [])
         for behaviour in BEHAVIOURS
         for place in PLACES
     ],

@@ -81,15 +81,15 @@ def test_only_changed_metadata_travel() -> None:
     [
         ("raise", FailureKind.EXCEPTION, "KeyError: 'no such answer'"),
         ("exit", FailureKind.EXCEPTION, "SystemExit: 3"),
-        ("interrupt", FailureKind.EXCEPTION, "KeyboardInterrupt"),
+        pytest.param("interrupt", FailureKind.EXCEPTION, "KeyboardInterrupt", marks=pytest.mark.slow),
         ("nan", FailureKind.INVALID, r"nan \(float\), not finite"),
-        ("inf", FailureKind.INVALID, r"inf \(float\), not finite"),
+        pytest.param("inf", FailureKind.INVALID, r"inf \(float\), not finite", marks=pytest.mark.slow),
         ("none", FailureKind.INVALID, "None"),
-        ("list", FailureKind.INVALID, r"\[1.0\]"),
-        ("text", FailureKind.INVALID, "'1.0'"),
+        pytest.param("list", FailureKind.INVALID, r"\[1.0\]", marks=pytest.mark.slow),
+        pytest.param("text", FailureKind.INVALID, "'1.0'", marks=pytest.mark.slow),
         ("hang", FailureKind.TIMEOUT, "--rm-timeout-s 2"),
         ("die", FailureKind.CRASH, "exit status 7"),
-        ("segfault", FailureKind.CRASH, "SIGSEGV"),
+        pytest.param("segfault", FailureKind.CRASH, "SIGSEGV", marks=pytest.mark.slow),
     ],
 )
 async def test_a_bad_reward_is_a_named_failure_of_its_sample_alone(
@@ -138,6 +138,7 @@ async def test_a_process_that_died_between_two_groups_costs_the_next_one_nothing
         assert {sample.reward for sample in groups[1]} == set(kit.pids(context)) != {first}
 
 
+@pytest.mark.slow
 async def test_what_a_reward_prints_is_not_lost_when_its_process_is_killed(
     kit: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +281,7 @@ async def test_groups_are_scored_by_as_many_processes_as_allowed(kit: Any) -> No
         assert len(kit.pids(context)) <= 2
 
 
+@pytest.mark.slow
 async def test_the_deadline_is_of_each_sample_not_of_the_group(kit: Any) -> None:
     labels = ["0.4", "0.4", "0.4", "3600", "0.4"]
     group, (failure,) = await score_labels(kit, labels, "block_for_label", rm_timeout_s=1.2)

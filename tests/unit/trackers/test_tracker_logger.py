@@ -64,8 +64,12 @@ def test_a_run_that_ends_by_an_error_is_a_failure_for_the_tracker(tmp_path: Path
         ("DiesInLog", "its process has ended with status 3; the run goes on without it"),
         ("HangsInLog", "step 0 is not done 2 s after it was told to end; the run goes on without it"),
         ("RaisesInClose", "OSError: connection lost; the run goes on without it"),
-        ("HangsAtStart", "its start is not done 2 s after it was told to end"),
-        ("HangsInClose", "its end is not done 2 s after it was told to end; the run goes on without it"),
+        pytest.param("HangsAtStart", "its start is not done 2 s after it was told to end", marks=pytest.mark.slow),
+        pytest.param(
+            "HangsInClose",
+            "its end is not done 2 s after it was told to end; the run goes on without it",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_tracker_that_fails_or_hangs_is_named_once_and_the_run_goes_on(

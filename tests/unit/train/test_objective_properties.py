@@ -3,7 +3,7 @@ for losses that give a number for each token, on the parts that a sample fanned 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -71,6 +71,13 @@ TOKEN_LOSSES = [
 ]
 
 
+def in_all_modes(losses: Sequence[Any]) -> Iterator[Any]:
+    """Each loss with each mode. One mode a loss, in turn, is among the fast tests."""
+    for number, loss in enumerate(losses):
+        for index, mode in enumerate(MODES):
+            yield pytest.param(loss, mode, marks=() if index == number % len(MODES) else pytest.mark.slow)
+
+
 Step = tuple[TrainBatch, list[np.ndarray], list[np.ndarray]]
 """Rows, and their log-probabilities and entropies."""
 
@@ -109,8 +116,7 @@ def require_equal(found: Outcome, wanted: Outcome) -> None:
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "mode"), in_all_modes(LOSSES))
 @given(step=steps(), data=st.data())
 @settings(max_examples=12)
 def test_micro_batches_ranks_order_and_padding_change_nothing(
@@ -145,8 +151,7 @@ def require_same_in_any_blocks(objective: Objective, step: Step, data: st.DataOb
     require_equal(outcome(objective, batch, log_probs, entropy, blocks=blocks, padding=padding), wanted)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss", TOKEN_LOSSES)
+@pytest.mark.parametrize(("loss", "mode"), in_all_modes(TOKEN_LOSSES))
 @given(lengths=st.lists(st.integers(0, 4), min_size=5, max_size=5), others=st.integers(0, 2), seed=st.integers(0, 999))
 @settings(max_examples=12)
 def test_a_response_in_five_parts_is_one_in_one_row(
