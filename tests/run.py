@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with log.open("wb") as output:
                     output.write("".join(f"{name}={value}\n" for name, value in variables.items()).encode())
                     output.flush()
-                    command, environ = _command([*paths, *args]), os.environ | variables
+                    command, environ = _command([*paths, *args]), _environment() | variables
                     process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT)
                     running.append(process)
             _follow(running, logs)
@@ -94,6 +94,11 @@ def halves(with_slow: bool) -> tuple[Sequence[str], Sequence[str]]:
         for name in ("engines", "embedded", "weights", "plugin", "driver", "megatron", "examples", "verbs")
     ]
     return (*WITH_RAY, *beside), ("tests/unit", *(f"--ignore={path}" for path in beside), "tests/golden")
+
+
+def _environment() -> dict[str, str]:
+    """This process's, but that modules are compiled once, though hundreds of processes import them."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def _command(args: Sequence[str]) -> list[str]:

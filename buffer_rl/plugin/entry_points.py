@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +97,20 @@ class EntryPoints:
 def read_entry_points() -> tuple[list[EntryPointInfo], dict[str, str]]:
     """The entry points of all distributions on ``sys.path``, and what is wrong with unreadable ones, by distribution.
 
-    Of two copies of one distribution, the first counts, as in imports.
+    Of two copies of one distribution, the first counts, as in imports. They are read again if a folder has changed.
     """
+    return _read_entry_points(tuple((folder, _changed_at(folder)) for folder in sys.path))
+
+
+def _changed_at(folder: str) -> int:
+    try:
+        return Path(folder or ".").stat().st_mtime_ns
+    except OSError:  # no such folder; an archive has no folder either, and is not written to while it is in use
+        return 0
+
+
+@functools.lru_cache(maxsize=8)
+def _read_entry_points(folders: tuple[tuple[str, int], ...]) -> tuple[list[EntryPointInfo], dict[str, str]]:
     found: list[EntryPointInfo] = []
     broken: dict[str, str] = {}
     seen: set[str] = set()

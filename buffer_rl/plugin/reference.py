@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -139,6 +140,7 @@ def nearest_module(name: str, folders: Sequence[str]) -> str | None:
     return name
 
 
+@lru_cache(maxsize=256)
 def read_names(source: str | bytes, file: str) -> SourceNames:
     """The names that ``source`` binds at its top level. Raises SyntaxError with ``file`` and the line."""
     tree = ast.parse(source, filename=file)

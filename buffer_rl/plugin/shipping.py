@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -184,8 +185,13 @@ def _package_files(folder: Path) -> Iterator[Path]:
 
 def imports_of(file: Path) -> list[str]:
     """Absolute names that a file imports, inside functions too; of ``from a import b`` also ``a.b``."""
+    return _imports_in(file.read_bytes())
+
+
+@lru_cache(maxsize=256)
+def _imports_in(source: bytes) -> list[str]:
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):  # a reference to it was refused before; another file may stay unread
         return []
     names: list[str] = []
