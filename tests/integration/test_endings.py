@@ -93,6 +93,7 @@ class Rollout:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_set_up_ends_the_start_with_its_own_words_and_nothing_running(
     train: Run, make_options: MakeOptions, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 def test_with_twice_the_groups_in_flight_no_group_is_lost_or_trained_twice(
     train: Callable[[Any], Any], make_options: Callable[..., Any], tmp_path: Path
 ) -> None:

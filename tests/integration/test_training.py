@@ -148,6 +148,7 @@ def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options:
     assert equal_weights(Path(again.run_dir) / "hf", Path(whole_run.run_dir) / "hf")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_metrics_and_parameters_of_an_uninterrupted_one(
     train: Run, make_options: MakeOptions, whole_run: Any, tmp_path: Path
 ) -> None:

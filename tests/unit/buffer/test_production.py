@@ -84,7 +84,7 @@ def check_schedule(seed: int, folder: Path) -> None:
     raise AssertionError(f"per_step, staleness, keeps, after_ref = {kind}: {events}") from error
 
 
-@pytest.mark.parametrize("seed", range(0, 90, 30))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (30, 60))])
 def test_whatever_happens_and_dies_every_group_is_trained_once_in_the_order_of_the_data(
     tmp_path: Path, seed: int
 ) -> None:

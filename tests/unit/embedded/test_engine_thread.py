@@ -42,6 +42,7 @@ async def asked(computes: bool) -> str:
         thread.stop()
 
 
+@pytest.mark.slow
 def test_a_thread_in_a_long_step_is_seen_to_compute_and_a_stopped_one_does_not_answer() -> None:
     assert asyncio.run(asked(computes=True)) == "MainThread"
     with pytest.raises(TimeoutError):

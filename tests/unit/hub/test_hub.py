@@ -102,6 +102,7 @@ def test_a_resumed_run_keeps_the_commit_unless_a_revision_is_named(hub: FakeHub,
     assert resolved(facts, hf_checkpoint=f"org/tiny@{second}")["hf_checkpoint"].endswith(second)
 
 
+@pytest.mark.slow
 def test_a_run_that_loads_a_checkpoint_asks_for_its_commits(
     hub: FakeHub, model: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +225,7 @@ sys.exit(main(["generate", "--hf-checkpoint", "org/tiny", "--prompt-data", "hf:/
 """
 
 
+@pytest.mark.slow
 def test_the_variables_of_the_hub_count(hub: FakeHub, tmp_path: Path) -> None:
     """In a process of its own, up to the first mistake in what was downloaded."""
     hub.push("models/org/tiny", {"config.json": b"[]"})

@@ -38,7 +38,8 @@ def by_torch(lengths: np.ndarray, states: list[torch.Tensor], weights: torch.Ten
     return [output.detach(), *(each.grad for each in own if each.grad is not None)]
 
 
-@pytest.mark.parametrize("packed", [pytest.param(True, marks=pytest.mark.slow), False], ids=["packed", "padded"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.slow
 def test_attention_of_split_rows_is_that_of_whole_rows(ranks: RankPool, packed: bool) -> None:
     """Padded rows are of one length."""
     lengths = np.array([8, 48, 20, 4, 20]) if packed else np.array([12, 12, 12])

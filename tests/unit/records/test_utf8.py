@@ -26,6 +26,7 @@ VALUES = st.recursive(TEXTS | st.integers() | st.none(), lambda inner: st.lists(
 
 
 @given(VALUES)
+@pytest.mark.slow
 def test_a_lone_surrogate_is_found_exactly_where_utf_8_fails_and_none_is_left_in_what_is_encodable(value: Any) -> None:
     def is_utf8(value: Any) -> bool:
         try:

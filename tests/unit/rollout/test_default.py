@@ -102,6 +102,7 @@ async def test_groups_are_reported_together_and_at_the_latest_when_enough_are_ke
 
 @settings(max_examples=40)
 @given(keep=st.lists(st.booleans(), min_size=12, max_size=12), wanted=st.integers(1, 4), seed=st.integers(0, 10**6))
+@pytest.mark.slow
 def test_the_kept_set_does_not_depend_on_the_order_of_completion(
     kit: Any, keep: list[bool], wanted: int, seed: int
 ) -> None:

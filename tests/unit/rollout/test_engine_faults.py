@@ -121,10 +121,11 @@ def undisturbed(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 FAULTS = [Fault.KILL, Fault.HANG, Fault.RESET, Fault.SERVER_ERROR, Fault.GARBAGE]
+FEW_OR_SLOW = [*FAULTS[:2], *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[2:])]
 
 
 @pytest.mark.parametrize("point", FaultPoint)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FEW_OR_SLOW)
 async def test_a_request_that_is_lost_costs_an_attempt_and_changes_nothing(
     kit: Any, tmp_path: Path, undisturbed: Any, fault: Fault, point: FaultPoint
 ) -> None:
@@ -164,7 +165,7 @@ async def test_an_engine_that_fails_while_a_reward_is_computed_loses_what_it_had
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FEW_OR_SLOW)
 async def test_an_engine_that_fails_in_a_publication_samples_no_token_that_is_trained_on_as_another_version(
     kit: Any, tmp_path: Path, undisturbed: Any, fault: Fault, path: str
 ) -> None:

@@ -242,6 +242,7 @@ async def test_what_the_user_chose_is_not_the_rows_choice(kit: Any) -> None:
         assert await context.scorer.score(group.samples) == []  # which scores every row
 
 
+@pytest.mark.slow
 async def test_an_evaluation_set_may_name_any_registered_reward_for_its_own_rows(kit: Any) -> None:
     metadata = {"source_dataset": "chain_sum"}
     async with kit.opened(rm_type="exact_match") as context:
@@ -320,6 +321,7 @@ async def test_samples_of_a_slow_reward_are_shared_out_over_the_processes(kit: A
     assert len(set(second[:4])) == len(set(second[4:])) == 1
 
 
+@pytest.mark.slow
 async def test_parts_of_a_group_give_up_together(kit: Any) -> None:
     async with kit.opened(custom_rm_path=kit.user("block_for_label"), rm_workers=2, rm_timeout_s=1.5) as context:
         await context.scorer.score(kit.make_group(0, labels=["0.2"]).samples)

@@ -93,6 +93,7 @@ async def test_a_generate_function_whose_version_spans_leave_trained_tokens_out_
     assert not buffer.finished
 
 
+@pytest.mark.slow
 async def test_the_limits_hold_for_all_turns_together(kit: Any) -> None:
     with FakeEngine(respond=scripted, decode=text) as engine:
         (sample, _) = await roll(kit, engine, rollout_max_response_len=10)

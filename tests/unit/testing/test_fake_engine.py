@@ -168,6 +168,7 @@ def test_spans_are_of_the_versions_that_drew_the_tokens_and_none_is_empty() -> N
     assert Decoding().spans(3, 3, 9) == [{"version": "9", "start": 0, "end": 3}]
 
 
+@pytest.mark.slow
 async def test_a_row_that_a_pause_holds_continues_with_the_new_weights_and_says_so() -> None:
     with FakeEngine(respond=lambda ids, seed: range(400), latency=lambda payload: 1.0) as engine:
         asked = asyncio.create_task(post(engine.url, body()))

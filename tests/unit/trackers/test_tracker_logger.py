@@ -117,6 +117,7 @@ def test_a_tracker_that_hangs_is_dropped_while_the_run_goes_on(
     assert [line for line in notices(capfd) if "no answer for" in line] != []
 
 
+@pytest.mark.slow
 def test_what_the_library_prints_is_in_its_log_and_what_it_leaves_running_does_not_hold_up_the_end(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

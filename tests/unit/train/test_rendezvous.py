@@ -57,6 +57,7 @@ def listeners(pid: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
+@pytest.mark.slow
 def test_two_ranks_meet_on_the_loopback_interface_alone_and_leave_together() -> None:
     ranks = [
         subprocess.Popen(
