@@ -163,6 +163,7 @@ def lockstep(run: Run) -> Path:
     return run("lockstep", **KL)
 
 
+@pytest.mark.slow
 def test_with_kl_every_schedule_ends_with_the_parameters_of_lockstep(
     run: Run, lockstep: Path, folder: Path, tmp_path: Path
 ) -> None:

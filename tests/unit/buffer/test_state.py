@@ -308,6 +308,7 @@ def test_metadata_merges_and_must_be_json(tmp_path: Path) -> None:
 
 @settings(max_examples=40)
 @given(rows=st.integers(1, 7), per_step=st.integers(1, 5), cut=st.integers(0, 4), data=st.data())
+@pytest.mark.slow
 def test_after_a_restore_the_next_groups_are_those_of_an_uninterrupted_run(
     tmp_path_factory: pytest.TempPathFactory, rows: int, per_step: int, cut: int, data: st.DataObject
 ) -> None:

@@ -96,6 +96,7 @@ async def test_a_cancelled_call_is_not_swallowed():
                 await task
 
 
+@pytest.mark.slow
 async def test_a_request_that_the_engine_still_has_is_repeated_until_its_id_is_free():
     faults = [Fault.RESET, Fault.RESET, None, Fault.RESET, Fault.RESET, None]  # of those that it takes
     rules = SglangRules(abort_s=0.3, disconnect_s=600.0)

@@ -115,6 +115,7 @@ async def test_round_robin_takes_the_engines_in_turns_whatever_the_keys_are(rout
     assert sorted(reached[:3]) == [0, 1, 2]
 
 
+@pytest.mark.slow
 async def test_cache_aware_sends_a_prompt_where_it_was_unless_that_engine_has_much_more_to_do(routed: Any) -> None:
     async with routed("cache_aware") as router:
         assert len(set(await router.at_once(*((5, key) for key in KEYS)))) == 1

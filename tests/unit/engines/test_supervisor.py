@@ -255,6 +255,7 @@ class Stalled(FakeEngine):
         return await super()._info(request)
 
 
+@pytest.mark.slow
 def test_an_engine_whose_scheduler_is_stopped_has_failed_although_it_answers_health() -> None:
     with Stalled() as engine:
         one = replica(0, engine)

@@ -62,6 +62,7 @@ async def test_what_a_set_says_about_sampling_is_stronger_than_the_options(kit: 
     assert used == {"0": (0.0, 1024), "1": (0.25, 7)}
 
 
+@pytest.mark.slow
 async def test_the_reward_that_a_sets_configuration_names_scores_it_and_rows_name_none(kit: Any) -> None:
     group = kit.make_group(0, labels=["by engine"], data_set="d")
     group[0].metadata["rm_type"] = "reasoning_gym"

@@ -123,6 +123,7 @@ async def test_a_prompt_that_would_kill_the_engine_costs_its_group_and_nothing_e
     assert buffer.failures == {("data", buffer.quarantined[0][0].uid): 1}
 
 
+@pytest.mark.slow
 async def test_a_request_that_the_engine_has_for_a_while_after_its_abort_costs_nothing(kit: Any) -> None:
     def lose_every_fifth(body: dict[str, Any], number: int) -> Fault | None:
         return Fault.RESET if number % 5 == 0 else None

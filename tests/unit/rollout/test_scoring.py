@@ -231,6 +231,7 @@ async def test_a_row_chooses_only_what_the_run_lists_and_its_author_marked(
     assert [sample.reward for sample in group] == [None, None]
 
 
+@pytest.mark.slow
 async def test_what_the_user_chose_is_not_the_rows_choice(kit: Any) -> None:
     async with kit.opened(rm_type=kit.user("told_by_label"), row_rm_types=["f1"]) as context:
         for name in (kit.user("told_by_label"), "f1", ""):  # the run's own, a listed and marked one, none

@@ -187,6 +187,7 @@ async def test_what_cannot_be_trained_on_or_is_filtered_is_dropped_with_its_reas
         assert run.counts() == {"written": 9, "open": 1, "delivered": 4, "dropped": 4}
 
 
+@pytest.mark.slow
 async def test_a_partial_group_is_trained_on_and_counted(tmp_path: Path) -> None:
     async with bench(tmp_path, group_timeout_s=1.0) as run:
         run.write("p", 1.0, 0.0)

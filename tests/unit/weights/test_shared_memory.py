@@ -28,6 +28,7 @@ def sealed(values: list[int]) -> tuple[SharedMemory, dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_memory_left")
+@pytest.mark.slow
 def test_what_a_reader_has_mapped_outlives_the_owner(start_sharing: Callable[..., Any]) -> None:
     owner, handle = start_sharing(SHARE)
     mapped = open_bucket(handle)["a"]
