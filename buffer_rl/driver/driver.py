@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.environment import StopRequest
 from buffer_rl.driver.offload import MemoryTurns
-from buffer_rl.driver.production import Production
+from buffer_rl.driver.production import NothingLeft, Production
 from buffer_rl.driver.tasks import Calls, Runtime, StepTimes, Task, role_of, unbroken
 from buffer_rl.errors import (
     BufferRLError,
@@ -153,7 +153,10 @@ class Driver:
                     return await self._save_at_exit()
                 self._times.begin()
                 self._calls.tell()
-                await self._step(self._result.steps)
+                try:
+                    await self._step(self._result.steps)
+                except NothingLeft as why:
+                    await self._end_short(why)
             await self._evaluated()
             if self._result.stopped_early and plan.saves_at(self._result.steps, stopped_early=True):
                 await self._memory.trainer()
@@ -186,6 +189,18 @@ class Driver:
             await self._evaluate()
         if publishes:
             self._production.release(step)
+
+    async def _end_short(self, why: NothingLeft) -> None:
+        """End with the step before; its weights are published and evaluated, as those of the last step are."""
+        self._observer.notice(f"the run ends after {self._version} steps: {why}")
+        await self._evaluated()
+        if self._production.released != self._version:
+            await unbroken(self._publish_and_release(self._version))
+        if self._owes_evaluation or (self._plan.evaluate and not self._plan.evaluates_at(self._version)):
+            await self._publish()
+            await self._evaluate()
+            await self._evaluated()
+        self._result.stopped_early = True
 
     async def _prepared(self, rollout_id: int) -> dict[str, float]:
         """Wait for the groups of a step and for all fields of its optimizer step. What is lost is produced again."""

@@ -28,6 +28,10 @@ Produced = tuple[dict[str, float], list[dict[str, Any]]]
 """Metrics of a ticket or an evaluation, and samples to show."""
 
 
+class NothingLeft(Exception):
+    """The last tickets ended short by all groups of a step, and no later one makes up for them."""
+
+
 class Production:
     """Starts tickets as the schedule lets them open, and closes the selections of steps.
 
@@ -152,8 +156,8 @@ class Production:
         self, rollout_id: int, wait: Callable[[Callable[[], bool]], Awaitable[None]]
     ) -> dict[str, float]:
         """Close the selection of a step, once its groups are finished, and have the roles work on it. Returns its
-        metrics, at a staleness of 0 with those of its ticket. wait: for a condition. Raises RolloutError if there is no
-        group."""
+        metrics, at a staleness of 0 with those of its ticket. wait: for a condition. Raises NothingLeft if the run has
+        trained, and RolloutError if it has not, where there is no group."""
         schedule = self._plan.schedule
         if schedule.by_window and schedule.streams and rollout_id not in self._streams:
             await self._calls.buffer(BufferState.open_selection, rollout_id)
@@ -168,6 +172,8 @@ class Production:
             report = cast("RolloutReport", closed)  # its ticket has ended
         if report.num_groups == 0:
             drops = self._drops(rollout_id, report)
+            if not is_of_ticket and rollout_id > self._plan.first_rollout and self._next == self._plan.num_rollouts:
+                raise NothingLeft(f"the last tickets ended short by all groups of step {rollout_id + 1}; {drops=}")
             raise RolloutError(
                 "no group was finished, so there is nothing to train on",
                 where=f"rollout {rollout_id}",

@@ -34,8 +34,8 @@ NUM_ROWS = 120
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a run is drawn from. Times in virtual seconds; ``deaths`` are of the rollout worker and of the Buffer.
-    ends_short: share of tickets that replace nothing, but for the last ones of the run: no later ticket makes up for
-    them, so that the last step could have no group, which is an error."""
+    ends_short: share of tickets that replace nothing. No later ticket makes up for the last ones, so that the last step
+    may have no group; the run ends with the step before then."""
 
     schedule: Schedule
     groups_per_step: int = 3
@@ -268,7 +268,6 @@ def world(
 ) -> tuple[VirtualRuntime, Driver, Silent]:
     """A driver with its surroundings. changes: of its plan."""
     runtime = VirtualRuntime({}, lambda role, method, args: {"train": setting.train_s, "save": 0.1}.get(method, 0.0))
-    last = setting.num_steps - setting.schedule.target - 1
     engines = VirtualEngines(runtime=runtime, slots=setting.slots, load_s=setting.load_s, version=saves.step)
     rollouts = VirtualRollouts(
         runtime=runtime,
@@ -279,7 +278,7 @@ def world(
         fails=setting.fails,
         num_workers=setting.workers,
         quarantines=setting.quarantines,
-        gives_up=lambda ticket: ticket.rollout_id < last and Random(ticket.rollout_id).random() < setting.ends_short,
+        gives_up=lambda ticket: Random(ticket.rollout_id).random() < setting.ends_short,
         seed=setting.seed,
         offered=outcome.offered,
     )

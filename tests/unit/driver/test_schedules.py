@@ -60,6 +60,13 @@ def test_tickets_open_when_a_publication_that_was_passed_over_is_made_up_for_aft
     check(run(setting, tmp_path))
 
 
+def test_a_run_whose_last_tickets_end_short_by_all_groups_of_a_step_ends_with_the_step_before(tmp_path: Path) -> None:
+    for seed in (1, 3, 10):
+        outcome = run(asynchronous(1, 2, drops=0.6, ends_short=1.0, num_steps=6, eval_interval=4, seed=seed), tmp_path)
+        check(outcome)
+        assert set(outcome.trained.values()) == {1, 2, 3, 4, 5}
+
+
 @pytest.mark.parametrize(
     ("target", "bound"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (3, 3), (3, 5), (4, 4), (4, 6)]
 )
