@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has TRL; none: without it")
     flags = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # pip compiles what it installs, a first run what is in a checkout
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_tiny_model(folder / "model", characters="abc=", hidden_size=32, intermediate_size=48)
