@@ -97,9 +97,9 @@ def ours(spec: dict[str, Any]) -> tuple[Build, str]:
     from buffer_rl.options.section import compose
     from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-    from buffer_rl.train.model import prepare_torch
     from buffer_rl.train.objective import Objective
     from buffer_rl.train.output_layer import FUSED
+    from buffer_rl.train.pretrained import prepare_torch
     from buffer_rl.train.torch_trainer import TorchTrainer
 
     lengths, system = spec["lengths"], spec["system"]

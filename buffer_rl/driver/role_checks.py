@@ -7,11 +7,14 @@ they name, here, once these are imported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of, unit_of
+from buffer_rl.kinds.trainer import HasValues, ReloadsReference, Sleeps
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import (
     estimator_needs,
@@ -35,6 +38,9 @@ from buffer_rl.plugin.registry import PluginRegistry
 if TYPE_CHECKING:
     from buffer_rl.args import Args
 
+TESTED_TRANSFORMERS = (5, 23)
+"""Their shards, and the plans by which they are made, are of this version."""
+
 
 def check_roles(args: Args, registry: PluginRegistry) -> None:
     """Raises ConfigError for roles without work, for gradients that cannot be streamed, and for an advantage estimator
@@ -48,6 +54,8 @@ def check_roles(args: Args, registry: PluginRegistry) -> None:
     if not rollout_only(args):
         _check_loss(args, registry)
         _check_trainer(args, registry)
+        if args.fsdp_size != 1:
+            _check_sharding(args)
 
 
 def _check_own_roles(args: Args, registry: PluginRegistry) -> None:
@@ -137,22 +145,60 @@ def _check_trainer(args: Args, registry: PluginRegistry) -> None:
     factory's product is not known.)"""
     if args.ref_update_interval is not None and not uses_reference(args):
         raise ConfigError("there is no reference model", where="--ref-update-interval", hint="add --use-kl-loss")
-    needed = []
+    needed: list[tuple[type[Any], str, str, str]] = []
     if args.ref_update_interval is not None and not args.num_ref_workers:
-        needed.append(("load_ref", "cannot update its reference model", "--ref-update-interval", "--num-ref-workers 1"))
+        what, flag = "cannot update its reference model", "--ref-update-interval"
+        needed.append((ReloadsReference, what, flag, "--num-ref-workers 1"))
     if uses_critic(args):
-        needed.append(("values", "has no value model", estimator_of(args)[0], "an estimator without a critic"))
+        needed.append((HasValues, "has no value model", estimator_of(args)[0], "an estimator without a critic"))
     if args.offload_train:
-        what = "cannot give its memory to the engines"
-        needed += [(method, what, "--offload-train", "--train-backend torch") for method in ("sleep", "wake_up")]
-    for method, what, flag, other in needed:
+        needed.append((Sleeps, "cannot give its memory to the engines", "--offload-train", "--train-backend torch"))
+    for power, what, flag, other in needed:
         trainer = registry.resolve("trainer", args.train_backend)
-        if isinstance(trainer, type) and not hasattr(trainer, method):
+        if isinstance(trainer, type) and not issubclass(trainer, power):
+            absent = " and ".join(name for name in vars(power) if name[0] != "_" and not hasattr(trainer, name))
             raise ConfigError(
-                f"the trainer {args.train_backend!r} {what}: it has no method {method}",
+                f"the trainer {args.train_backend!r} {what}: it has no method {absent}",
                 where=f"{flag} and --train-backend",
-                hint=f"add {other}, or the method (see buffer_rl.kinds.trainer.Trainer)",
+                hint=f"add {other}, or the method (see buffer_rl.kinds.trainer.{power.__name__})",
             )
+
+
+def _check_sharding(args: Args) -> None:
+    """What a model that is split over ranks needs, and what does not know that it is."""
+    size = args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
+    if not size or args.num_train_ranks % size:
+        raise ConfigError(
+            f"{args.num_train_ranks} ranks cannot be split into copies of {size}",
+            where="--fsdp-size and --num-train-ranks",
+            expected="a divisor of the number of ranks, or -1 for all of them",
+        )
+    others = {
+        "--train-backend": args.train_backend if args.train_backend != "torch" else None,
+        "--custom-model-provider-path": args.custom_model_provider_path,
+        "--model-converter-path": args.model_converter_path,
+        "--offload-train": args.offload_train or None,
+        "a critic": estimator_of(args)[0] if uses_critic(args) else None,
+    }
+    if refused := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(
+            f"a model that is split over ranks does not go with {', '.join(refused)}",
+            where="--fsdp-size",
+            hint="take it out, or --fsdp-size: each rank then has the whole model",
+        )
+    if size > 1 and importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(
+            "transformers reads a part of a model with accelerate, which is not installed",
+            where="--fsdp-size",
+            hint="pip install 'buffer-rl[scale]'",
+        )
+    version = importlib.metadata.version("transformers")
+    if tuple(map(int, version.split(".")[:2])) < TESTED_TRANSFORMERS:
+        raise ConfigError(
+            f"transformers {version} is older than what models were split with",
+            where="--fsdp-size",
+            expected=f"{'.'.join(map(str, TESTED_TRANSFORMERS))} or later",
+        )
 
 
 def _converts(args: Args) -> bool:

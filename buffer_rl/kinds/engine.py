@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from buffer_rl.kinds.kind import PluginKind
 
@@ -40,7 +40,7 @@ class WeightTransport(Protocol):
     sender: its side in the trainer, a class constructed as ``sender(args, topology)`` in each rank of the actor. Its
     methods get ``Trainer.export()``, which all ranks iterate to the end or none does, and the arguments of ``start``.
     staged: ``publish`` runs within one ``begin_weight_update`` and ``end_weight_update`` of the engines.
-    It may also have ``release(version)``: all engines that go on have the version, so free what it took.
+    It may also be one that ``Releases``.
     """
 
     sender: type[Any]
@@ -61,6 +61,14 @@ class WeightTransport(Protocol):
 
     def close(self) -> None:
         """Free everything: the run ends, or a publication failed for good. May be called twice."""
+
+
+@runtime_checkable
+class Releases(Protocol):
+    """A weight transport that keeps something of a version until all engines have it."""
+
+    def release(self, version: int) -> None:
+        """All engines that go on have the version: free what it took."""
 
 
 KINDS = (

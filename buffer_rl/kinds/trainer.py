@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.kinds.token_loss import Sums
@@ -20,13 +20,8 @@ class Trainer(Protocol):
     where ``torch.distributed`` joins all ranks if there are several.
 
     Every rank gets the same calls in the same order. What a rank that is not the head of its replica returns is not
-    used, but for ``log_probs`` on ranks that call the objective: it goes into their rows.
-    For ``--ref-update-interval`` it also has ``load_ref(path)``, unless ``--num-ref-workers`` have the reference: the
-    model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote.
-    For ``--offload-train`` it also has ``sleep()``, which frees the device's memory and keeps the state elsewhere, and
-    ``wake_up()``, its inverse. ``sleep`` is called between two steps, and no other method before ``wake_up``.
-    Where ``save`` returns under ``args.async_save`` before all is written, it has ``is_saved()``, which says whether it
-    is, or raises CheckpointError. All ranks are asked, between their other calls, asleep too.
+    used, but for ``log_probs`` on ranks that call the objective: it goes into their rows. What else it may have:
+    ``HasValues``, ``ReloadsReference``, ``Sleeps`` and ``SavesLater``.
 
     Unless the class, or the function that makes it, has ``reads_old_log_probs = False``, rows have that column. The
     objective needs it with several optimizer steps a rollout alone, and has it then.
@@ -38,8 +33,7 @@ class Trainer(Protocol):
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
         """Log-probabilities of the response tokens under ``model`` ("actor", "ref" or "teacher"): per row
-        ``[response_length]`` float32, in nats; None on ranks that do not have them. A backend for a critic has
-        ``values(batch)`` beside it, the same of the value model before each token (see ``Objective.critic``)."""
+        ``[response_length]`` float32, in nats; None on ranks that do not have them."""
 
     def accumulate(self, batch: TrainBatch) -> Sums:
         """Forward and backward of the rows, in micro-batches: adds their gradient, which is not divided by anything, to
@@ -68,6 +62,44 @@ class Trainer(Protocol):
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""
+
+
+@runtime_checkable
+class HasValues(Protocol):
+    """A trainer that can be a critic's (see ``Objective.critic``)."""
+
+    def values(self, batch: TrainBatch) -> list[np.ndarray] | None:
+        """The value model before each response token: per row ``[response_length]`` float32; None on ranks that do not
+        have them."""
+
+
+@runtime_checkable
+class ReloadsReference(Protocol):
+    """A trainer for ``--ref-update-interval`` without ``--num-ref-workers``."""
+
+    def load_ref(self, path: str) -> None:
+        """The model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote."""
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """A trainer for ``--offload-train``."""
+
+    def sleep(self) -> None:
+        """Free the device's memory, and keep the state elsewhere. Called between two steps; no method but ``is_saved``
+        is called before ``wake_up``."""
+
+    def wake_up(self) -> None:
+        """The inverse of ``sleep``."""
+
+
+@runtime_checkable
+class SavesLater(Protocol):
+    """A trainer whose ``save`` returns under ``args.async_save`` before all is written."""
+
+    def is_saved(self) -> bool:
+        """Whether all is written. Raises CheckpointError if it cannot be. All ranks are asked, between their other
+        calls, asleep too."""
 
 
 class FieldRole(Protocol):

@@ -48,6 +48,18 @@ class MicroBatch:
     packing: Packing | None = None
 
 
+def no_rows(device: torch.device) -> MicroBatch:
+    """A row of one token without a response: a pass with it has every collective of a pass, and contributes nothing."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return MicroBatch(
+        tokens_bl=torch.zeros((1, 1), dtype=torch.int64, device=device),
+        response_bt=torch.zeros((1, 0), dtype=torch.bool, device=device),
+        predictor_n=none,
+        target_n=none,
+        response_lengths=[0],
+    )
+
+
 def collate(batch: TrainBatch, device: torch.device, *, packed: bool = False) -> MicroBatch:
     """The rows of ``batch`` as one micro-batch on ``device``. packed: also as packed rows.
 

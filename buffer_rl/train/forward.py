@@ -14,7 +14,7 @@ its output layer keeps these: they and their gradient are then all that is so la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from buffer_rl.errors import TrainError
 from buffer_rl.files.hf_config import length_problem
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.collate import MicroBatch, collate, row_blocks, split_rows
+from buffer_rl.train.collate import MicroBatch, collate, no_rows, row_blocks, split_rows
 from buffer_rl.train.output_layer import at_predictors, fused_log_probs, is_fused
 from buffer_rl.train.packing import is_packed
 from buffer_rl.train.vocabulary import in_chunks, of_logits
@@ -119,24 +119,45 @@ def _pad(values_n: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 
 def batch_outputs(
-    args: Args, model: PreTrainedModel, batch: TrainBatch, device: torch.device, objective: Objective
+    args: Args,
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    device: torch.device,
+    objective: Objective,
+    num_passes: Callable[[int], int] = lambda own: own,
 ) -> list[np.ndarray]:
     """Log-probabilities in nats at the temperature of the objective, or a critic's values: per row
     ``[response_length]`` float32, in the micro-batches of the objective. Reads ``max_tokens_per_gpu`` and
-    ``deterministic``. Raises TrainError for a token that the model does not know."""
+    ``deterministic``. num_passes: as in ``passes``. Raises TrainError for a token that the model does not know."""
     _require_vocabulary(model, batch)
     rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
-    packed = is_packed(model)
-    for indices in row_blocks(args, batch, objective.unit, packed=packed):
-        micro = collate(batch.select(indices), device, packed=packed)
+    for indices, micro in passes(args, model, batch, device, objective, num_passes):
         with torch.no_grad():
             if objective.critic:
                 outputs_bt = response_values(model, micro)
             else:
                 outputs_bt, _ = response_log_probs(model, micro, objective.temperature, with_entropy=False)
-        for index, row in zip(indices, split_rows(outputs_bt, micro.response_lengths), strict=True):
+        computed = split_rows(outputs_bt, micro.response_lengths) if indices else []
+        for index, row in zip(indices, computed, strict=True):
             rows[index] = row
     return rows
+
+
+def passes(
+    args: Args,
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    device: torch.device,
+    objective: Objective,
+    num_passes: Callable[[int], int] = lambda own: own,
+) -> Iterator[tuple[list[int], MicroBatch]]:
+    """The rows of each micro-batch of the objective, by their numbers in the batch. num_passes: how many there are, of
+    the number that these rows need; what is more has no rows."""
+    packed = is_packed(model)
+    blocks = row_blocks(args, batch, objective.unit, packed=packed) if len(batch) else []
+    blocks += [[] for _ in range(num_passes(len(blocks)) - len(blocks))]
+    for indices in blocks:
+        yield indices, collate(batch.select(indices), device, packed=packed) if indices else no_rows(device)
 
 
 def _require_vocabulary(model: PreTrainedModel, batch: TrainBatch) -> None:

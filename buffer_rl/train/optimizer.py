@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, NonFiniteError
 from buffer_rl.train.learning_rate import learning_rate as learning_rate
+from buffer_rl.train.sharding import local, whole
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -27,6 +28,9 @@ def non_finite_gradient(norm: float, step: int) -> NonFiniteError:
 
 class Optimizer:
     """AdamW (arXiv 1711.05101) with one step counter.
+
+    world_size: ranks over which gradients are summed here; 1 for weights that are split over ranks, whose gradients are
+    sums already.
 
     Under ``--deterministic`` call ``accumulate`` after each backward pass: gradients are then summed so that their
     order does not matter.
@@ -77,7 +81,7 @@ class Optimizer:
         so every rank raises or none.
         """
         gradients = self._reduced_gradients(scale)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         grad_norm = float(norm)
         if not torch.isfinite(norm):
             self.zero_grad()
@@ -104,6 +108,14 @@ class Optimizer:
             for name, parameter in self._named
             for key, value in self._adam.state.get(parameter, {}).items()
         }
+
+    def empty_state_tensors(self) -> dict[str, torch.Tensor]:
+        """Memory for ``state_tensors`` after a step."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self._named:
+            found[f"step.{name}"] = torch.zeros(())
+            found |= {f"{field}.{name}": torch.zeros_like(parameter.detach()) for field in ("exp_avg", "exp_avg_sq")}
+        return found
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor], step_count: int) -> None:
         """The inverse of ``state_tensors``. Raises CheckpointError, with nothing changed, if something does not fit."""
@@ -139,14 +151,15 @@ class Optimizer:
             if parameter.grad is None:  # a rank without rows still takes part in the sum
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for _, p in self._named if p.grad is not None]
+        own = [local(gradient) for gradient in gradients]
         if self._sum is None and self._world_size == 1:
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_(own, scale)
             return gradients
-        flat = torch.cat([g.reshape(-1) for g in gradients]) if self._sum is None else self._sum.flat()
+        flat = torch.cat([g.reshape(-1) for g in own]) if self._sum is None else self._sum.flat()
         if self._world_size > 1:
             dist.all_reduce(flat)
-        parts = torch.split(flat.mul_(scale), [g.numel() for g in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
+        parts = torch.split(flat.mul_(scale), [g.numel() for g in own])
+        for gradient, part in zip(own, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
         return gradients
 
@@ -171,16 +184,16 @@ class GradientSum:
     def accumulate(self) -> None:
         """Add the gradients of one backward pass, and remove them from the parameters."""
         if not self._sums:
-            self._sums = [torch.zeros_like(p, dtype=torch.float64) for p in self._parameters]
+            self._sums = [torch.zeros_like(local(p), dtype=torch.float64) for p in self._parameters]
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if parameter.grad is not None:
-                total += parameter.grad
+                total += local(parameter.grad)
                 parameter.grad = None
 
     def flat(self) -> torch.Tensor:
         """All sums as one vector ``[num_weights]`` float64; zeros where nothing was accumulated."""
         if not self._sums:
-            self._sums = [torch.zeros_like(p, dtype=torch.float64) for p in self._parameters]
+            self._sums = [torch.zeros_like(local(p), dtype=torch.float64) for p in self._parameters]
         return torch.cat([total.reshape(-1) for total in self._sums])
 
     def clear(self) -> None:

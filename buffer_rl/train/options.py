@@ -57,6 +57,12 @@ class TrainOptions(Section):
     num_train_ranks: int = option(
         1, "number of trainer ranks; with the default backend, each is a data-parallel replica", ge=1, common=True
     )
+    fsdp_size: int = option(
+        1,
+        "number of trainer ranks that one copy of the model is split over (FSDP2); 1: each rank has all of it, "
+        "-1: all ranks; between: there are several copies",
+        ge=-1,
+    )
     num_train_threads: int = option(1, "number of torch threads per trainer rank", ge=1)
     train_device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the trainer", common=True)
     max_tokens_per_gpu: int = option(

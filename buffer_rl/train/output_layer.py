@@ -37,13 +37,19 @@ def fuse_where_possible(model: torch.nn.Module) -> None:
     try:
         with torch.no_grad(), contained():
             head: Any = cast("Any", model).get_output_embeddings()
-            is_plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
+            is_plain = _class_of(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
             # Two, as what the layer returns in a pass is two wide.
             fits = is_plain and all(_returns(model, head, width) for width in (head.out_features, 2))
     except Exception:  # fault boundary: many architectures, of which some do more with logits
         fits = False
     if fits:
         setattr(head, FUSED, True)
+
+
+def _class_of(module: torch.nn.Module) -> type[Any]:
+    """Its class; of a module whose weights are split over ranks, which FSDP2 gave another class, the one before."""
+    own = type(module)
+    return own.__bases__[1] if own.__bases__[0].__name__ == "FSDPModule" else own
 
 
 def is_fused(model: torch.nn.Module) -> bool:

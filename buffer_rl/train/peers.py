@@ -11,10 +11,23 @@ import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.errors import BufferRLError, TrainError
 from buffer_rl.records.groups import Topology
+
+if TYPE_CHECKING:
+    import torch
+
+
+def most_of(count: int, device: torch.device, group: Any = None) -> int:
+    """The largest ``count`` of all ranks of a group, by default of all ranks. Each of them calls this."""
+    import torch
+    import torch.distributed as dist
+
+    most = torch.tensor(count, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most)
 
 
 class Peers:

@@ -26,7 +26,7 @@ from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
-from buffer_rl.kinds.trainer import Trainer
+from buffer_rl.kinds.trainer import HasValues, ReloadsReference, SavesLater, Sleeps, Trainer
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import loss_of, role_args
@@ -100,8 +100,8 @@ class TrainRank:
         """Join the other ranks, which meet at ``master:port``, and build the model."""
         import torch
 
-        from buffer_rl.train.model import prepare_torch, seed_all
         from buffer_rl.train.objective import Objective
+        from buffer_rl.train.pretrained import prepare_torch, seed_all
         from buffer_rl.weights.sender import PublishedNames
 
         self._names = PublishedNames(self._args)
@@ -252,11 +252,11 @@ class TrainRank:
 
     def sleep(self) -> None:
         """Have the trainer free its device's memory until ``wake_up``."""
-        cast("Any", self._trainer).sleep()
+        cast("Sleeps", self._trainer).sleep()
 
     def wake_up(self) -> None:
         """The inverse of ``sleep``."""
-        cast("Any", self._trainer).wake_up()
+        cast("Sleeps", self._trainer).wake_up()
 
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder in the number format of ``--save-dtype``."""
@@ -291,7 +291,7 @@ class TrainRank:
     @dispatch(collect=lambda _, answers: all(answers))
     def is_saved(self) -> bool:
         """Whether what ``save`` began is written. Raises CheckpointError if it cannot be."""
-        return bool(getattr(self._trainer, "is_saved", lambda: True)())
+        return self._trainer.is_saved() if isinstance(self._trainer, SavesLater) else True
 
     def load(self, path: str) -> None:
         """The inverse of ``save``."""
@@ -300,10 +300,12 @@ class TrainRank:
 
     def load_ref(self, path: str) -> None:
         """Have the trainer's reference model take the weights in the Hugging Face folder ``path``."""
-        cast("Any", self._trainer).load_ref(path)
+        cast("ReloadsReference", self._trainer).load_ref(path)
 
     def _outputs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
-        return cast("Any", self._trainer).values(batch) if model == CRITIC else self._trainer.log_probs(model, batch)
+        if model == CRITIC:
+            return cast("HasValues", self._trainer).values(batch)
+        return self._trainer.log_probs(model, batch)
 
     def _share(self, rollout_id: int) -> TrainBatch:
         place = self._trainer.topology
@@ -327,7 +329,7 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
     if not isinstance(place_of_rank := getattr(built, "topology", None), Topology):
         expected = "topology: a buffer_rl.records.groups.Topology"
         raise returned("trainer", name, place_of_rank, expected, at="topology", error_class=TrainError)
-    if objective.critic and not callable(getattr(built, "values", None)):
+    if objective.critic and not isinstance(built, HasValues):
         raise ConfigError(
             f"the trainer {name!r} has no value model",
             where="--train-backend and --advantage-estimator",

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer_rl.errors import CheckpointError
 from buffer_rl.train.optimizer import Optimizer
+from buffer_rl.train.sharding import PART, load_parts, save_parts
 
 FORMAT = 1
 """Version of this layout; a reader refuses others."""
@@ -96,13 +97,9 @@ def load_state(
     Raises CheckpointError if a file is missing or damaged, or belongs to another model.
     """
     folder = Path(path)
-    meta = _read_json(folder / "trainer.json")
-    if meta.get("format") != FORMAT or meta.get("model") != type(model).__name__:
-        raise CheckpointError(
-            f"a checkpoint of format {meta.get('format')} for {meta.get('model')}",
-            where=str(folder),
-            expected=f"format {FORMAT} for {type(model).__name__}",
-        )
+    if any(folder.glob(f"{PART}*")):
+        return load_split_state(path, model, optimizer, weights, rank)
+    meta = _meta(folder, model)
     saved = _read_tensors(folder / "weights.safetensors")
     wanted = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
@@ -122,6 +119,49 @@ def load_state(
         for name, tensor in weights.items():
             tensor.copy_(saved[name])
     set_random()
+
+
+def save_split_state(
+    path: str, model: torch.nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor], rank: int
+) -> None:
+    """As ``save_state``, of weights that are split over ranks: each writes its parts, and any number of ranks reads
+    them. All ranks call it."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_random(folder, rank)
+    if rank == 0:
+        meta = {"format": FORMAT, "step": optimizer.step_count, "model": _architecture(model)}
+        (folder / "trainer.json").write_text(json.dumps(meta))
+    save_parts({**weights, **optimizer.state_tensors()}, folder)
+
+
+def load_split_state(
+    path: str, model: torch.nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor], rank: int
+) -> None:
+    """As ``load_state``, from what either of the two wrote, on any number of ranks. All of them call it."""
+    folder = Path(path)
+    meta = _meta(folder, model)
+    set_random = read_random(folder, rank)
+    moments = optimizer.empty_state_tensors() if meta["step"] else {}
+    with torch.no_grad():
+        load_parts({**weights, **moments}, folder)
+    optimizer.load_state_tensors(moments, int(meta["step"]))
+    set_random()
+
+
+def _meta(folder: Path, model: torch.nn.Module) -> dict[str, Any]:
+    meta = _read_json(folder / "trainer.json")
+    if meta.get("format") != FORMAT or meta.get("model") != _architecture(model):
+        raise CheckpointError(
+            f"a checkpoint of format {meta.get('format')} for {meta.get('model')}",
+            where=str(folder),
+            expected=f"format {FORMAT} for {_architecture(model)}",
+        )
+    return meta
+
+
+def _architecture(model: torch.nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _on_cpu(tensors: Mapping[str, torch.Tensor], copy: bool) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ class RewardModel:
     def __init__(self, folder: str, device: torch.device, *, trust_remote_code: bool = False) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        from buffer_rl.train.model import load_pretrained
+        from buffer_rl.train.pretrained import load_pretrained
 
         self._device = device
         self._model: PreTrainedModel = load_pretrained(
@@ -158,7 +158,7 @@ class RewardModelWorker:
     def _model(self) -> RewardModel:
         """Loaded in a call, not with the actor, for Ray keeps a constructor's error as text alone."""
         args = self._args
-        from buffer_rl.train.model import pick_device, prepare_torch
+        from buffer_rl.train.pretrained import pick_device, prepare_torch
 
         prepare_torch(args, args.seed)
         folder = required(args.rm_model, "rm_model")

@@ -16,7 +16,8 @@ import torch
 from buffer_rl.errors import EngineError, TrainError
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Topology
-from buffer_rl.train.model import ModelFactory, initial_folder, pick_device
+from buffer_rl.train.model import ModelFactory
+from buffer_rl.train.pretrained import initial_folder, pick_device
 from buffer_rl.weights.disk import DiskSender
 from buffer_rl.weights.distributed import JOIN_TIMEOUT_S
 from buffer_rl.weights.process_group import WeightGroup, join
@@ -47,7 +48,7 @@ class RoleModel:
 
     def load(self, path: str | None, flag: str, version: str) -> None:
         """Take the weights in the folder ``path``, which ``flag`` names."""
-        self.module = self._models.build(path, flag).requires_grad_(False)
+        self.model = self._models.build(path, flag).freeze()
         self.version = version
 
     def join(self, address: str, port: int, name: str, world_size: int) -> None:
@@ -55,7 +56,7 @@ class RoleModel:
         if not all are there within ``JOIN_TIMEOUT_S``."""
         self.leave()
         self._arrived = {}
-        self._own = self._models.own_weights(self.module)
+        self._own = self.model.own_weights()
         rank, limit = self._rank, JOIN_TIMEOUT_S
         self._group = join(address, port, name=name, rank=rank, world_size=world_size, timeout_s=limit)
 

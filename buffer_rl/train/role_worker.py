@@ -70,7 +70,7 @@ class RoleWorker:
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
         settle_garbage_collector()
-        from buffer_rl.train.model import prepare_torch  # in the role's process alone: it has torch
+        from buffer_rl.train.pretrained import prepare_torch  # in the role's process alone: it has torch
         from buffer_rl.train.role_model import RoleModel
 
         redirect_output(log_path)
@@ -125,7 +125,7 @@ class RoleWorker:
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],
-            lambda _, batch: batch_outputs(args, self._model.module, batch, self._model.device, objective),
+            lambda _, batch: batch_outputs(args, self._model.model.module, batch, self._model.device, objective),
         )
 
 

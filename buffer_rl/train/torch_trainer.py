@@ -1,8 +1,9 @@
 """The default trainer backend: one data-parallel rank that trains a Hugging Face causal language model with torch.
 
-Every rank holds the whole model and works on its own rows; ranks meet only in ``optimizer_step`` (one sum of the
-gradients), which waits for all of them, at most ``train_timeout_s``. A failure that only some ranks see must therefore
-end the whole group; a gradient that is not finite is seen by all.
+Each rank works on its own rows. If each has the whole model, ranks meet only in ``optimizer_step`` (one sum of the
+gradients), which waits for all of them, at most ``train_timeout_s``. If the model is split over ranks
+(``--fsdp-size``), they meet in every pass, and make equally many. A failure that only some ranks see must therefore end
+the whole group; a gradient that is not finite is seen by all.
 """
 
 from __future__ import annotations
@@ -12,30 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from buffer_rl.errors import TrainError
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
-from buffer_rl.plan.layout import topology_of
 from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.collate import collate, row_blocks
-from buffer_rl.train.forward import batch_outputs, response_log_probs, response_values
-from buffer_rl.train.model import (
-    ModelFactory,
-    initial_folder,
-    load_tokenizer,
-    pick_device,
-    unique_state,
-    weight_buckets,
-    with_value_head,
-)
+from buffer_rl.records.groups import Topology, TrainBatch
+from buffer_rl.train.forward import batch_outputs, passes, response_log_probs, response_values
+from buffer_rl.train.model import Model, ModelFactory, weight_buckets
 from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.packing import is_packed
-from buffer_rl.train.rank_files import load_state, save_state
+from buffer_rl.train.peers import most_of
+from buffer_rl.train.pretrained import initial_folder, load_tokenizer, pick_device
+from buffer_rl.train.rank_files import load_split_state, load_state, save_split_state, save_state
+from buffer_rl.train.sharding import Sharding, reshard
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -49,29 +41,35 @@ class TorchTrainer:
     """
 
     def __init__(self, args: Args, rank: int, world_size: int, objective: Objective) -> None:
-        self.topology = topology_of(rank, world_size)
+        self._sharding = sharding = Sharding.of(args, world_size)
+        self.topology = Topology(dp_rank=rank, dp_size=world_size, in_step=sharding is not None and world_size > 1)
         self._args = args
         self._rank = rank
         self._written: Callable[[], bool] = lambda: True
         self._objective = objective
         registry = PluginRegistry.from_flags(args.plugin)
         self._device = pick_device(args.train_device)
-        self._models = ModelFactory(args, registry, self._device)
-        self._actor = self._models.build(*initial_folder(args, CRITIC if objective.critic else "actor"))
+        self._models = ModelFactory(args, registry, self._device, sharding)
+        self._model = self._models.build(*initial_folder(args, CRITIC if objective.critic else "actor"))
         if objective.critic:
-            with_value_head(self._actor)
+            self._model.add_value_head()
+        self._actor = self._model.module
         self._tokenizer = load_tokenizer(
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
         self._frozen = {name: self._load_frozen(name) for name in frozen}
-        self._optimizer = Optimizer(args, self._actor, world_size)
+        self._optimizer = Optimizer(args, self._actor, world_size if sharding is None else 1)
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """Log-probabilities of the response tokens under ``model``: "actor", or "ref" or "teacher", which are
         loaded when they are first needed. Per row ``[response_length]`` float32, in nats, at the sampling
         temperature."""
-        return batch_outputs(self._args, self._model(model), batch, self._device, self._objective)
+        module, objective = self._named(model).module, self._objective
+        found = batch_outputs(self._args, module, batch, self._device, objective, self._num_passes)
+        if self._sharding is not None:
+            reshard(module)
+        return found
 
     def values(self, batch: TrainBatch) -> list[np.ndarray]:
         """A critic's values before each response token: per row ``[response_length]`` float32."""
@@ -82,10 +80,15 @@ class TorchTrainer:
         grouped into the same micro-batches as in ``log_probs``, so the first ratio of new to old probability is
         exactly 1."""
         parts: list[Sums] = []
-        packed = is_packed(self._actor)
-        for indices in row_blocks(self._args, batch, self._objective.unit, packed=packed):
+        own = self._args, self._actor, batch, self._device, self._objective
+        for indices, micro in passes(*own, self._num_passes):
             rows = batch.select(indices)
-            micro = collate(rows, self._device, packed=packed)
+            if not indices:
+                log_probs, entropy = response_log_probs(self._actor, micro, self._objective.temperature)
+                nothing: torch.Tensor = log_probs.sum() + entropy.sum()
+                nothing.backward()  # type: ignore[no-untyped-call]  # other ranks wait for this one
+                self._optimizer.accumulate()
+                continue
             if self._objective.critic:
                 loss, sums = self._objective(None, None, rows, response_values(self._actor, micro))
             else:
@@ -112,12 +115,12 @@ class TorchTrainer:
         buckets of at most ``--update-weight-buffer-size`` bytes (a larger tensor has its own). Available on every rank.
 
         They are the weights themselves where no conversion is needed: read them before the next ``optimizer_step``."""
-        yield from weight_buckets(self._models.export(self._actor), self._args.update_weight_buffer_size, copy=False)
+        yield from weight_buckets(self._model.weights(), self._args.update_weight_buffer_size, copy=False)
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""
-        if self._rank == 0:
-            self._models.save_hf(self._actor, self._tokenizer, path)
+        if self._rank == 0 or self._sharding is not None:
+            self._model.save_hf(self._tokenizer, path, writes=self._rank == 0)
 
     def save(self, path: str) -> None:
         """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.rank_files``); under
@@ -126,7 +129,9 @@ class TorchTrainer:
         Raises TrainError between ``accumulate`` and ``optimizer_step``: gradients are not saved."""
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
-        weights, background = unique_state(self._actor), self._args.async_save
+        weights, background = self._model.state(), self._args.async_save
+        if self._sharding is not None:
+            return save_split_state(path, self._actor, self._optimizer, weights, self._rank)
         self._written = save_state(path, self._actor, self._optimizer, weights, self._rank, background=background)
 
     def is_saved(self) -> bool:
@@ -135,7 +140,8 @@ class TorchTrainer:
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
-        load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
+        load = load_state if self._sharding is None else load_split_state
+        load(path, self._actor, self._optimizer, self._model.state(), self._rank)
 
     def load_ref(self, path: str) -> None:
         """The reference model takes the weights in the Hugging Face folder ``path``."""
@@ -156,13 +162,17 @@ class TorchTrainer:
         self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
-        for model in (self._actor, *self._frozen.values()):
-            torch.nn.Module.to(model, device)
+        for model in (self._model, *self._frozen.values()):
+            model.move(device)
         self._optimizer.follow_parameters()
 
-    def _model(self, name: str) -> PreTrainedModel:
+    def _num_passes(self, own: int) -> int:
+        """Of a call: as many as the rank that needs most, if passes wait for each other."""
+        return most_of(own, self._device) if self.topology.in_step else own
+
+    def _named(self, name: str) -> Model:
         if name == "actor":
-            return self._actor
+            return self._model
         if name not in MODEL_OF_ROLE.values():
             expected = ", ".join(MODEL_OF_ROLE.values())
             raise TrainError(f"there is no model {name!r}", where="log_probs", expected=expected)
@@ -170,6 +180,6 @@ class TorchTrainer:
             self._frozen[name] = self._load_frozen(name)
         return self._frozen[name]
 
-    def _load_frozen(self, name: str, path: str | None = None) -> PreTrainedModel:
+    def _load_frozen(self, name: str, path: str | None = None) -> Model:
         folder, flag = (path, f"load_{name}") if path else initial_folder(self._args, name)
-        return self._models.build(folder, flag).requires_grad_(False)
+        return self._models.build(folder, flag).freeze()

@@ -22,15 +22,10 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.train.collate import collate, row_blocks, split_rows
 from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.model import (
-    ModelFactory,
-    initial_folder,
-    load_tokenizer,
-    pick_device,
-    unique_state,
-    weight_buckets,
-)
+from buffer_rl.train.model import Model, ModelFactory, weight_buckets
 from buffer_rl.train.optimizer import Optimizer
+from buffer_rl.train.peers import most_of
+from buffer_rl.train.pretrained import initial_folder, load_tokenizer, pick_device
 from buffer_rl.train.rank_files import load_state, save_state
 
 
@@ -43,10 +38,11 @@ class InStepTrainer:
         self._device = pick_device(args.train_device)
         self._num_passes = 0
         self._factory = ModelFactory(args, PluginRegistry.from_flags(args.plugin), self._device)
-        self._actor = self._load("actor")
+        self._model = self._load("actor")
+        self._actor = self._model.module
         self._models = {"actor": self._actor}
         for name in frozen_models_of_trainer(args):
-            self._models[name] = self._load(name).requires_grad_(False)
+            self._models[name] = self._load(name).freeze().module
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
         self._optimizer = Optimizer(args, self._actor, world_size)
 
@@ -86,30 +82,28 @@ class InStepTrainer:
         self._optimizer.zero_grad()
 
     def export(self) -> Iterator[dict[str, Any]]:
-        yield from weight_buckets(self._factory.export(self._actor), copy=False)
+        yield from weight_buckets(self._model.weights(), copy=False)
 
     def save_hf(self, path: str) -> None:
         if self._rank == 0:
-            self._factory.save_hf(self._actor, self._tokenizer, path)
+            self._model.save_hf(self._tokenizer, path)
 
     def save(self, path: str) -> None:
-        save_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
+        save_state(path, self._actor, self._optimizer, self._model.state(), self._rank)
 
     def load(self, path: str) -> None:
-        load_state(path, self._actor, self._optimizer, unique_state(self._actor), self._rank)
+        load_state(path, self._actor, self._optimizer, self._model.state(), self._rank)
 
-    def _load(self, model_name: str) -> Any:
+    def _load(self, model_name: str) -> Model:
         model = self._factory.build(*initial_folder(self._args, model_name))
-        model.register_forward_pre_hook(lambda _module, _inputs: self._compare_passes())
-        model.register_forward_hook(self._compare_in_backward)
+        model.module.register_forward_pre_hook(lambda _module, _inputs: self._compare_passes())
+        model.module.register_forward_hook(self._compare_in_backward)
         return model
 
     def _passes(self, batch: TrainBatch) -> list[list[int] | None]:
         """Rows of each micro-batch, then None for each that only other replicas have."""
         own = row_blocks(self._args, batch, self._objective.unit)
-        most = torch.tensor(len(own), device=self._device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return [*own, *[None] * (int(most) - len(own))]
+        return [*own, *[None] * (most_of(len(own), self._device) - len(own))]
 
     def _empty_pass(self, model: str) -> torch.Tensor:
         tokens = torch.zeros((1, 1), dtype=torch.long, device=self._device)

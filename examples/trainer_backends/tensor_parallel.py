@@ -27,9 +27,10 @@ from buffer_rl.plan.layout import topology_of
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_outputs, response_log_probs
-from buffer_rl.train.model import initial_folder, load_model, load_tokenizer, pick_device, unique_state, weight_buckets
+from buffer_rl.train.model import unique_state, weight_buckets
 from buffer_rl.train.optimizer import learning_rate
 from buffer_rl.train.packing import is_packed
+from buffer_rl.train.pretrained import initial_folder, load_model, load_tokenizer, pick_device
 
 SPLIT = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 """Dimension of the ``[out, in]`` matrix that is split over ranks, by the end of its name."""

@@ -42,7 +42,8 @@ from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.collate import MicroBatch, collate, row_blocks
+from buffer_rl.train.collate import MicroBatch, collate, no_rows, row_blocks
+from buffer_rl.train.peers import most_of
 from buffer_rl_megatron import compat
 from buffer_rl_megatron.attention import Share, packed_rows, share_of
 from buffer_rl_megatron.layers import ValueHead
@@ -81,9 +82,7 @@ def micro_batches(
     blocks = row_blocks(own, batch, unit, packed=packed, shares_prompts=False) if len(batch) else []
     count = len(blocks)
     if in_step:
-        most = torch.tensor(count, device=device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        count = int(most)
+        count = most_of(count, device, parallel_state.get_data_parallel_group())
     if parallel_state.get_virtual_pipeline_model_parallel_world_size():
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         count = -(-count // stages) * stages
@@ -107,7 +106,7 @@ def _multiples(args: MegatronArgs) -> tuple[int, int]:
 def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows one after another, each padded for its chunks, and a row of padding where sequence parallelism needs another
     length."""
-    batch = collate(rows, device) if indices else _nothing(device)
+    batch = collate(rows, device) if indices else no_rows(device)
     of_row, of_all = _multiples(args)
     real = np.asarray(rows.lengths if indices else [1], dtype=np.int64)
     lengths = -(-real // of_row) * of_row
@@ -140,7 +139,7 @@ def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatc
 
 def _padded(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows padded on the right, where no token of the row sees it."""
-    batch = collate(rows, device) if indices else _nothing(device)
+    batch = collate(rows, device) if indices else no_rows(device)
     num_rows, width = batch.tokens_bl.shape
     padding = -width % _multiples(args)[1]
     size, rank = args.context_parallel_size, parallel_state.get_context_parallel_rank()
@@ -173,18 +172,6 @@ def _own_predictors(share: Share, token_n: torch.Tensor, batch: MicroBatch) -> d
     own_o = is_own_n.nonzero().flatten()
     places = {"own_o": own_o, "predictor_o": place_n[own_o] % share.own.size}
     return {**places, "target_o": batch.target_n[own_o], "kept": kept}
-
-
-def _nothing(device: torch.device) -> MicroBatch:
-    """A row of one token without a response."""
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    return MicroBatch(
-        tokens_bl=torch.zeros((1, 1), dtype=torch.int64, device=device),
-        response_bt=torch.zeros((1, 0), dtype=torch.bool, device=device),
-        predictor_n=none,
-        target_n=none,
-        response_lengths=[0],
-    )
 
 
 def run_schedule(

@@ -29,7 +29,8 @@ from buffer_rl.plugin.calls import call, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import split_rows
-from buffer_rl.train.model import initial_folder, pick_device, weight_buckets
+from buffer_rl.train.model import weight_buckets
+from buffer_rl.train.pretrained import initial_folder, pick_device
 from buffer_rl.train.rank_files import read_random, save_random
 from buffer_rl_megatron import checkpoint, compat, options
 from buffer_rl_megatron.attention import CausalAttention

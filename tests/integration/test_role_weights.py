@@ -17,7 +17,8 @@ from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import dump_args
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import hf_state, load_model, weight_buckets
+from buffer_rl.train.model import Model, weight_buckets
+from buffer_rl.train.pretrained import load_model
 from buffer_rl.train.role_worker import RoleWorker
 from buffer_rl.weights.distributed import DistributedSender, DistributedTransport
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts
@@ -51,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def weights_of(folder: str) -> Weights:
-    return dict(hf_state(load_model(folder, torch.device("cpu"), "folder")))
+    return dict(Model(load_model(folder, torch.device("cpu"), "folder")).weights())
 
 
 class Trainer:
@@ -114,7 +115,7 @@ def of_members(role: ActorGroup, look: Callable[[Any], Any]) -> list[Any]:
 
 def weights_in(role: ActorGroup) -> list[Weights]:
     """Of each process; tied weights under each of their names."""
-    return of_members(role, lambda self: {n: t.clone() for n, t in self._model.module.state_dict().items()})
+    return of_members(role, lambda self: {n: t.clone() for n, t in self._model.model.module.state_dict().items()})
 
 
 def versions_in(role: ActorGroup) -> list[str]:
@@ -129,7 +130,7 @@ def test_the_weights_are_those_of_the_trainer_and_of_a_folder_to_the_last_bit_an
     start: Any, folders: list[str], tmp_path: Path
 ) -> None:
     def place(self: Any) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._model.module.state_dict().values()]
+        return [tensor.data_ptr() for tensor in self._model.model.module.state_dict().values()]
 
     role, broadcasts, _ = start()
     initial, new = weights_of(folders[0]), weights_of(folders[1])

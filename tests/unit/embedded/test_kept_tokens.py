@@ -17,7 +17,7 @@ from buffer_rl.errors import EngineError
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.train.collate import collate, split_rows
 from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.model import load_model
+from buffer_rl.train.pretrained import load_model
 
 PROMPT = [5, 6, 7, 8]
 CUTS: list[dict[str, Any]] = [

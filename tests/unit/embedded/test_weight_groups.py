@@ -33,7 +33,8 @@ from buffer_rl.embedded.weight_groups import WeightGroups
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.tiny import ARCHITECTURES
-from buffer_rl.train.model import hf_state, load_model, weight_buckets
+from buffer_rl.train.model import Model, weight_buckets
+from buffer_rl.train.pretrained import load_model
 from buffer_rl.weights.process_group import Rendezvous, WeightGroup, described
 from harness.processes import holds_within
 
@@ -47,7 +48,7 @@ start = ThreadPoolExecutor(8).submit  # for calls that need a counterpart before
 @pytest.fixture
 def new(model_folder: Callable[..., str]) -> dict[str, torch.Tensor]:
     """The weights of seed 1."""
-    return hf_state(load_model(model_folder("qwen3", 1), torch.device("cpu"), "--hf-checkpoint"))
+    return dict(Model(load_model(model_folder("qwen3", 1), torch.device("cpu"), "--hf-checkpoint")).weights())
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_an_engine_knows_the_names_and_shapes_that_a_trainer_exports(
     architecture: str, model_folder: Callable[..., str]
 ) -> None:
     folder = model_folder(architecture)
-    exported = hf_state(load_model(folder, torch.device("cpu"), "--hf-checkpoint"))
+    exported = dict(Model(load_model(folder, torch.device("cpu"), "--hf-checkpoint")).weights())
     known = LoadedModel(LoadOptions(model_path=folder)).checkpoint_shapes
     assert {name: known.get(name) for name in exported} == {name: tuple(t.shape) for name, t in exported.items()}
 

@@ -146,7 +146,7 @@ def test_a_buffer_of_integers_may_keep_what_the_provider_gave_it(make_args: Make
             return (pair for pair in super().export(model) if pair[0] != "counts")
 
     args = make_args(custom_model_provider_path=with_buffers, model_converter_path=Floats)
-    model: Any = factory(args).build(model_path, "--hf-checkpoint")
+    model: Any = factory(args).build(model_path, "--hf-checkpoint").module
     assert model.counts.tolist() == [0, 1, 2]
     assert model.scale.tolist() == [1, 1, 1]
 
@@ -160,9 +160,9 @@ def test_tensors_that_a_converter_assigns_become_float32(make_args: MakeArgs, mo
 
     args = make_args(**fused(Assigning))
     model = factory(args).build(model_path, "--hf-checkpoint")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.float32}
     stored = load_file(f"{model_path}/model.safetensors")
-    found = dict(factory(args).export(model))
+    found = dict(model.weights())
     assert_equal(found, {name: tensor.bfloat16().float() for name, tensor in stored.items()})
 
 
@@ -177,11 +177,10 @@ def test_a_name_that_is_exported_twice_is_refused(make_args: MakeArgs) -> None:
 
 
 def test_the_first_bucket_is_there_before_the_later_tensors_are_asked_for(make_args: MakeArgs, model_path: str) -> None:
-    models = factory(make_args(**fused()))
-    model = models.build(model_path, "--hf-checkpoint")
-    names = [name for name, _ in models.export(model)]
-    sizes = [tensor.numel() * 4 for _, tensor in models.export(model)]
-    buckets = weight_buckets(models.export(model), sum(sizes[:3]))
+    model = factory(make_args(**fused())).build(model_path, "--hf-checkpoint")
+    names = [name for name, _ in model.weights()]
+    sizes = [tensor.numel() * 4 for _, tensor in model.weights()]
+    buckets = weight_buckets(model.weights(), sum(sizes[:3]))
     assert list(next(buckets)) == names[:3]
     assert Fused.asked == names[:4]
     exported = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
@@ -201,6 +200,5 @@ def test_load_may_write_to_parameters_and_what_is_exported_carries_no_gradient(
         def export(self, model: Any) -> Iterator[tuple[str, Tensor]]:
             return ((name, 2 * parameter) for name, parameter in model.named_parameters())
 
-    models = factory(make_args(**fused(Live)))
-    model = models.build(model_path, "--hf-checkpoint")
-    assert not any(tensor.requires_grad for _, tensor in models.export(model))
+    model = factory(make_args(**fused(Live))).build(model_path, "--hf-checkpoint")
+    assert not any(tensor.requires_grad for _, tensor in model.weights())

@@ -20,8 +20,9 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_values
-from buffer_rl.train.model import load_model, prepare_torch, with_value_head
+from buffer_rl.train.model import Model
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.pretrained import load_model, prepare_torch
 from buffer_rl.train.rank import build_trainer
 from buffer_rl.train.torch_trainer import TorchTrainer
 
@@ -52,7 +53,7 @@ def test_values_are_those_of_a_linear_layer_on_the_hidden_state_before_each_toke
     model_path: str, make_batch: MakeBatch
 ) -> None:
     model, plain = load_model(model_path, CPU, "--hf-checkpoint"), load_model(model_path, CPU, "--hf-checkpoint")
-    with_value_head(model)
+    Model(model).add_value_head()
     batch = make_batch()
     micro = collate(batch, CPU)
     with torch.no_grad():
@@ -84,7 +85,7 @@ def test_what_an_architecture_does_to_logits_is_not_done_to_values(tmp_path: Pat
         final_logit_softcapping=30.0,
     )
     model = Gemma2ForCausalLM(config).eval()
-    with_value_head(model)
+    Model(model).add_value_head()
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(1.0)
         values = response_values(model, collate(make_batch(), CPU))
@@ -101,7 +102,7 @@ def test_an_output_layer_that_is_not_linear_is_refused() -> None:
             return torch.nn.Bilinear(2, 2, 3)
 
     with pytest.raises(ConfigError, match=r"output layer of Provided is a Bilinear"):
-        with_value_head(cast("Any", Provided()))
+        Model(cast("Any", Provided())).add_value_head()
 
 
 def test_a_critic_learns_the_returns(make_args: MakeArgs, make_batch: MakeBatch) -> None:

@@ -222,7 +222,7 @@ def test_distillation_draws_the_student_to_the_teacher(
     ids = torch.tensor(prompt.tolist())[None]
     student = trainer._actor(input_ids=ids).logits[0, -1].log_softmax(-1)
     with torch.no_grad():
-        other = trainer._model("teacher")(input_ids=ids).logits[0, -1].log_softmax(-1)
+        other = trainer._named("teacher").module(input_ids=ids).logits[0, -1].log_softmax(-1)
     (student.exp() * (student - other)).sum().backward()
     for name, parameter in trainer._actor.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=5e-5, rtol=1e-4)

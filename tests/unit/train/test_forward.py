@@ -15,8 +15,8 @@ from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.train import vocabulary
 from buffer_rl.train.collate import collate
 from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.model import load_model
 from buffer_rl.train.output_layer import FUSED
+from buffer_rl.train.pretrained import load_model
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Mixt
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import hf_state, load_model, load_tokenizer, pick_device, save_hf, weight_buckets
+from buffer_rl.train.model import Model, weight_buckets
+from buffer_rl.train.pretrained import load_model, load_tokenizer, pick_device
 
 CPU = torch.device("cpu")
 FLAG = "--hf-checkpoint"
@@ -55,7 +56,7 @@ def test_the_model_is_float32_and_without_dropout(tmp_path: Path) -> None:
 def test_exported_names_and_values_are_those_of_a_saved_folder(architecture: str, tmp_path: Path) -> None:
     model = load_model(make_tiny_model(tmp_path / "a", architecture=architecture), CPU, FLAG)
     model.save_pretrained(tmp_path / "b")
-    _assert_equal_tensors(hf_state(model), load_file(tmp_path / "b" / "model.safetensors"))
+    _assert_equal_tensors(dict(Model(model).weights()), load_file(tmp_path / "b" / "model.safetensors"))
 
 
 def test_fused_experts_are_exported_under_their_checkpoint_names(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_fused_experts_are_exported_under_their_checkpoint_names(tmp_path: Path)
     config = MixtralConfig(vocab_size=40, num_key_value_heads=1, num_local_experts=4, **sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "a")
     model = load_model(str(tmp_path / "a"), CPU, FLAG)
-    _assert_equal_tensors(hf_state(model), load_file(tmp_path / "a" / "model.safetensors"))
+    _assert_equal_tensors(dict(Model(model).weights()), load_file(tmp_path / "a" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])
@@ -100,7 +101,7 @@ def test_a_saved_folder_has_the_tokenizer_and_gives_equal_logits(tmp_path: Path)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.01
-    save_hf(model, tokenizer, str(tmp_path / "b"))
+    Model(model).save_hf(tokenizer, str(tmp_path / "b"))
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32)
     ids = torch.tensor([[3, 4, 5]])
     assert torch.equal(reloaded(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -133,7 +133,7 @@ def test_the_reference_model_is_built_by_the_provider_too(
     trainer, batch = make_trainer(make_args(**own, use_kl_loss=True)), make_batch()
     actor, ref = trainer.log_probs("actor", batch), trainer.log_probs("ref", batch)
     assert all((a == r).all() for a, r in zip(actor, ref, strict=True))
-    assert type(trainer._model("ref")).__name__ == "Wrapped"
+    assert type(trainer._named("ref").module).__name__ == "Wrapped"
 
 
 def test_random_weights_of_a_provider_are_equal_on_every_rank_and_under_their_own_names(

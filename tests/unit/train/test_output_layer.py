@@ -19,9 +19,10 @@ from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.train import vocabulary
 from buffer_rl.train.collate import MicroBatch, collate
 from buffer_rl.train.forward import response_log_probs, response_values
-from buffer_rl.train.model import load_model, with_value_head
+from buffer_rl.train.model import Model
 from buffer_rl.train.output_layer import FUSED, fuse_where_possible, fused_log_probs, is_fused
 from buffer_rl.train.packing import is_packed
+from buffer_rl.train.pretrained import load_model
 
 CPU = torch.device("cpu")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz="
@@ -362,7 +363,7 @@ def test_the_output_layer_is_its_own_again_after_a_pass_that_fails(make_batch: M
 
 def test_a_value_head_returns_what_its_layer_computes(tmp_path: Path, make_batch: MakeBatch) -> None:
     model, micro = load(tmp_path), collate(make_batch(6), CPU)
-    with_value_head(model)
+    Model(model).add_value_head()
     head: Any = model.get_output_embeddings()
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     seen: list[torch.Tensor] = []

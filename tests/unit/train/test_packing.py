@@ -18,8 +18,9 @@ from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import response_log_probs, response_values
-from buffer_rl.train.model import load_model, with_value_head
+from buffer_rl.train.model import Model
 from buffer_rl.train.packing import attention, is_packed, pack, pack_where_possible
+from buffer_rl.train.pretrained import load_model
 
 CPU = torch.device("cpu")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz="
@@ -71,7 +72,7 @@ def test_log_probs_values_and_gradients_of_packed_rows_equal_those_of_padded_one
         assert right.grad is not None
         assert (left.grad - right.grad).abs().max() <= 1e-5 * right.grad.abs().max(), name
     for model in (packed, padded):
-        with_value_head(model)
+        Model(model).add_value_head()
         torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.1, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(response_values(packed, micro), response_values(padded, micro), rtol=1e-5, atol=1e-5)
 

@@ -23,7 +23,8 @@ from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Topology
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import hf_state, load_model, weight_buckets
+from buffer_rl.train.model import Model, weight_buckets
+from buffer_rl.train.pretrained import load_model
 from buffer_rl.weights.distributed import DistributedSender, DistributedTransport, chosen_backend
 from buffer_rl.weights.publish import Publisher
 from harness.fake_roles import local_senders
@@ -42,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def buckets_of(folder: str) -> list[dict[str, torch.Tensor]]:
-    weights = hf_state(load_model(folder, torch.device("cpu"), "folder"))
+    weights = dict(Model(load_model(folder, torch.device("cpu"), "folder")).weights())
     buckets = list(weight_buckets(weights.items(), BUCKET_BYTES))
     assert len(buckets) == NUM_BUCKETS
     return buckets

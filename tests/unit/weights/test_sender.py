@@ -15,7 +15,8 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import TrainError
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
-from buffer_rl.train.model import hf_state, load_model
+from buffer_rl.train.model import Model
+from buffer_rl.train.pretrained import load_model
 from buffer_rl.weights.sender import PublishedNames
 
 Weights = dict[str, torch.Tensor]
@@ -28,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def weights_of(folder: str) -> Weights:
-    return hf_state(load_model(folder, torch.device("cpu"), "--hf-checkpoint"))
+    return dict(Model(load_model(folder, torch.device("cpu"), "--hf-checkpoint")).weights())
 
 
 def names_of(folder: str) -> PublishedNames:

@@ -1,18 +1,23 @@
-"""Run by test_trainer_backends.py as a process of its own: one rank of several trainer backends, one after another.
+"""Ranks of trainer backends in processes of their own; run as a program, one rank of several backends, one after
+another.
 
 The job is a list of ``(reference, args, steps)``: the trainer backend, the options, and for each optimizer step its
-deals, each a list of every replica's rows.
+deals, each a list of every replica's rows; perhaps with the folder of a checkpoint to begin with.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from buffer_rl.cluster.process import reserved_port
 from buffer_rl.errors import CheckpointError, NonFiniteError
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plugin.registry import PluginRegistry
@@ -21,9 +26,44 @@ from buffer_rl.train.objective import Objective
 from buffer_rl.train.rank import build_trainer
 from buffer_rl.train.steps import summed_over_ranks
 
+DEADLINE_S = 120
+
+
+def run_ranks(world_size: int, job_file: Path) -> list[list[dict[str, Any]]]:
+    """What each rank found for each item of the job."""
+    held = reserved_port("127.0.0.1")
+    port = str(held.getsockname()[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    outs = [job_file.with_name(f"out_{world_size}_{rank}") for rank in range(world_size)]
+    commands = [
+        [sys.executable, __file__, str(job_file), str(rank), str(world_size), str(out)] for rank, out in enumerate(outs)
+    ]
+    ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        for process in ranks:
+            _, stderr = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, stderr
+    finally:
+        held.close()
+        for process in ranks:
+            process.kill()
+    return [pickle.loads(out.read_bytes()) for out in outs]
+
+
+def groups_of(batch: TrainBatch, *numbers: int) -> TrainBatch:
+    """The rows of the groups that are the ``numbers``-th of the batch."""
+    uids = list(dict.fromkeys(row.uid for row in batch.row_ids))
+    chosen = {uids[number] for number in numbers}
+    return batch.select(index for index, row in enumerate(batch.row_ids) if row.uid in chosen)
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
 
 def train(
-    reference: str, args: Any, steps: list[list[list[TrainBatch]]], rank: int, world_size: int, folder: Path
+    reference: str, args: Any, steps: list[Any], rank: int, world_size: int, folder: Path, start: str = ""
 ) -> dict[str, Any]:
     """The rank's account of each step; the weights at the end, of the run itself and of a trainer that resumed from
     what was saved before the last step; the folder for transformers; the error of a checkpoint that is not there."""
@@ -31,6 +71,8 @@ def train(
     args = args.model_copy(update={"train_backend": reference})
     objective = Objective(args, registry)
     trainer, resumed = (build_trainer(args, registry, rank, world_size, objective) for _ in range(2))
+    if start:
+        trainer.load(start)
     accounts = [take_step(trainer, objective, deals) for deals in steps[:-1]]
     trainer.save(str(folder))
     dist.barrier()
@@ -72,8 +114,9 @@ def weights_of(trainer: Any) -> dict[str, Any]:
 def main(job_file: str, rank: int, world_size: int, out_file: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     found = []
-    for number, (reference, args, steps) in enumerate(pickle.loads(Path(job_file).read_bytes())):
-        found.append(train(reference, args, steps, rank, world_size, Path(f"{job_file}_{world_size}_{number}")))
+    for number, (reference, args, steps, *start) in enumerate(pickle.loads(Path(job_file).read_bytes())):
+        folder = Path(f"{job_file}_{world_size}_{number}")
+        found.append(train(reference, args, steps, rank, world_size, folder, *start))
     Path(out_file).write_bytes(pickle.dumps(found))
 
 
