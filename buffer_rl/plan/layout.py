@@ -90,11 +90,6 @@ def layout_of(
     return Layout(dp_size=world_size // replica, pp_size=pp_size, cp_size=cp_size, tp_size=tp_size, order=tuple(order))
 
 
-def topology_of(rank: int, world_size: int, *, tp_size: int = 1, pp_size: int = 1) -> Topology:
-    """The place of ``rank`` in the order for training. Raises ValueError as ``layout_of`` does."""
-    return layout_of(world_size, tp_size=tp_size, pp_size=pp_size).topology(rank)
-
-
 def grouping(num_units: int, num_groups: int) -> dict[int, list[int]]:
     """Which of ``num_units`` numbered units belong to each of ``num_groups`` groups: runs of equal length, and what is
     left one by one from the first group on."""

@@ -18,9 +18,10 @@ from buffer_rl.errors import TrainError
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
+from buffer_rl.plan.layout import layout_of
 from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import Topology, TrainBatch
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.forward import batch_outputs, passes, response_log_probs, response_values
 from buffer_rl.train.model import Model, ModelFactory, weight_buckets
 from buffer_rl.train.optimizer import Optimizer
@@ -42,7 +43,8 @@ class TorchTrainer:
 
     def __init__(self, args: Args, rank: int, world_size: int, objective: Objective) -> None:
         self._sharding = sharding = Sharding.of(args, world_size)
-        self.topology = Topology(dp_rank=rank, dp_size=world_size, in_step=sharding is not None and world_size > 1)
+        in_step = sharding is not None and world_size > 1
+        self.topology = layout_of(world_size).topology(rank, in_step=in_step)
         self._args = args
         self._rank = rank
         self._written: Callable[[], bool] = lambda: True

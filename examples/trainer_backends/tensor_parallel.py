@@ -23,7 +23,7 @@ from buffer_rl.errors import CheckpointError, ConfigError, NonFiniteError
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
-from buffer_rl.plan.layout import topology_of
+from buffer_rl.plan.layout import layout_of
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import collate, row_blocks
 from buffer_rl.train.forward import batch_outputs, response_log_probs
@@ -91,7 +91,7 @@ class TensorParallelTrainer:
     """Implements ``buffer_rl.kinds.trainer.Trainer``; the ranks have joined the default process group."""
 
     def __init__(self, args: Any, rank: int, world_size: int, objective: Objective) -> None:
-        self.topology = topology_of(rank, world_size, tp_size=world_size)
+        self.topology = layout_of(world_size, tp_size=world_size).topology(rank)
         self._args, self._rank, self._world_size, self._objective = args, rank, world_size, objective
         self._device = pick_device(args.train_device)
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")

@@ -11,7 +11,6 @@ from buffer_rl.plan.layout import (
     Layout,
     grouping,
     layout_of,
-    topology_of,
 )
 from buffer_rl.train.peers import check_topologies
 
@@ -94,9 +93,9 @@ def test_actor_and_critic_on_the_same_workers() -> None:
 
 def test_a_rank_outside_of_whole_replicas_is_refused() -> None:
     with pytest.raises(ValueError, match="3 ranks, in replicas of 2"):
-        topology_of(0, 3, tp_size=2)
+        layout_of(3, tp_size=2).topology(0)
     with pytest.raises(ValueError, match="rank 4 of 4 ranks"):
-        topology_of(4, 4, tp_size=2)
+        layout_of(4, tp_size=2).topology(4)
 
 
 def test_units_are_dealt_out_in_runs_and_the_rest_one_by_one() -> None:
