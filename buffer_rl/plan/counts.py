@@ -30,6 +30,9 @@ ENGINE = "engine"
 ROLE_ALIASES = {"actor": ACTOR, "rollout": ENGINE, "reference": "ref", "genrm": "reward"}
 """Names of roles in ``--resource`` that Relax gives them, and the run's own. ``rollout`` are the engines there."""
 
+FSDP = "fsdp"
+"""Another name of the trainer backend ``torch``, whose default of ``--fsdp-size`` is all ranks."""
+
 
 def replicas_of(args: Args) -> dict[str, tuple[int, int]]:
     """``--resource`` by the run's own names of roles: replicas, and devices of each.
@@ -66,12 +69,17 @@ class Derived:
 
 
 def with_counts(args: Args) -> Args:
-    """The options of a run, with the numbers of processes that follow from its numbers of devices, and with the engines
-    of ``--rollout-external-engine-addrs``; ``args`` itself where nothing follows.
+    """The options of a run, with the numbers of processes that follow from its numbers of devices, with the engines of
+    ``--rollout-external-engine-addrs``, and with what the backend ``fsdp`` is a name for; ``args`` itself where nothing
+    follows.
 
     Raises ConfigError where two options say different numbers, or one does not divide another."""
     external = getattr(args, "rollout_external_engine_addrs", [])
     changes: dict[str, Any] = {"rollout_engine": "external"} if external else {}
+    if getattr(args, "train_backend", None) == FSDP:
+        changes["train_backend"] = "torch"
+        if "fsdp_size" not in args.model_fields_set:
+            changes["fsdp_size"] = -1
     engine = getattr(args, "rollout_engine", "external")
     if external and engine != "external" and "rollout_engine" in args.model_fields_set:
         raise ConfigError(

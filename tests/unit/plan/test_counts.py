@@ -167,3 +167,9 @@ def test_two_numbers_that_contradict_each_other_are_refused_with_those_that_woul
     with pytest.raises(ConfigError) as caught:
         with_steps(of_24_samples(global_batch_size=8, num_steps_per_rollout=steps))
     assert caught.value.expected == expected
+
+
+def test_the_backend_fsdp_is_torch_with_the_model_split_over_all_ranks() -> None:
+    for given, size in ({}, -1), ({"fsdp_size": 2}, 2), ({"fsdp_size": 1}, 1):
+        args = counted(train_backend="fsdp", num_train_ranks=4, **given)
+        assert (args.train_backend, args.fsdp_size) == ("torch", size)
