@@ -91,7 +91,9 @@ def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[s
     if needs.parameters and args.train_backend == "torch":
         reference = uses_reference(args) and not args.num_ref_workers
         own = trained + needs.parameters * WEIGHT_BYTES * reference
-        found["trainer rank"] = own, f"{what}{', reference model' if reference else ''}"
+        parts = args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
+        split = f", split over {parts} ranks" if parts > 1 else ""
+        found["trainer rank"] = own // parts, f"{what}{', reference model' if reference else ''}{split}"
         found["critic rank"] = trained, what
     if needs.parameters and args.rollout_engine == "embedded":
         config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
