@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,21 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 DEFAULT_CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """A file that is written at once needs none, and programs that print make these models."""
+    from transformers.utils import logging
+
+    bars: Any = logging
+    was_shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            bars.enable_progress_bar()
 
 
 def make_char_tokenizer(characters: str = DEFAULT_CHARACTERS, *, bos: bool = False) -> PreTrainedTokenizerFast:
@@ -88,7 +104,8 @@ def make_tiny_model(
                     weight.add_(torch.randn_like(weight) * 0.1)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    with _without_progress_bar():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -31,7 +31,7 @@ def _said(help: str) -> Any:
 class ModelShapeOptions(Section):
     """The model's shape; compared with --hf-checkpoint by --train-backend megatron, otherwise ignored."""
 
-    heading: ClassVar[str] = "Megatron, compared with the model"
+    heading: ClassVar[str] = "Megatron model"
 
     num_layers: int | None = _said("transformer layers")
     hidden_size: int | None = _said("width of the residual stream")
