@@ -10,7 +10,9 @@ optimizer      AdamW, reduction and sums of gradients
 learning_rate  the learning rate of each optimizer step
 steps          optimizer steps on a rollout; steps that are not finite; the KL coefficient under --kl-target
 stream         rows of a rollout that still runs: the torch dataset, the stages of roles
-model          loading, exporting and writing models
+model          a model, and its weights as those of a Hugging Face folder
+pretrained     loading such a folder
+sharding       a model that is split over ranks
 save_dtype     the number format of the folders of models that are written for others
 converter      base class of model converters; reading a folder tensor by tensor
 rank_files     files of a rank in a checkpoint
