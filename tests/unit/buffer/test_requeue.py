@@ -337,6 +337,7 @@ class Model:
     ),
     rule=st.sampled_from([None, KEEP, MASK]),
 )
+@pytest.mark.slow
 def test_every_group_is_in_one_state_and_is_trained_once(
     tmp_path_factory: pytest.TempPathFactory, rows: int, per_step: int, actions: Any, rule: RequeueRule | None
 ) -> None:

@@ -44,6 +44,7 @@ def test_what_is_printable_holds_nothing_that_a_terminal_obeys(text: str) -> Non
 
 
 @given(st.recursive(st.text(), lambda inner: st.dictionaries(st.text(), inner)))
+@pytest.mark.slow
 def test_printable_json_is_the_same_json(value: object) -> None:
     assert json.loads(printable(json.dumps(value, ensure_ascii=False))) == value
 

@@ -94,12 +94,12 @@ async def heartbeat() -> AsyncIterator[list[int]]:
 @pytest.mark.parametrize(
     "reward",
     [
-        "math",
+        "numeric",
         "f1",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
-                *("deepscaler", "dapo_binary", "numeric", "gpqa"),
+                *("math", "deepscaler", "dapo_binary", "gpqa"),
                 *("f1_exact", "ifeval", "ifeval_fraction", "exact_match"),
             )
         ),

@@ -258,6 +258,7 @@ async def test_an_evaluation_set_may_name_any_registered_reward_for_its_own_rows
                 await context.scorer.score(fresh.samples, of_set=of_set)
 
 
+@pytest.mark.slow
 async def test_a_blocking_reward_leaves_the_event_loop_free(kit: Any) -> None:
     beats = 0
 
