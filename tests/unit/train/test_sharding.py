@@ -112,6 +112,7 @@ def test_on_one_rank_each_layer_is_gathered_by_itself(tmp_path: Path) -> None:
     rows = recorded_rows(0, 3)
     for ours, theirs in zip(trainer.log_probs("actor", rows), plain.log_probs("actor", rows), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+    assert all(hasattr(weight, "to_local") for weight in trainer._actor.parameters()), "some are whole after the pass"
     torch.distributed.destroy_process_group()
 
 
