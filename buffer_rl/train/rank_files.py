@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer_rl.errors import CheckpointError
 from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.sharding import PART, load_parts, save_parts
+from buffer_rl.train.sharding import PART, load_parts, require_shapes, save_parts
 
 FORMAT = 1
 """Version of this layout; a reader refuses others."""
@@ -101,17 +101,8 @@ def load_state(
         return load_split_state(path, model, optimizer, weights, rank)
     meta = _meta(folder, model)
     saved = _read_tensors(folder / "weights.safetensors")
-    wanted = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    if wanted != found:
-        differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        name = differing[0]
-        raise CheckpointError(
-            f"{len(differing)} weights do not fit, such as {name}: {found.get(name, 'absent')}",
-            where=str(folder / "weights.safetensors"),
-            expected=f"{wanted.get(name, 'absent')}",
-            hint="the checkpoint was made by another --hf-checkpoint",
-        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    require_shapes(weights, shapes, folder / "weights.safetensors")
     moments = _read_tensors(folder / "optimizer.safetensors")
     set_random = read_random(folder, rank)
     optimizer.load_state_tensors(moments, int(meta["step"]))

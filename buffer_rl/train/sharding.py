@@ -126,15 +126,19 @@ def load_parts(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         saved = reader.read_metadata().state_dict_metadata
     except Exception as error:  # fault boundary: damaged files
         raise CheckpointError(f"not readable: {error}", where=str(folder)) from error
-    found = {name: tuple(entry.size) for name, entry in saved.items()}
+    require_shapes(tensors, {name: tuple(entry.size) for name, entry in saved.items()}, folder)
+    dcp.load(dict(tensors), storage_reader=reader)
+
+
+def require_shapes(tensors: Mapping[str, torch.Tensor], found: Mapping[str, tuple[int, ...]], where: Path) -> None:
+    """Raises CheckpointError unless the shapes that were found are those of ``tensors``."""
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wanted != found:
         differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
         name = differing[0]
         raise CheckpointError(
-            f"{len(differing)} tensors do not fit, such as {name}: {found.get(name, 'absent')}",
-            where=str(folder),
+            f"{len(differing)} weights do not fit, such as {name}: {found.get(name, 'absent')}",
+            where=str(where),
             expected=f"{wanted.get(name, 'absent')}",
             hint="the checkpoint was made by another --hf-checkpoint",
         )
-    dcp.load(dict(tensors), storage_reader=reader)
