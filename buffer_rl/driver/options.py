@@ -57,6 +57,9 @@ class RunOptions(Section):
     async_save: bool = option(
         False, "write checkpoints in the background; one is complete before the next begins and before the run ends"
     )
+    save_optim: bool = option(
+        True, "keep the optimizer's state in checkpoints; a run that is resumed without starts Adam's moments anew"
+    )
     save_dtype: Literal["input", "float32", "bfloat16", "float16"] = option(
         "input",
         "number format of the exported model (hf/ in checkpoints and in --run-dir); input: that of each weight in "

@@ -54,6 +54,7 @@ def check_roles(args: Args, registry: PluginRegistry) -> None:
     if not rollout_only(args):
         _check_loss(args, registry)
         _check_trainer(args, registry)
+        _check_memory_options(args)
         if args.fsdp_size != 1:
             _check_sharding(args)
 
@@ -164,6 +165,33 @@ def _check_trainer(args: Args, registry: PluginRegistry) -> None:
             )
 
 
+def _check_memory_options(args: Args) -> None:
+    """What of the trainer's memory its backend decides, or a model of the user's own does not know."""
+    if args.train_backend == "torch" and args.recompute_granularity == "selective":
+        raise ConfigError(
+            "the torch trainer recomputes whole layers",
+            where="--recompute-granularity",
+            expected="full",
+            hint="parts of layers are recomputed with --train-backend megatron",
+        )
+    if args.train_backend == "megatron" and (args.optimizer_cpu_offload or not args.save_optim):
+        raise ConfigError(
+            "the Megatron trainer keeps Adam's moments on its device and in its checkpoints",
+            where="--optimizer-cpu-offload and --no-save-optim",
+            hint="leave them out; --use-distributed-optimizer splits the moments over replicas",
+        )
+    own = {
+        "--custom-model-provider-path": args.custom_model_provider_path,
+        "--model-converter-path": args.model_converter_path,
+    }
+    if args.train_backend == "torch" and args.bf16 and (given := [name for name, value in own.items() if value]):
+        raise ConfigError(
+            f"a model of {given[0]} is trained in its own number format, float32",
+            where="--bf16",
+            hint=f"take it out, or {given[0]}",
+        )
+
+
 def _check_sharding(args: Args) -> None:
     """What a model that is split over ranks needs, and what does not know that it is."""
     size = args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
@@ -174,10 +202,9 @@ def _check_sharding(args: Args) -> None:
             expected="a divisor of the number of ranks, or -1 for all of them",
         )
     others = {
-        "--train-backend": args.train_backend if args.train_backend != "torch" else None,
+        "--train-backend megatron": args.train_backend if args.train_backend == "megatron" else None,
         "--custom-model-provider-path": args.custom_model_provider_path,
         "--model-converter-path": args.model_converter_path,
-        "--offload-train": args.offload_train or None,
         "a critic": estimator_of(args)[0] if uses_critic(args) else None,
     }
     if refused := [name for name, value in others.items() if value is not None]:

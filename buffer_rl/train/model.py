@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -23,7 +25,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.train.output_layer import fuse_where_possible
 from buffer_rl.train.packing import pack_where_possible
 from buffer_rl.train.pretrained import checked_folder, load_model
-from buffer_rl.train.sharding import Sharding, fsdp_modules, reshard, whole
+from buffer_rl.train.sharding import Sharding, fsdp_modules, layers_of, whole
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -54,14 +56,22 @@ class Model:
         self.module = module
         self._converter, self._converter_name, self._folder = converter, converter_name, folder
 
-    def freeze(self) -> Self:
-        """Have no gradient from now on."""
-        self.module.requires_grad_(False)
-        return self
-
     def move(self, device: torch.device) -> None:
         """Move the weights to a device."""
         torch.nn.Module.to(self.module, device)
+
+    def recompute_layers(self) -> None:
+        """From now on, keep no activations of the decoder layers, but compute them again in the backward pass. Raises
+        ConfigError if no layers are found."""
+        layers = list(layers_of(self.module))
+        if not layers:
+            raise ConfigError(
+                f"{type(self.module).__name__} has no torch.nn.ModuleList of layers",
+                where="--recompute-granularity",
+                hint="leave it out",
+            )
+        for layer in layers:  # transformers' own way does so only in train(), in which dropout would come back
+            layer.forward = partial(_recomputed, layer.forward)
 
     def add_value_head(self) -> None:
         """Make the output layer one with a single output, in place: the value of the tokens so far. It starts with
@@ -133,7 +143,10 @@ class Model:
                 save_file({name: tensor.cpu() for name, tensor in bucket.items()}, target / file, {"format": "pt"})
                 places |= dict.fromkeys(bucket, file)
         if writes:
-            (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+            if len(files := set(places.values())) == 1:
+                (target / files.pop()).rename(target / "model.safetensors")
+            else:
+                (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
             config = copy(self.module.config)
             vars(config).pop("distributed_config", None)  # of the ranks of this run
             config.architectures = [type(self.module).__name__.removeprefix("FSDP")]
@@ -150,6 +163,12 @@ class Model:
         # Cloned, as save_torch_state_dict refuses tensors that are rows of a larger one.
         contiguous = torch.contiguous_format
         save_torch_state_dict({name: t.cpu().clone(memory_format=contiguous) for name, t in self.weights()}, target)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def unique_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -214,22 +233,27 @@ class ModelFactory:
                 "ModelConverter", construct("converter", name, registry.resolve("converter", name), args)
             )
 
-    def build(self, path: str | None, flag: str) -> Model:
+    def build(self, path: str | None, flag: str, *, frozen: bool = False) -> Model:
         """The model with the weights of the folder ``path``, which ``flag`` names, in float32 and without dropout.
+        frozen: it is never trained, and with ``--bf16`` is in bfloat16.
 
         A provider sees ``path`` as ``args.hf_checkpoint``. Without a converter it loads the weights itself.
         """
         if self._provider:
             model = self._provided(path)
         else:
-            trust = self._args.trust_remote_code
-            model = load_model(path, self._device, flag, trust_remote_code=trust, sharding=self._sharding)
+            how = {} if self._sharding is None else self._sharding.loading()
+            how["trust_remote_code"] = self._args.trust_remote_code
+            how["dtype"] = torch.bfloat16 if frozen and self._args.bf16 else torch.float32
+            model = load_model(path, self._device, flag, **how)
         if self._converter is not None:
             self._fill(self._converter, model, checked_folder(path, flag))
-        if isinstance(model, PreTrainedModel):
-            pack_where_possible(model)
-        fuse_where_possible(model)
-        reshard(model)
+        if self._provider:  # else load_model did
+            if isinstance(model, PreTrainedModel):
+                pack_where_possible(model)
+            fuse_where_possible(model)
+        if frozen:
+            model.requires_grad_(False)
         return Model(
             model, converter=self._converter, converter_name=self._converter_name, folder=self._args.hf_checkpoint
         )

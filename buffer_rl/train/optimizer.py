@@ -91,18 +91,29 @@ class Optimizer:
         lr = learning_rate(self._args, self.step_count)
         for group in self._adam.param_groups:
             group["lr"] = lr
+        if self._args.optimizer_cpu_offload:
+            self._move_moments(offload=False)
         self._adam.step()
+        if self._args.optimizer_cpu_offload:
+            self.follow_parameters()
         self.zero_grad()
         self.step_count += 1
         return {"grad_norm": grad_norm, "lr": lr}
 
     def follow_parameters(self) -> None:
-        """Move Adam's moments to the devices of their parameters."""
+        """Move Adam's moments to the devices of their parameters, or with ``--optimizer-cpu-offload`` to the host."""
+        self._move_moments(offload=self._args.optimizer_cpu_offload)
+
+    def _move_moments(self, *, offload: bool) -> None:
         for parameter, state in self._adam.state.items():
-            state.update({key: value.to(parameter.device) for key, value in state.items()})
+            device = torch.device("cpu") if offload else parameter.device
+            state.update({key: value.to(device) for key, value in state.items()})
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Adam's moments and step of each parameter, as ``{field}.{parameter name}``; empty before the first step."""
+        """Adam's moments and step of each parameter, as ``{field}.{parameter name}``; empty before the first step, and
+        under ``--no-save-optim``."""
+        if not self._args.save_optim:
+            return {}
         return {
             f"{key}.{name}": value
             for name, parameter in self._named
@@ -138,10 +149,15 @@ class Optimizer:
                 f"the optimizer state at step {step_count} covers {len(states)} parameters or lacks moments",
                 expected=f"{sorted(fields)} of {len(expected)} parameters",
             )
-        self._adam.state.clear()
+        self.restart(step_count)
         for name, state in states.items():
             parameter = parameters[name]
-            self._adam.state[parameter] = {key: value.to(parameter.device).clone() for key, value in state.items()}
+            self._adam.state[parameter] = {key: _as_of(parameter, key, value) for key, value in state.items()}
+        self.follow_parameters()
+
+    def restart(self, step_count: int) -> None:
+        """Forget Adam's moments; the learning rate is that of optimizer step ``step_count``."""
+        self._adam.state.clear()
         self.step_count = step_count
         self.zero_grad()
 
@@ -162,6 +178,15 @@ class Optimizer:
         for gradient, part in zip(own, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
         return gradients
+
+
+def _as_of(parameter: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+    """A copy of Adam's ``key``, on the ranks and the device of its parameter."""
+    if key == "step":
+        return value.to(parameter.device, copy=True)
+    moment = torch.zeros_like(parameter, requires_grad=False)
+    local(moment).copy_(local(value))
+    return moment
 
 
 class GradientSum:

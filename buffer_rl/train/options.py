@@ -63,6 +63,15 @@ class TrainOptions(Section):
         "-1: all ranks; between: there are several copies",
         ge=-1,
     )
+    bf16: bool = option(
+        False,
+        "compute in bfloat16; trained weights, optimizer and sums of gradients are float32, frozen models bfloat16",
+    )
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        None,
+        "recompute activations in the backward pass: of layers (full), or with the Megatron trainer of "
+        "--recompute-modules (selective)",
+    )
     num_train_threads: int = option(1, "number of torch threads per trainer rank", ge=1)
     train_device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the trainer", common=True)
     max_tokens_per_gpu: int = option(
@@ -133,6 +142,9 @@ class OptimizerOptions(Section):
     adam_beta2: float = option(0.95, "AdamW beta 2", ge=0, lt=1)
     adam_eps: float = option(1e-8, "AdamW epsilon", gt=0)
     clip_grad: float = option(1.0, "maximum global gradient norm; 0: no clipping", ge=0)
+    optimizer_cpu_offload: bool = option(
+        False, "keep Adam's moments in the host's memory, but for the optimizer step: slower steps, more free memory"
+    )
 
 
 class CriticOptions(Section):

@@ -87,7 +87,8 @@ def at_predictors(
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, predictor_n)
 
     if compute is not None:
-        head.forward = lambda hidden: compute(narrow(hidden))[None]
+        # A copy of a few numbers: FSDP2 warns of a model that returns a view.
+        head.forward = lambda hidden: compute(narrow(hidden))[None].clone()
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.train.output_layer import fuse_where_possible
 from buffer_rl.train.packing import pack_where_possible
-from buffer_rl.train.sharding import Sharding, reshard
+from buffer_rl.train.sharding import reshard
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -69,14 +69,12 @@ def load_model(
     flag: str,
     *,
     trust_remote_code: bool = False,
-    sharding: Sharding | None = None,
+    **how: Any,
 ) -> PreTrainedModel:
     """The causal language model in the folder ``path``, as ``load_pretrained`` loads it. Raises ConfigError, too, for
     one that is not causal."""
-    what, how = "causal language model", {} if sharding is None else sharding.loading()
-    model = load_pretrained(AutoModelForCausalLM, what, path, device, flag, trust_remote_code=trust_remote_code, **how)
-    if sharding is not None:
-        sharding.apply(model)
+    what, how = "causal language model", {"trust_remote_code": trust_remote_code, **how}
+    model = load_pretrained(AutoModelForCausalLM, what, path, device, flag, **how)
     _require_causal(model, str(path), flag)
     pack_where_possible(model)
     fuse_where_possible(model)
@@ -92,11 +90,11 @@ def load_pretrained(
     flag: str,
     *,
     trust_remote_code: bool,
+    dtype: torch.dtype = torch.float32,
     **how: Any,
 ) -> PreTrainedModel:
-    """The model that ``auto_class`` of transformers makes of the folder ``path``, in float32 on ``device``, without
-    dropout. what: such a model, for messages, as ``flag``, the option that named the folder. how: more of
-    ``from_pretrained``.
+    """The model that ``auto_class`` of transformers makes of the folder ``path``, on ``device``, without dropout.
+    what: such a model, for messages, as ``flag``, the option that named the folder. how: more of ``from_pretrained``.
 
     Nothing is fetched, and no code of the folder is run unless ``trust_remote_code`` says so. Raises ConfigError if the
     folder is missing, damaged, or lacks weights that the architecture has (transformers would fill them with random
@@ -106,7 +104,7 @@ def load_pretrained(
     try:
         loaded: Any = auto_class.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,

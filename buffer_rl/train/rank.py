@@ -329,6 +329,13 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
     if not isinstance(place_of_rank := getattr(built, "topology", None), Topology):
         expected = "topology: a buffer_rl.records.groups.Topology"
         raise returned("trainer", name, place_of_rank, expected, at="topology", error_class=TrainError)
+    if args.fsdp_size != 1 and world_size > 1 and not place_of_rank.in_step:
+        raise ConfigError(
+            f"the trainer {name!r} does not split its model over ranks",
+            where="--fsdp-size",
+            expected="--train-backend torch, or a class that is derived from its",
+            hint="take --fsdp-size out",
+        )
     if objective.critic and not isinstance(built, HasValues):
         raise ConfigError(
             f"the trainer {name!r} has no value model",

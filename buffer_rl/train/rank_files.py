@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer_rl.errors import CheckpointError
 from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.sharding import PART, load_parts, require_shapes, save_parts
+from buffer_rl.train.sharding import PART, load_parts, local, require_shapes, save_parts
 
 FORMAT = 1
 """Version of this layout; a reader refuses others."""
@@ -45,9 +45,9 @@ def save_state(
     save_random(folder, rank)
     if rank != 0:
         return lambda: True
-    meta = {"format": FORMAT, "step": optimizer.step_count, "model": type(model).__name__}
-    (folder / "trainer.json").write_text(json.dumps(meta))
-    files = {"weights": _on_cpu(weights, background), "optimizer": _on_cpu(optimizer.state_tensors(), background)}
+    moments = optimizer.state_tensors()
+    _write_meta(folder, model, optimizer, moments)
+    files = {"weights": _on_cpu(weights, background), "optimizer": _on_cpu(moments, background)}
 
     def write() -> None:
         for name, tensors in files.items():
@@ -105,25 +105,38 @@ def load_state(
     require_shapes(weights, shapes, folder / "weights.safetensors")
     moments = _read_tensors(folder / "optimizer.safetensors")
     set_random = read_random(folder, rank)
-    optimizer.load_state_tensors(moments, int(meta["step"]))
+    _set_moments(optimizer, moments, meta)
     with torch.no_grad():
         for name, tensor in weights.items():
-            tensor.copy_(saved[name])
+            local(tensor).copy_(saved[name])  # of this rank alone: it has the whole model
     set_random()
 
 
 def save_split_state(
-    path: str, model: torch.nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor], rank: int
-) -> None:
+    path: str,
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
+    rank: int,
+    *,
+    background: Any = None,
+) -> Callable[[], bool]:
     """As ``save_state``, of weights that are split over ranks: each writes its parts, and any number of ranks reads
-    them. All ranks call it."""
+    them. All ranks call it.
+
+    background: a process group of all ranks for this alone, in which their threads meet."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_random(folder, rank)
+    moments = optimizer.state_tensors()
     if rank == 0:
-        meta = {"format": FORMAT, "step": optimizer.step_count, "model": _architecture(model)}
-        (folder / "trainer.json").write_text(json.dumps(meta))
-    save_parts({**weights, **optimizer.state_tensors()}, folder)
+        _write_meta(folder, model, optimizer, moments)
+    tensors = {**weights, **moments}
+    if background is None:
+        save_parts(tensors, folder)
+        return lambda: True
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return _ended(lambda: save_parts(copies, folder, background), str(folder))
 
 
 def load_split_state(
@@ -133,11 +146,26 @@ def load_split_state(
     folder = Path(path)
     meta = _meta(folder, model)
     set_random = read_random(folder, rank)
-    moments = optimizer.empty_state_tensors() if meta["step"] else {}
+    moments = optimizer.empty_state_tensors() if meta["step"] and meta.get("moments", True) else {}
     with torch.no_grad():
         load_parts({**weights, **moments}, folder)
-    optimizer.load_state_tensors(moments, int(meta["step"]))
+    _set_moments(optimizer, moments, meta)
     set_random()
+
+
+def _write_meta(
+    folder: Path, model: torch.nn.Module, optimizer: Optimizer, moments: Mapping[str, torch.Tensor]
+) -> None:
+    meta = {"format": FORMAT, "step": optimizer.step_count, "model": _architecture(model), "moments": bool(moments)}
+    (folder / "trainer.json").write_text(json.dumps(meta))
+
+
+def _set_moments(optimizer: Optimizer, moments: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+    """``meta`` of folders that were written before there was ``--no-save-optim`` says nothing of moments."""
+    if meta.get("moments", True):
+        optimizer.load_state_tensors(moments, int(meta["step"]))
+    else:
+        optimizer.restart(int(meta["step"]))
 
 
 def _meta(folder: Path, model: torch.nn.Module) -> dict[str, Any]:
@@ -156,7 +184,7 @@ def _architecture(model: torch.nn.Module) -> str:
 
 
 def _on_cpu(tensors: Mapping[str, torch.Tensor], copy: bool) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
+    return {name: local(tensor).detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
 
 
 def _random_state() -> dict[str, Any]:

@@ -48,7 +48,7 @@ class RoleModel:
 
     def load(self, path: str | None, flag: str, version: str) -> None:
         """Take the weights in the folder ``path``, which ``flag`` names."""
-        self.model = self._models.build(path, flag).freeze()
+        self.model = self._models.build(path, flag, frozen=True)
         self.version = version
 
     def join(self, address: str, port: int, name: str, world_size: int) -> None:

@@ -1,8 +1,11 @@
-"""One copy of a model split over several ranks, by FSDP2 (``torch.distributed.fsdp.fully_shard``).
+"""A trained model under FSDP2 (``torch.distributed.fsdp.fully_shard``): split over ranks, or in two number formats.
 
-transformers reads each rank's part of a folder and applies FSDP2 by the plan of the architecture. A weight is whole
-only while its module computes. Each backward pass leaves on each rank the sum over all ranks of the gradient of its
-part: a sum, as everything here is divided once, by the framework.
+Split over ranks: transformers reads each rank's part of a folder and applies FSDP2 by the plan of the architecture. A
+weight is whole only while its module computes. Each backward pass leaves on each rank the sum over all ranks of the
+gradient of its part: a sum, as everything here is divided once, by the framework.
+
+In bfloat16: the weights stay float32. Those of a module are cast while it computes, and gradients are cast back before
+they are summed. A rank that has the whole model is one of one, and does not wait for others.
 """
 
 from __future__ import annotations
@@ -27,34 +30,41 @@ PART = "shard-"
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """size: number of ranks that one copy is split over. copies: number of copies; their gradients are summed too."""
+    """size: number of ranks that one copy is split over. copies: number of copies. half: compute in bfloat16."""
 
     size: int
     copies: int
+    half: bool = False
 
     @classmethod
     def of(cls, args: Args, world_size: int) -> Sharding | None:
-        """As ``--fsdp-size`` says; None if each rank has the whole model."""
-        if args.fsdp_size == 1:
+        """As ``--fsdp-size`` and ``--bf16`` say; None if each rank has the whole model, all in float32."""
+        if args.fsdp_size == 1 and not args.bf16:
             return None
         size = world_size if args.fsdp_size == -1 else args.fsdp_size
-        return cls(size, world_size // size)
+        return cls(size, world_size // size, args.bf16)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a rank has a part of the model, and so waits for others in each pass."""
+        return self.size > 1
 
     def loading(self) -> dict[str, Any]:
         """What ``from_pretrained`` is called with, in addition."""
-        if self.size * self.copies == 1:  # transformers makes no FSDP module there: see ``apply``
+        if not self.splits:  # transformers makes no FSDP module there: see ``apply``
             return {}
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        return {"distributed_config": DistributedConfig(fsdp_size=self.size, dp_replicate_size=self.copies)}
+        config = DistributedConfig(fsdp_size=self.size, dp_replicate_size=self.copies, fsdp_mixed_precision=self.half)
+        return {"distributed_config": config}
 
     def apply(self, module: PreTrainedModel) -> None:
-        """Have a model that was loaded so compute with its parts, and sum gradients. Raises ConfigError for tied
-        embeddings that cannot be split into equal parts."""
+        """Have a model that was loaded so, and tried out, compute with its parts and sum gradients. Raises ConfigError
+        for tied embeddings that cannot be split into equal parts."""
         embeddings: Any = module.get_input_embeddings()
         vocabulary = embeddings.weight.shape[0]
-        if self.size * self.copies == 1:
-            _shard_on_one_rank(module)
+        if not self.splits:
+            self._apply_to_whole(module)
         elif vocabulary % self.size and getattr(module, "all_tied_weights_keys", None):
             # transformers 5.23 gathers a tied output layer by itself, from a copy if parts are padded, which stays as
             # it is when the optimizer changes the embeddings.
@@ -67,21 +77,31 @@ class Sharding:
             part.set_gradient_divide_factor(1.0)  # the default is the number of ranks
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other sum with a factor of its own
 
+    def _apply_to_whole(self, module: PreTrainedModel) -> None:
+        """Each rank is a mesh of its own. All ranks call it."""
+        import torch.distributed
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-def _shard_on_one_rank(module: PreTrainedModel) -> None:
-    import torch.distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+        kind = next(module.parameters()).device.type
+        dist: Any = torch.distributed
+        if not dist.is_initialized():
+            dist.init_process_group("gloo" if kind == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh(kind, (self.copies, 1), mesh_dim_names=("copies", "own"))["own"]
+        policy = MixedPrecisionPolicy()
+        if self.half:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*layers_of(module), module):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
 
-    kind = next(module.parameters()).device.type
-    dist: Any = torch.distributed
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if kind == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(kind, (1,))
-    for layers in [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]:
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+
+def layers_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The decoder layers: what is in a list of modules that is in no other one."""
+    for part in module.children():
+        if isinstance(part, torch.nn.ModuleList):
+            yield from part
+        else:
+            yield from layers_of(part)
 
 
 def fsdp_modules(module: torch.nn.Module) -> Iterator[Any]:
@@ -111,10 +131,11 @@ def _checkpoint() -> Any:
     return torch.distributed.checkpoint
 
 
-def save_parts(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write a safetensors file a rank. All ranks call it."""
+def save_parts(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any = None) -> None:
+    """Write a safetensors file a rank. All ranks call it, and meet in the process group, if not in the default one."""
     dcp = _checkpoint()
-    dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
 
 def load_parts(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

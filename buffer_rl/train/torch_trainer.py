@@ -31,6 +31,8 @@ from buffer_rl.train.rank_files import load_split_state, load_state, save_split_
 from buffer_rl.train.sharding import Sharding, reshard
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from buffer_rl.args import Args
 
 
@@ -43,11 +45,13 @@ class TorchTrainer:
 
     def __init__(self, args: Args, rank: int, world_size: int, objective: Objective) -> None:
         self._sharding = sharding = Sharding.of(args, world_size)
-        in_step = sharding is not None and world_size > 1
-        self.topology = layout_of(world_size).topology(rank, in_step=in_step)
+        self._splits = sharding is not None and sharding.splits
+        self.topology = layout_of(world_size).topology(rank, in_step=self._splits)
         self._args = args
         self._rank = rank
         self._written: Callable[[], bool] = lambda: True
+        # Threads that write must not meet in the group in which passes do.
+        self._saving = torch.distributed.new_group(backend="gloo") if self._splits and args.async_save else None
         self._objective = objective
         registry = PluginRegistry.from_flags(args.plugin)
         self._device = pick_device(args.train_device)
@@ -55,27 +59,27 @@ class TorchTrainer:
         self._model = self._models.build(*initial_folder(args, CRITIC if objective.critic else "actor"))
         if objective.critic:
             self._model.add_value_head()
+        if args.recompute_granularity:
+            self._model.recompute_layers()
         self._actor = self._model.module
+        if sharding is not None:
+            sharding.apply(self._actor)
         self._tokenizer = load_tokenizer(
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
         self._frozen = {name: self._load_frozen(name) for name in frozen}
-        self._optimizer = Optimizer(args, self._actor, world_size if sharding is None else 1)
+        self._optimizer = Optimizer(args, self._actor, 1 if self._splits else world_size)
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """Log-probabilities of the response tokens under ``model``: "actor", or "ref" or "teacher", which are
         loaded when they are first needed. Per row ``[response_length]`` float32, in nats, at the sampling
         temperature."""
-        module, objective = self._named(model).module, self._objective
-        found = batch_outputs(self._args, module, batch, self._device, objective, self._num_passes)
-        if self._sharding is not None:
-            reshard(module)
-        return found
+        return self._outputs(self._named(model).module, batch)
 
     def values(self, batch: TrainBatch) -> list[np.ndarray]:
         """A critic's values before each response token: per row ``[response_length]`` float32."""
-        return batch_outputs(self._args, self._actor, batch, self._device, self._objective)
+        return self._outputs(self._actor, batch)
 
     def accumulate(self, batch: TrainBatch) -> Sums:
         """Forward and backward of the rows: adds the gradient of their summed loss to that of the step. Equal rows are
@@ -121,7 +125,7 @@ class TorchTrainer:
 
     def save_hf(self, path: str) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""
-        if self._rank == 0 or self._sharding is not None:
+        if self._rank == 0 or self._splits:
             self._model.save_hf(self._tokenizer, path, writes=self._rank == 0)
 
     def save(self, path: str) -> None:
@@ -131,10 +135,11 @@ class TorchTrainer:
         Raises TrainError between ``accumulate`` and ``optimizer_step``: gradients are not saved."""
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
-        weights, background = self._model.state(), self._args.async_save
-        if self._sharding is not None:
-            return save_split_state(path, self._actor, self._optimizer, weights, self._rank)
-        self._written = save_state(path, self._actor, self._optimizer, weights, self._rank, background=background)
+        own = path, self._actor, self._optimizer, self._model.state(), self._rank
+        if self._splits:
+            self._written = save_split_state(*own, background=self._saving)
+        else:
+            self._written = save_state(*own, background=self._args.async_save)
 
     def is_saved(self) -> bool:
         """Whether what ``save`` began is written. Raises CheckpointError if it cannot be."""
@@ -142,7 +147,7 @@ class TorchTrainer:
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
-        load = load_state if self._sharding is None else load_split_state
+        load = load_split_state if self._splits else load_state
         load(path, self._actor, self._optimizer, self._model.state(), self._rank)
 
     def load_ref(self, path: str) -> None:
@@ -162,6 +167,11 @@ class TorchTrainer:
     def wake_up(self) -> None:
         """The inverse of ``sleep``."""
         self._move(self._device)
+
+    def _outputs(self, module: PreTrainedModel, batch: TrainBatch) -> list[np.ndarray]:
+        found = batch_outputs(self._args, module, batch, self._device, self._objective, self._num_passes)
+        reshard(module)
+        return found
 
     def _move(self, device: torch.device) -> None:
         for model in (self._model, *self._frozen.values()):
@@ -184,4 +194,4 @@ class TorchTrainer:
 
     def _load_frozen(self, name: str, path: str | None = None) -> Model:
         folder, flag = (path, f"load_{name}") if path else initial_folder(self._args, name)
-        return self._models.build(folder, flag).freeze()
+        return self._models.build(folder, flag, frozen=True)

@@ -24,8 +24,8 @@ from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.verbs.preflight import nearest_folder, weight_files
 
-WEIGHT_BYTES, STATE_BYTES = 4, 8
-"""Of a parameter in the built-in trainer: float32, and the two float32 moments of Adam."""
+WEIGHT_BYTES, STATE_BYTES, HALF_BYTES = 4, 8, 2
+"""Of a parameter in the built-in trainer: float32, the two float32 moments of Adam, bfloat16."""
 ENGINE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -90,7 +90,7 @@ def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[s
     what = "weights, gradients, Adam's state"
     if needs.parameters and args.train_backend == "torch":
         reference = uses_reference(args) and not args.num_ref_workers
-        own = trained + needs.parameters * WEIGHT_BYTES * reference
+        own = trained + needs.parameters * (HALF_BYTES if args.bf16 else WEIGHT_BYTES) * reference
         parts = args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
         split = f", split over {parts} ranks" if parts > 1 else ""
         found["trainer rank"] = own // parts, f"{what}{', reference model' if reference else ''}{split}"

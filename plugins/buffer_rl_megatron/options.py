@@ -72,7 +72,6 @@ class MegatronOptions(Section):
     qkv_format: Literal["thd", "bshd"] = option(
         "thd", "rows of a micro-batch concatenated without padding (thd), or padded to the longest (bshd)"
     )
-    bf16: bool = option(False, "weights and activations in bfloat16, with float32 master weights in the optimizer")
     accumulate_allreduce_grads_in_fp32: bool = option(True, "with --bf16: sum gradients in float32")
     use_distributed_optimizer: bool = option(True, "split the optimizer state over data-parallel ranks")
     overlap_grad_reduce: bool = option(
@@ -80,9 +79,6 @@ class MegatronOptions(Section):
     )
     overlap_param_gather: bool = option(
         False, "gather the parameters of a distributed optimizer during the next forward pass"
-    )
-    recompute_granularity: Literal["full", "selective"] | None = option(
-        None, "recompute activations in the backward pass: of layers (full), or of --recompute-modules (selective)"
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None, "with 'full': recompute equal runs of layers (uniform), or the first layers of each stage (block)"

@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ import torch.distributed as dist
 from buffer_rl.cluster.process import reserved_port
 from buffer_rl.errors import CheckpointError, NonFiniteError
 from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.kinds.trainer import SavesLater, Sleeps
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.rank import build_trainer
+from buffer_rl.train.sharding import whole
 from buffer_rl.train.steps import summed_over_ranks
+from buffer_rl.train.torch_trainer import TorchTrainer
 
-DEADLINE_S = 120
+DEADLINE_S = 240
 
 
 def run_ranks(world_size: int, job_file: Path) -> list[list[dict[str, Any]]]:
@@ -65,8 +69,9 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 def train(
     reference: str, args: Any, steps: list[Any], rank: int, world_size: int, folder: Path, start: str = ""
 ) -> dict[str, Any]:
-    """The rank's account of each step; the weights at the end, of the run itself and of a trainer that resumed from
-    what was saved before the last step; the folder for transformers; the error of a checkpoint that is not there."""
+    """The rank's account of each step, with the gradient that the torch trainer has; the weights at the end, of the run
+    itself and of a trainer that resumed from what was saved before the last step; the folder for transformers; the
+    error of a checkpoint that is not there."""
     registry = PluginRegistry()
     args = args.model_copy(update={"train_backend": reference})
     objective = Objective(args, registry)
@@ -75,8 +80,15 @@ def train(
         trainer.load(start)
     accounts = [take_step(trainer, objective, deals) for deals in steps[:-1]]
     trainer.save(str(folder))
+    deadline = time.monotonic() + DEADLINE_S
+    while isinstance(trainer, SavesLater) and not trainer.is_saved():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     dist.barrier()
     resumed.load(str(folder))
+    if isinstance(trainer, Sleeps):
+        trainer.sleep()
+        trainer.wake_up()
     accounts.append(take_step(trainer, objective, steps[-1]))
     take_step(resumed, objective, steps[-1])
     trainer.save_hf(str(folder / "hf"))
@@ -101,6 +113,9 @@ def take_step(trainer: Any, objective: Objective, deals: list[list[TrainBatch]])
             objective.compute_advantages(rows)
         sums += trainer.accumulate(rows)
     (divisor,) = summed_over_ranks([sums.divisor if place.is_head else 0.0])
+    if isinstance(trainer.built, TorchTrainer):
+        named = trainer._actor.named_parameters()
+        account["gradient"] = {name: whole(p.grad) / divisor for name, p in named if p.grad is not None}
     try:
         return {**account, "loss": sums.loss, "divisor": divisor, **trainer.optimizer_step(1 / divisor)}
     except NonFiniteError as error:

@@ -17,6 +17,7 @@ from buffer_rl.observe.metrics import read_metrics
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS, GROUPS = 5, 3
+SPLIT = {"num_train_ranks": 2, "fsdp_size": 2}
 
 # Each moment kills the last rank once; the folder's name says which moments.
 KILLERS = """
@@ -64,6 +65,10 @@ class Trainer(TorchTrainer):
                 audit = LedgerAudit(self.folder / "ledger.sqlite")
                 pid = int(audit.facts()["note:pid"].split()[0])
             os.kill(pid, signal.SIGKILL)
+
+    def accumulate(self, batch):
+        self.die("before")
+        return super().accumulate(batch)
 
     def optimizer_step(self, scale):
         self.die("update")
@@ -184,6 +189,40 @@ def test_a_rank_may_be_killed_at_any_moment_of_a_step(
     assert [moment for moment in happened if not (disturbed / moment).exists()] == []
     assert said.count("all processes of the run are started again") == len(happened)
     check_equal(disturbed, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_split(run: Run) -> Path:
+    """A run whose model is split over two ranks, in which nothing dies."""
+    return run("undisturbed_split", **SPLIT, save_interval=2)
+
+
+@pytest.mark.parametrize(
+    ("moments", "options"), [("before_1-update_3", {}), ("save_2-publish_4", {"async_save": True})]
+)
+def test_a_rank_that_has_a_part_of_the_model_may_be_killed_at_any_moment(
+    run: Run, undisturbed_split: Path, moments: str, options: dict[str, Any]
+) -> None:
+    disturbed = run(f"{moments}-split", save_interval=2, **SPLIT, **options)
+    assert [moment for moment in moments.split("-") if not (disturbed / moment).exists()] == []
+    check_equal(disturbed, undisturbed_split)
+
+
+@pytest.mark.parametrize("changes", [{"num_train_ranks": 1}, {"num_train_ranks": 4, "fsdp_size": -1}], ids=["1", "4"])
+def test_what_two_ranks_saved_is_continued_on_another_number_of_ranks(
+    undisturbed_split: Path, train: Callable[[Any], Any], options_in: Callable[..., Any], changes: dict[str, Any]
+) -> None:
+    """From the checkpoint of step 4, which two ranks wrote in parts; the weights are those of the two to rounding."""
+    folder = undisturbed_split.with_name(f"continued_on_{changes['num_train_ranks']}")
+    saved = undisturbed_split.with_name("undisturbed_split_saves") / "step_4"
+    more = {"ref_load": None, "use_kl_loss": True, "kl_loss_coef": 0.1, "deterministic": True, "progress": "plain"}
+    ran = train(options_in(folder, num_rollout=STEPS, lr_decay_style="cosine", load=str(saved), **more, **changes))
+    assert ran.steps == STEPS
+    audit = LedgerAudit(folder / "ledger.sqlite")
+    assert audit.faults() == []
+    assert audit.commits() == [(step, step + 1, GROUPS) for step in range(STEPS)]
+    found, expected = (load_file(each / "hf" / "model.safetensors") for each in (folder, undisturbed_split))
+    assert max(float(abs(found[name] - expected[name]).max()) for name in expected) < 1e-4
 
 
 def test_the_death_of_a_rank_of_the_critic_takes_the_policy_back_with_it(

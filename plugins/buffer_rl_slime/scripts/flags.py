@@ -65,7 +65,8 @@ NOT_NEEDED: tuple[tuple[str, str], ...] = (
     ),
     (
         _MEMORY,
-        "recompute-granularity recompute-method recompute-num-layers recompute-modules recompute-activations "
+        "recompute-method recompute-num-layers recompute-modules recompute-activations optimizer-offload-fraction "
+        "overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload "
         "recompute-loss-function log-probs-chunk-size log-probs-max-tokens-per-gpu use-distributed-optimizer "
         "distribute-saved-activations empty-unused-memory-level moe-layer-recompute use-precision-aware-optimizer",
     ),
@@ -122,9 +123,8 @@ NOT_YET: tuple[tuple[str, str], ...] = (
         "hierarchical-context-parallel-sizes",
     ),
     (
-        "nothing is moved to the CPU's memory",
-        "release-train optimizer-cpu-offload optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d "
-        "use-torch-optimizer-for-cpu-offload cpu-offloading fine-grained-activation-offloading",
+        "models and Adam's moments are moved to the CPU's memory (--offload-train, --optimizer-cpu-offload), no more",
+        "release-train cpu-offloading fine-grained-activation-offloading",
     ),
     (
         "there is no training in fp8, fp4 or int4",
@@ -132,7 +132,7 @@ NOT_YET: tuple[tuple[str, str], ...] = (
         "te-precision-config-file megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules "
         "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules",
     ),
-    ("the trainer computes in float32; engines in --engine-dtype", "bf16 fp16 grad-reduce-in-bf16 moe-router-dtype"),
+    ("the trainer computes in float32, or bfloat16 with --bf16", "fp16 grad-reduce-in-bf16 moe-router-dtype"),
     (
         "heads that predict several tokens are not trained",
         "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
@@ -161,7 +161,7 @@ NOT_YET: tuple[tuple[str, str], ...] = (
     ),
     ("off-policy sequence masking (another is --tis-mode sequence)", "use-opsm opsm-delta"),
     ("there is no weighting of this KL penalty by the ratio", "use-unbiased-kl"),
-    ("the optimizer keeps its state", "reset-optimizer-states use-stateless-adam no-save-optim no-save-rng"),
+    ("the optimizer keeps its state", "reset-optimizer-states use-stateless-adam no-save-rng"),
     (
         "an evaluation set of --eval-config has keys of its own for it",
         "eval-tool-key",
@@ -227,7 +227,6 @@ NEUTRAL: dict[str, tuple[tuple[str, ...], str]] = {
     "expert-tensor-parallel-size": (("1",), "nothing is split"),
     "sglang-dp-size": (("1",), "an engine has none of its own"),
     "lr-warmup-init": (("0",), "the rate rises from 0"),
-    "bf16": (("false",), "the trainer computes in float32"),
 }
 """Values with which a flag does nothing, and the reason that it may then be left out."""
 

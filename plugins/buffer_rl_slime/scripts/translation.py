@@ -135,7 +135,7 @@ def _defaults(flags: Flags, target: Target) -> Iterable[Line]:
     if target.with_megatron:
         yield _added("train_backend", "megatron", f"{project}'s trainer")
         for name, value in (("transformer_impl", "transformer_engine"), ("bf16", "true")):
-            if name in target.megatron and name.replace("_", "-") not in flags:
+            if name in target.fields and name.replace("_", "-") not in flags:
                 yield _added(name, value, f"{project}'s default, without {flag_of(name)}")
     for flag, option, value, only_with in DEFAULTS:
         if flag in flags or (only_with and only_with not in flags) or (supervised and option in _OF_GENERATION):
@@ -183,6 +183,8 @@ def _left_out(line: Line, target: Target) -> Line:
         return replace(line, left_out="with train_backend: megatron")
     if target.laptop and any(name in PLACES or name.startswith("sglang_") for name in line.options):
         return replace(line, left_out="for GPUs and SGLang")
+    if target.laptop and "bf16" in line.options:
+        return replace(line, left_out="for GPUs: a CPU is slower in bfloat16")
     return line
 
 

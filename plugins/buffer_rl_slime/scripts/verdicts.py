@@ -81,6 +81,9 @@ class Judge:
             "opd-type": self._opd_type,
             "train-backend": self._train_backend,
             "sequence-parallel": self._sequence_parallel,
+            "recompute-granularity": self._recompute_granularity,
+            "optimizer-cpu-offload": lambda values: self._moments_elsewhere("optimizer-cpu-offload", values),
+            "no-save-optim": lambda values: self._moments_elsewhere("no-save-optim", values),
             "rollout-num-gpus-per-engine": self._gpus_per_engine,
             "moe-router-load-balancing-type": self._load_balancing,
             "update-weight-transport": self._update_weight_transport,
@@ -264,6 +267,16 @@ class Judge:
         if (value_of(self.flags, "tensor-model-parallel-size") or "1") == "1":
             return Verdict.NOT_NEEDED, "nothing is split", {}
         return self._other("sequence-parallel", values)
+
+    def _recompute_granularity(self, values: list[str]) -> Judgement:
+        if values == ["full"] or self.target.with_megatron:
+            return self._other("recompute-granularity", values)
+        return Verdict.NOT_NEEDED, "it saves memory with Megatron alone", {}
+
+    def _moments_elsewhere(self, name: str, values: list[str]) -> Judgement:
+        if self.target.with_megatron:
+            return Verdict.NOT_YET, "the Megatron trainer keeps Adam's moments on its device and in checkpoints", {}
+        return self._other(name, values)
 
     def _load_balancing(self, values: list[str]) -> Judgement:
         coefficient = known_flag("moe-aux-loss-coeff", [value_of(self.flags, "moe-aux-loss-coeff") or "0"])

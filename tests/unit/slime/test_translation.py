@@ -42,7 +42,6 @@ class MegatronOptions(Section):
     sequence_parallel: bool = option(False, "norms")
     recompute_method: str | None = option(None, "which layers")
     num_layers: int | None = option(None, "layers")
-    bf16: bool = option(False, "bfloat16")
 
 
 WITH_MEGATRON = compose([*CORE_SECTIONS, SglangOptions, TrackerOptions, MegatronOptions])
@@ -249,7 +248,7 @@ def test_the_file_says_what_the_flags_say(tmp_path: Path) -> None:
         "--hf-checkpoint", f"{unset('BASE')}/m", "--num-rollout", computed("STEPS"), "--lr", "1e-6", "--use-kl-loss",
         "--rollout-stop", "a b", "#x", "--apply-chat-template-kwargs", '{"enable_thinking": false}',
         "--eval-prompt-data", "aime", f"{unset('BASE')}/a.jsonl", "--sglang-cuda-graph-bs", "1", "2",
-        "--prompt-data", "C: d", "--reward-key", "${literal}", "--optimizer-cpu-offload", "--rollout-num-gpus", "4",
+        "--prompt-data", "C: d", "--reward-key", "${literal}", "--release-train", "--rollout-num-gpus", "4",
     )  # fmt: skip
     file = tmp_path / "train.yaml"
     file.write_text(yaml_text(found, target(), title="t", run_dir="runs/x"))
@@ -261,7 +260,7 @@ def test_the_file_says_what_the_flags_say(tmp_path: Path) -> None:
     assert (args.run_dir, args.loss_agg_mode) == ("runs/x", "seq-mean-token-mean")
     text = file.read_text()
     assert '# num_rollout: "${STEPS}"  # only a run of the script knows STEPS' in text
-    assert "#   --optimizer-cpu-offload: nothing is moved to the CPU's memory" in text
+    assert "#   --release-train: models and Adam's moments are moved to the CPU's memory" in text
     assert found.unknown_values() == ["STEPS"]
 
 

@@ -26,6 +26,8 @@ def _args(**overrides: Any) -> SimpleNamespace:
         "adam_eps": 1e-8,
         "clip_grad": 0.0,
         "deterministic": False,
+        "optimizer_cpu_offload": False,
+        "save_optim": True,
     }
     return SimpleNamespace(**(defaults | overrides))
 

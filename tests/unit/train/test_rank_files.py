@@ -16,7 +16,7 @@ from buffer_rl.train.rank_files import load_state, save_state
 from harness.processes import holds_within
 
 
-def _trained(size: int = 3) -> tuple[torch.nn.Module, Optimizer]:
+def _trained(size: int = 3, *, save_optim: bool = True) -> tuple[torch.nn.Module, Optimizer]:
     args = SimpleNamespace(
         lr=0.1,
         lr_warmup_iters=0,
@@ -27,6 +27,8 @@ def _trained(size: int = 3) -> tuple[torch.nn.Module, Optimizer]:
         adam_eps=1e-8,
         clip_grad=1.0,
         deterministic=False,
+        optimizer_cpu_offload=False,
+        save_optim=save_optim,
     )
     model = torch.nn.Linear(size, 1)
     optimizer = Optimizer(args, model, world_size=1)
@@ -52,6 +54,19 @@ def test_weights_moments_step_and_random_state_come_back(tmp_path: Path) -> None
         assert torch.equal(model.state_dict()[name], tensor)
     for name, tensor in saved_optimizer.state_tensors().items():
         assert torch.equal(optimizer.state_tensors()[name], tensor)
+
+
+def test_without_save_optim_the_step_comes_back_and_moments_start_anew(tmp_path: Path) -> None:
+    model, optimizer = _trained(save_optim=False)
+    save_state(str(tmp_path), model, optimizer, model.state_dict(), 0)
+    assert load_file(tmp_path / "optimizer.safetensors") == {}
+    resumed, with_moments = _trained()  # of the option that a run is resumed with nothing depends
+    load_state(str(tmp_path), resumed, with_moments, resumed.state_dict(), 0)
+    assert (with_moments.step_count, with_moments.state_tensors()) == (1, {})
+    resumed(torch.ones(1, 3)).sum().backward()
+    with_moments.step(1.0)
+    assert with_moments.step_count == 2
+    assert float(with_moments.state_tensors()["step.weight"]) == 1
 
 
 def test_what_is_written_in_the_background_is_the_state_of_the_call(tmp_path: Path) -> None:
