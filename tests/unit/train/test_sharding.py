@@ -98,7 +98,7 @@ def trained_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     names = list(dict.fromkeys(case[0] for case in CASES))
     # At this eps and learning rate, a difference d of gradients moves a weight by at most d.
     models = {
-        name: make_tiny_model(folder / name, architecture=name, characters="abcd=", init_scale=0.3) for name in names
+        name: make_tiny_model(folder / name, architecture=name, characters="abcd=", init_scale=0.2) for name in names
     }
     of = {name: options(models[name]).model_copy(update={"adam_eps": 1e-3, "lr": 1e-3}) for name in names}
     alone = trained(folder / "1", [("torch", of[name], shares(STEPS, 1, EVEN, ONE)) for name in names], 1)
