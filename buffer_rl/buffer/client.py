@@ -27,6 +27,7 @@ from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
 from buffer_rl.errors import DeadlineError, PayloadLostError
+from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import Column, RolloutReport, RowId, Ticket, TrainBatch
 
 P = ParamSpec("P")
@@ -174,9 +175,10 @@ class BufferClient:
         step: int = 0,
         splitting: Splitting = Splitting.ROWS,
         given: bool = False,
+        cost: RowCost | None = None,
     ) -> TrainBatch:
         """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
-        plan = self.call(BufferState.plan_data, rollout_id, dp_rank, dp_size, num_steps, step, splitting, given)
+        plan = self.call(BufferState.plan_data, rollout_id, dp_rank, dp_size, num_steps, step, splitting, given, cost)
         return self._assembled(plan)
 
     def put_fields(

@@ -17,6 +17,7 @@ from buffer_rl.buffer.columns import BatchPlan, Cell, ColumnStore, GroupSlice, R
 from buffer_rl.buffer.readers import Reader, Selection, Splitting, balanced_partition
 from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.errors import BufferStateError
+from buffer_rl.plan.flops import RowCost
 from buffer_rl.plan.roles import DERIVED_FIELDS
 from buffer_rl.records.groups import Column, GroupUid, RolloutReport, RowId, take_rows
 
@@ -203,9 +204,11 @@ class DataPool:
         step: int = 0,
         splitting: Splitting = Splitting.ROWS,
         given: bool = False,
+        cost: RowCost | None = None,
     ) -> BatchPlan:
         """The rows of one data-parallel replica in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
-        tokens. The first call fixes the assignment; repeats return the same rows.
+        ``cost``, or by tokens if it is None. The first call fixes the assignment; repeats return the same rows,
+        whatever their ``cost``.
 
         splitting: what goes to one replica as a whole. given: only the fields that the groups came with, without those
         that roles added. Raises BufferStateError if there is less to split than replicas."""
@@ -214,19 +217,21 @@ class DataPool:
         uids = self._mini_batch(num_steps, step)
         key = (dp_size, num_steps, step, splitting)
         if key not in self._assignments:
-            self._assignments[key] = self._assign(uids, dp_size, splitting)
+            self._assignments[key] = self._assign(uids, dp_size, splitting, cost)
         mine = self._assignments[key][dp_rank]
         names = [n for n in self._common_fields(uids) if not given or all(n in self._store.given(uid) for uid in uids)]
         return self._plan([(uid, mine[uid]) for uid in uids if uid in mine], names)
 
     # -- helpers -------------------------------------------------------------------------------------
 
-    def _assign(self, uids: Sequence[GroupUid], dp_size: int, splitting: Splitting) -> list[dict[GroupUid, list[int]]]:
+    def _assign(
+        self, uids: Sequence[GroupUid], dp_size: int, splitting: Splitting, cost: RowCost | None
+    ) -> list[dict[GroupUid, list[int]]]:
         """For each replica the positions of its rows in their groups, in order."""
         if dp_size == 1:
             return [{uid: self._positions(uid) for uid in uids}]
         blocks = [(uid, [position]) for uid in uids for position in self._positions(uid)]
-        lengths = [tokens for uid in uids for tokens in self._store.sizes(uid).tokens]
+        loads = [load for uid in uids for load in self._loads(uid, cost)]
         if len(blocks) < dp_size:
             raise BufferStateError(f"{len(blocks)} rows cannot be shared among {dp_size} ranks", where=self.task)
         enough = len(uids) >= dp_size
@@ -239,13 +244,20 @@ class DataPool:
             )
         if splitting is not Splitting.ROWS and enough:
             blocks = [(uid, self._positions(uid)) for uid in uids]
-            lengths = [sum(self._store.sizes(uid).tokens) for uid in uids]
+            loads = [sum(self._loads(uid, cost)) for uid in uids]
         shares: list[dict[GroupUid, list[int]]] = []
-        for part in balanced_partition(lengths, dp_size):
+        for part in balanced_partition(loads, dp_size):
             shares.append({})
             for uid, positions in (blocks[index] for index in part):
                 shares[-1].setdefault(uid, []).extend(positions)
         return shares
+
+    def _loads(self, uid: GroupUid, cost: RowCost | None) -> list[int]:
+        """Of each row of a group. Its trained tokens stand for those of its response, which only the payload has."""
+        sizes = self._store.sizes(uid)
+        if cost is None:
+            return sizes.tokens
+        return [cost.forward(*row) for row in zip(sizes.tokens, map(int, sizes.trained), strict=True)]
 
     def _positions(self, uid: GroupUid) -> list[int]:
         return list(range(len(self._store.rows(uid))))

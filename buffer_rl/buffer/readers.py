@@ -98,7 +98,7 @@ class Splitting(StrEnum):
 
 
 def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Row indices in ``num_parts`` parts whose sums of ``lengths`` (tokens a row) are about equal.
+    """Row indices in ``num_parts`` parts whose sums of ``lengths`` (tokens or FLOPs of each row) are about equal.
 
     Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17,
     1969): the largest part exceeds the best possible one by at most a third. Every row is in exactly one part; no

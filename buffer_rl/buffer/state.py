@@ -24,6 +24,7 @@ from buffer_rl.buffer.selections import Selections
 from buffer_rl.data.custom import Delivery
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.plan.flops import RowCost
 from buffer_rl.plan.schedule import LOCKSTEP, Schedule
 from buffer_rl.records.groups import (
     Column,
@@ -328,10 +329,12 @@ class BufferState:
         step: int = 0,
         splitting: Splitting = Splitting.ROWS,
         given: bool = False,
+        cost: RowCost | None = None,
     ) -> BatchPlan:
         """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
         ``DataPool.share``). Its answers hold the payloads of a whole step, too large for the log of calls."""
-        return self._selections.of(f"train_{rollout_id}").share(dp_rank, dp_size, num_steps, step, splitting, given)
+        pool = self._selections.of(f"train_{rollout_id}")
+        return pool.share(dp_rank, dp_size, num_steps, step, splitting, given, cost)
 
     def get_data(
         self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0

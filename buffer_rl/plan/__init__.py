@@ -6,4 +6,5 @@ algorithms  the table of algorithms: estimator, loss, normalisation of rewards
 counts      how many processes each role has; how many optimizer steps a rollout has, and of how many samples
 layout      ranks in pipeline, data, context and tensor parallelism
 schedule    what may overlap with generation
+flops       what a model computes on a row, and the metrics of a step's speed
 """

@@ -80,6 +80,12 @@ class TrainOptions(Section):
         ge=1,
         common=True,
     )
+    peak_tflops: float | None = option(
+        None,
+        "peak of one device of the trainer, in TFLOP/s of its matrix products in the trainer's number format, for the "
+        "metric perf/mfu; if not set: no such metric",
+        gt=0,
+    )
     num_ref_workers: int = option(
         0, "number of processes for reference log-probabilities of finished groups; 0: in the trainer", ge=0
     )

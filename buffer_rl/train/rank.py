@@ -8,7 +8,9 @@ ranks, with a deadline.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,12 +26,14 @@ from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
+from buffer_rl.files.hf_config import read_config, text_config
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import HasValues, ReloadsReference, SavesLater, Sleeps, Trainer
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import loss_of, role_args
+from buffer_rl.plan.flops import RowCost, TrainWork, speed_metrics
 from buffer_rl.plan.roles import ACTOR, CRITIC, FIELD_OF_MODEL
 from buffer_rl.plugin.calls import construct, returned
 from buffer_rl.plugin.registry import PluginRegistry
@@ -56,8 +60,9 @@ if TYPE_CHECKING:
 
 
 def named_metrics(role: str, answers: list[StepReport]) -> dict[str, float]:
-    """The metrics of an optimizer step, of all ranks, named after the role."""
-    return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()}
+    """The metrics of an optimizer step, of all ranks, named after the role, and those of speed, if it is known."""
+    speed = speed_metrics([answer.work for answer in answers if answer.work is not None])
+    return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()} | speed
 
 
 def widest_gap(role: str, answers: list[LogProbGap]) -> LogProbGap:
@@ -88,6 +93,7 @@ class TrainRank:
         self._streamed = 0
         self._sums = Sums()
         self._calls_objective = True
+        self._cost: RowCost | None = None
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._sender: RankSender | None = None
@@ -117,6 +123,7 @@ class TrainRank:
         registry = PluginRegistry.from_flags(self._args.plugin)
         self._objective = Objective(self._args, registry, self._role)
         self._kl = KLControl(self._args, self._objective)
+        self._cost = row_cost(self._args)
         prepare_torch(self._args, self._args.seed + self._rank)
         self._built = build_trainer(self._args, registry, self._rank, self._world_size, self._objective)
         if self._role == ACTOR and self._args.trainer_load is not None and self._args.load is None:
@@ -139,8 +146,11 @@ class TrainRank:
         Raises BufferStateError if one has too little for all replicas (see ``DataPool.share``)."""
         place, steps = self._trainer.topology, self._args.num_steps_per_rollout
         split = splitting(self._args, self._objective.unit)
+        # Ranks that work in step make equally many passes, and these are limited by tokens.
+        cost = None if place.in_step else self._cost
         self._batches = [
-            self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size, steps, step, split) for step in range(steps)
+            self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size, steps, step, split, cost=cost)
+            for step in range(steps)
         ]
 
     def log_probs(self, model: str) -> None:
@@ -225,7 +235,9 @@ class TrainRank:
 
     @dispatch(collect=named_metrics)
     def finish_stream(self) -> StepReport:
-        """The optimizer step on the gradients that ``stream`` accumulated, over all ranks."""
+        """The optimizer step on the gradients that ``stream`` accumulated, over all ranks.
+
+        It reports no work: a device's passes may end after the calls that began them, during waits for rows."""
         report = StepReport()
         take_step(self._trainer, self._sums, self._guard, report, lambda: self._share(self._streamed), 0)
         self._kl.adapt(report)
@@ -239,7 +251,12 @@ class TrainRank:
         if self._calls_objective:
             require_old_log_probs(self._args, batches)
         objective = self._objective if self._calls_objective else None
+        started = time.monotonic()
         report = train_steps(self._trainer, objective, batches, self._guard, passes)
+        if self._role == ACTOR and self._cost is not None:
+            seconds, own = time.monotonic() - started, batches if self._trainer.topology.is_head else []
+            recomputes = getattr(self._trainer, "recomputes_layers", False)
+            report.work = train_work(self._args, self._cost, own, seconds, recomputes=recomputes)
         self._batches = []
         self._kl.adapt(report)
         gc.collect()
@@ -358,6 +375,33 @@ def check_groups(args: Args, unit: Unit, dp_size: int) -> None:
             hint="fewer ranks or more groups; if it compares no rows of a prompt, declare it: "
             "@buffer_rl.kinds.marks.loss_unit('row')",
         )
+
+
+def row_cost(args: Args) -> RowCost | None:
+    """What the policy computes on a row; None if its configuration is not there or not understood."""
+    with suppress(ConfigError):
+        return (
+            RowCost.of(text_config(read_config("--hf-checkpoint", args.hf_checkpoint))) if args.hf_checkpoint else None
+        )
+    return None
+
+
+def train_work(
+    args: Args, cost: RowCost, batches: Sequence[TrainBatch], seconds: float, *, recomputes: bool
+) -> TrainWork:
+    """What a rank computed in its passes over ``batches``."""
+    rows = [
+        (length, int(response))
+        for batch in batches
+        for length, response in zip(batch.lengths, batch.columns["response_length"], strict=True)
+    ]
+    passes = args.num_passes_per_rollout
+    return TrainWork(
+        flops=passes * 3 * sum(cost.forward(*row) for row in rows),
+        recomputed=passes * sum(cost.layers(length) for length, _ in rows) if recomputes else 0,
+        seconds=seconds,
+        peak_tflops=args.peak_tflops,
+    )
 
 
 def no_rows(rollout_id: int) -> TrainBatch:

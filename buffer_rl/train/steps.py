@@ -24,6 +24,7 @@ from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import Trainer
 from buffer_rl.observe.terminal import say
 from buffer_rl.plan.algorithm import adapted_option, is_supervised
+from buffer_rl.plan.flops import TrainWork
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.peers import summed_over_ranks
 
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
 class StepReport:
     """One rank's account of its optimizer steps: its own sums of each that was taken, and metrics that are alike on
     every rank. non_finite: steps that the run has left out so far. kl_coef: that of the steps, if it is adapted;
-    measured_kl: what is compared with ``--kl-target`` after them, of all ranks."""
+    measured_kl: what is compared with ``--kl-target`` after them, of all ranks. work: what they computed, if the model
+    is one whose FLOPs are known."""
 
     sums: list[Sums] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     non_finite: int = 0
     kl_coef: float | None = None
     measured_kl: float | None = None
+    work: TrainWork | None = None
 
     @staticmethod
     def metrics_of(reports: Sequence[StepReport]) -> dict[str, float]:

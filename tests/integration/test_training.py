@@ -116,7 +116,9 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
 ) -> None:
     before = running()
     (tmp_path / "notes.py").write_text(HOOKS)
-    args = make_options(plugin=[f"{tmp_path / 'notes.py'}:notes"], custom_rm_path=None, rm_type="noted")
+    args = make_options(
+        plugin=[f"{tmp_path / 'notes.py'}:notes"], custom_rm_path=None, rm_type="noted", peak_tflops=0.5
+    )
     result = train(args)
     assert result.steps == 3
     assert no_others_than(before)
@@ -126,6 +128,11 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
     for line in lines:
         if line["kind"] == "train":
             assert line["train/grad_norm"] > 0
+    speeds = [line for line in lines if "perf/actor_train_tflops" in line]
+    assert [line["step"] for line in speeds] == [0, 1, 2]
+    for line in speeds:
+        assert line["perf/mfu"] == pytest.approx(line["perf/actor_train_tflops"] / 0.5)
+        assert 0 < line["perf/mfu"] < 1
     folder = Path(args.run_dir) / "hf"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() > 0

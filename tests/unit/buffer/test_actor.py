@@ -101,7 +101,7 @@ def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number
     assert sent == [
         ("change", client._caller, 0, 0, "generate", (3, True)),
         ("read", "get_source_state", ()),
-        ("read", "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS, False)),
+        ("read", "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS, False, None)),
         ("change", client._caller, 1, 1, "commit", (3, 4)),
     ]
 

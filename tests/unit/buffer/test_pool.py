@@ -15,6 +15,7 @@ from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.errors import BufferStateError
+from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import GroupUid, RowId
 
 SAMPLED = frozenset({"tokens", "loss_mask"})
@@ -422,3 +423,14 @@ def test_groups_whose_derived_fields_came_at_different_times_close_together_and_
     p.put(second, "whitened", 2.0)
     assert "whitened" in assemble(p.pool.share(0, 1)).columns
     assert assemble(p.pool.share(0, 1, given=True)).columns.keys() == SAMPLED | {"sample_total_tokens", "sample_parts"}
+
+
+def test_shares_are_of_equal_cost_if_it_is_known_and_the_first_call_fixes_them() -> None:
+    cost = RowCost(per_token=0, output_layer=0, width=1, num_full=1)  # attention alone: rows of 3, 5, 6 and 10 tokens
+    by_tokens, by_cost = ([[0, 3], [1, 2]], [[3], [0, 1, 2]])
+    for first, expected in ((None, by_tokens), (cost, by_cost)):
+        p = Pool()
+        p.pool.select([p.add(row, 1) for row in (1, 3, 4, 8)])
+        shares = [p.pool.share(rank, 2, cost=asked).slices for rank, asked in ((0, first), (1, None))]
+        rows = {1: 0, 3: 1, 4: 2, 8: 3}
+        assert [[rows[part.row_ids[0].uid.row] for part in share] for share in shares] == expected

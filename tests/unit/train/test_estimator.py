@@ -19,6 +19,7 @@ from buffer_rl.kinds.marks import Scope, Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 from buffer_rl.options.section import Options
 from buffer_rl.plan.algorithm import estimator_needs
+from buffer_rl.plan.flops import RowCost
 from buffer_rl.plan.roles import SAMPLED_FIELDS
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, GroupUid, RowId, Topology, TrainBatch
@@ -119,8 +120,9 @@ class Rows:
         num_steps: int = 1,
         step: int = 0,
         splitting: Splitting = Splitting.ROWS,
+        cost: RowCost | None = None,
     ) -> TrainBatch:
-        return assemble(self._pool.share(dp_rank, dp_size, num_steps, step, splitting))
+        return assemble(self._pool.share(dp_rank, dp_size, num_steps, step, splitting, cost=cost))
 
     def put_fields(self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         self._pool.put_fields(row_ids, columns)
@@ -132,7 +134,7 @@ def ranks_of(args: Options, count: int, rows: Rows) -> list[Any]:
     for index in range(count):
         rank: Any = object.__new__(TrainRank)
         rank._args, rank._buffer, rank._rank = args, rows, index
-        rank._objective = objective_of(args)
+        rank._objective, rank._cost = objective_of(args), None
         rank._built = SimpleNamespace(topology=Topology(dp_rank=index, dp_size=count))
         ranks.append(rank)
     return ranks

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
@@ -11,9 +14,11 @@ from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Reduction, Sums, Total
 from buffer_rl.options.section import compose
-from buffer_rl.records.groups import Topology, TrainBatch
+from buffer_rl.plan.flops import RowCost, TrainWork
+from buffer_rl.records.groups import GroupUid, RowId, Topology, TrainBatch
+from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.peers import check_topologies
-from buffer_rl.train.rank import check_groups, named_metrics, streamed_rows
+from buffer_rl.train.rank import TrainRank, check_groups, named_metrics, no_rows, row_cost, streamed_rows, train_work
 from buffer_rl.train.steps import StepReport
 
 
@@ -74,3 +79,49 @@ def test_ranks_form_replicas_with_one_head_each() -> None:
     ):
         with pytest.raises(TrainError, match="one head in each replica"):
             check_topologies(wrong)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_replicas_get_shares_of_equal_cost_unless_they_work_in_step(in_step: bool) -> None:
+    """Passes of such ranks are limited by tokens, and one with more of them would have the others wait."""
+    cost = RowCost(per_token=1, output_layer=1, width=1, num_full=1)
+    asked: list[RowCost | None] = []
+
+    def get_data(*share: Any, cost: RowCost | None) -> TrainBatch:
+        asked.append(cost)
+        return no_rows(0)
+
+    rank: Any = object.__new__(TrainRank)
+    rank._args, rank._cost, rank._buffer = compose(CORE_SECTIONS)(), cost, SimpleNamespace(get_data=get_data)
+    rank._objective = SimpleNamespace(unit=Unit.ROW)
+    rank._built = SimpleNamespace(topology=Topology(dp_rank=0, dp_size=2, in_step=in_step))
+    rank.fetch(0)
+    assert asked == [None if in_step else cost]
+
+
+def test_a_ranks_work_is_that_of_its_rows_in_each_pass() -> None:
+    cost = RowCost(per_token=10, output_layer=100, width=1, num_full=2)
+    columns = {"tokens": [np.zeros(length, dtype=np.int32) for length in (3, 5)], "response_length": np.array([1, 4])}
+    batch = TrainBatch(
+        rollout_id=0, task="train_0", row_ids=[RowId(GroupUid("d", 0, 0), i) for i in (0, 1)], columns=columns
+    )
+    args: Any = compose(CORE_SECTIONS)(num_passes_per_rollout=2, peak_tflops=7.0)
+    layers, output = 2 * 10 * (3 + 5) + 4 * 2 * (9 + 25) // 2, 2 * 100 * (1 + 4)
+    work = train_work(args, cost, [batch, batch], 1.5, recomputes=False)
+    assert work == TrainWork(flops=4 * 3 * (layers + output), recomputed=0, seconds=1.5, peak_tflops=7.0)
+    assert train_work(args, cost, [batch], 1.5, recomputes=True).recomputed == 2 * layers
+    assert train_work(args, cost, [], 1.5, recomputes=True) == TrainWork(seconds=1.5, peak_tflops=7.0)
+    speed = named_metrics("train", [StepReport(work=work), StepReport(work=TrainWork(seconds=3.0))])
+    assert speed["perf/actor_train_tflops"] == work.flops / (2 * 3.0) / 1e12
+    assert speed["perf/mfu"] == pytest.approx(speed["perf/actor_train_tflops"] / 7)
+
+
+def test_a_policy_without_a_known_configuration_has_no_cost(tmp_path: Path) -> None:
+    args: Any = compose(CORE_SECTIONS)()
+    assert row_cost(args) is None
+    assert row_cost(args.model_copy(update={"hf_checkpoint": str(tmp_path)})) is None
+    (tmp_path / "config.json").write_text('{"model_type": "my_own"}')
+    assert row_cost(args.model_copy(update={"hf_checkpoint": str(tmp_path)})) is None
+    cost = row_cost(args.model_copy(update={"hf_checkpoint": make_tiny_model(tmp_path / "model")}))
+    assert cost is not None
+    assert cost.forward(1, 1) > 0
