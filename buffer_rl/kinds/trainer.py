@@ -24,8 +24,7 @@ class Trainer(Protocol):
     ``HasValues``, ``ReloadsReference``, ``Sleeps`` and ``SavesLater``.
 
     Unless the class, or the function that makes it, has ``reads_old_log_probs = False``, rows have that column. The
-    objective needs it with several optimizer steps a rollout alone, and has it then. With ``recomputes_layers = True``
-    the backward pass computes all layers again, which ``perf/actor_train_tflops`` counts.
+    objective needs it with several optimizer steps a rollout alone, and has it then.
     """
 
     @property

@@ -255,7 +255,7 @@ class TrainRank:
         report = train_steps(self._trainer, objective, batches, self._guard, passes)
         if self._role == ACTOR and self._cost is not None:
             seconds, own = time.monotonic() - started, batches if self._trainer.topology.is_head else []
-            recomputes = getattr(self._trainer, "recomputes_layers", False)
+            recomputes = self._args.recompute_granularity == "full"
             report.work = train_work(self._args, self._cost, own, seconds, recomputes=recomputes)
         self._batches = []
         self._kl.adapt(report)
