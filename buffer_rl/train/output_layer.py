@@ -30,16 +30,18 @@ _PLACES = (1, 0, 0)
 """Predictors of the probe, of its two tokens: a shared prompt has one for several rows."""
 
 
-def fuse_where_possible(model: torch.nn.Module) -> None:
+def fuse_where_possible(model: torch.nn.Module, probe: torch.nn.Module | None = None) -> None:
     """Mark the output layer of a model as one that ``response_log_probs`` computes with log-probabilities and entropies
     in one: a linear layer without bias, no subclass of it, whose result is the model's logits bit for bit. Nothing
-    changes for other models."""
+    changes for other models. probe: a copy to try out in its place."""
     try:
         with torch.no_grad(), contained():
             head: Any = cast("Any", model).get_output_embeddings()
             is_plain = _class_of(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
+            tried: Any = model if probe is None else probe
+            layer = tried.get_output_embeddings()
             # Two, as what the layer returns in a pass is two wide.
-            fits = is_plain and all(_returns(model, head, width) for width in (head.out_features, 2))
+            fits = is_plain and all(_returns(tried, layer, width) for width in (layer.out_features, 2))
     except Exception:  # fault boundary: many architectures, of which some do more with logits
         fits = False
     if fits:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
 from buffer_rl.embedded.decode_check import ROPE_LIMIT, WINDOW, small_copy
+from buffer_rl.train.sharding import fsdp_modules
 
 PACKED = "sdpa_of_packed_rows"
 """The name of ``attention`` in transformers."""
@@ -160,7 +162,7 @@ def is_packed(model: torch.nn.Module) -> bool:
 def pack_where_possible(model: PreTrainedModel) -> None:
     """Have the model take packed rows, in place, if its layers attend to all earlier tokens by transformers' attention
     interface, and packed rows give what single ones do: in the model, and past all windows and rope limits of a small
-    copy of it. Else nothing changes."""
+    copy of it; if the model is split over ranks, in the copy alone. Else nothing changes."""
     config: Any = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or [FULL_ATTENTION])
     windows = getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types")
@@ -169,11 +171,24 @@ def pack_where_possible(model: PreTrainedModel) -> None:
         return
     AttentionInterface.register(PACKED, attention)
     try:
-        fits = _packs(small_copy(model, sys.maxsize, torch.float64), LONG_ROWS) and _packs(model, SHORT_ROWS)
+        fits = _packs(small_copy(model, sys.maxsize, torch.float64), LONG_ROWS)
+        if any(fsdp_modules(model)):
+            model.set_attn_implementation(PACKED)
+        else:
+            fits = fits and _packs(model, SHORT_ROWS)
     except Exception:  # fault boundary: many architectures, of which not all take packed rows
         fits = False
     if not fits:
         model.set_attn_implementation(before)
+
+
+def probe_of(model: PreTrainedModel) -> PreTrainedModel:
+    """What is tried out in place of the model: of one that is split over ranks a small copy, if there can be one, as a
+    pass through the model would gather its largest weights."""
+    if any(fsdp_modules(model)):
+        with suppress(Exception):  # fault boundary: many architectures
+            return cast("PreTrainedModel", small_copy(model, sys.maxsize, torch.float32))
+    return model
 
 
 def _packs(model: PreTrainedModel, probe: Probe) -> bool:

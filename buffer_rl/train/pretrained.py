@@ -16,7 +16,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.train.output_layer import fuse_where_possible
-from buffer_rl.train.packing import pack_where_possible
+from buffer_rl.train.packing import pack_where_possible, probe_of
 from buffer_rl.train.sharding import reshard
 
 if TYPE_CHECKING:
@@ -75,9 +75,10 @@ def load_model(
     one that is not causal."""
     what, how = "causal language model", {"trust_remote_code": trust_remote_code, **how}
     model = load_pretrained(AutoModelForCausalLM, what, path, device, flag, **how)
-    _require_causal(model, str(path), flag)
+    probe = probe_of(model)
+    _require_causal(probe, str(path), flag)
     pack_where_possible(model)
-    fuse_where_possible(model)
+    fuse_where_possible(model, probe)
     reshard(model)
     return model
 
