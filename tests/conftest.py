@@ -9,11 +9,20 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.cluster.process import settle_garbage_collector
 
 # An example that takes long says something of the machine, and nothing of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session")
+def forked_processes() -> Iterator[None]:
+    """Engines, Ray's workers and reward processes are forked from one process that has imported torch, as those of a
+    run; commands that tests start take theirs from it too. It is started with the first test that asks for it."""
+    with fork_server():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 
 
 @pytest.fixture(scope="session")
-def engine_args(model_folder: Callable[..., str]) -> Callable[..., Any]:
+def engine_args(model_folder: Callable[..., str], forked_processes: None) -> Callable[..., Any]:
     """Options as the launcher and the fleet read them."""
 
     def make(**changes: Any) -> Any:
