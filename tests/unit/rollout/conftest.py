@@ -191,5 +191,5 @@ class Kit:
 
 
 @pytest.fixture(scope="session")
-def kit() -> Kit:
+def kit(forked_processes: None) -> Kit:
     return Kit()
