@@ -33,7 +33,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine_args(model_folder: Callable[..., str], forked_processes: None) -> Callable[..., Any]:
     """Options as the launcher and the fleet read them."""
 

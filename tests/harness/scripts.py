@@ -12,10 +12,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
-from buffer_rl.cluster.fork_server import ForkedProcess, start_process
+from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, ForkedProcess, start_process
+
+
+@contextmanager
+def forked_from(socket: str) -> Iterator[None]:
+    """Processes that are started in the block are forked by the fork server of that socket."""
+    before = os.environ.get(SOCKET_VARIABLE)
+    os.environ[SOCKET_VARIABLE] = socket
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SOCKET_VARIABLE]
+        else:
+            os.environ[SOCKET_VARIABLE] = before
 
 
 def start_script(

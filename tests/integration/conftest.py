@@ -16,14 +16,16 @@ from buffer_rl.driver.launch import launch_training
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.scripts import forked_from
 
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(forked_processes: None) -> Iterator[None]:
-    """Ray as a run starts it."""
-    with ray_session(None):
+def ray_cluster(fork_server_socket: str) -> Iterator[None]:
+    """Ray as a run starts it. Its workers and the engines of runs are forked, as those of a command; commands that
+    tests start have theirs forked by the same server."""
+    with forked_from(fork_server_socket), ray_session(None):
         yield
 
 
