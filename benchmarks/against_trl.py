@@ -5,9 +5,9 @@
     python benchmarks/against_trl.py --schedule pipelined --stream-gradients
     python benchmarks/against_trl.py --quick                    # two minutes: does everything work?
 
-Both systems train the same start model on the same prompts with the same settings (``comparison_tasks.py``), 32 prompts
-with 16 samples a step, generation included. Each run is a process with its children; the systems take turns, so that
-neither has the quieter machine. TRL first shows on a few steps with how many threads, and in micro-batches of what
+Both systems train the same start model on the same prompts with the same settings (``comparison_settings.py``), 32
+prompts with 16 samples a step, generation included. Each run is a process with its children; the systems take turns, so
+that neither has the quieter machine. TRL first shows on a few steps with how many threads, and in micro-batches of what
 size, it is fastest here. Times begin with the first step; ``start`` is what comes before it. Held-out accuracy is that
 of greedy decoding, by one code for both, from weights saved at the same steps; saving and evaluating are not in the
 times. Between two evaluations the accuracy is taken to be on a straight line.
@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from algorithms import execute
 from comparison_ours import RESULT, Spec
-from comparison_tasks import PROMPTS, SAMPLES, TASKS, Task, held_out_accuracy, rows, start_model, write_rows
+from comparison_settings import PROMPTS, SAMPLES
+from comparison_tasks import TASKS, Task, held_out_accuracy, quick, rows, start_model, write_rows
 
 HERE = Path(__file__).resolve().parent
 TRL = "TRL"
@@ -267,9 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     comparison.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # of the start models and the evaluations
-    tasks = [TASKS[name] for name in (["short"] if args.quick else args.tasks)]
-    steps = 8 if args.quick else args.steps
-    tasks = [replace(t, steps=steps, eval_every=min(t.eval_every, steps // 2)) if steps else t for t in tasks]
+    tasks = [quick(TASKS["short"])] if args.quick else [TASKS[name] for name in args.tasks]
+    tasks = [replace(t, steps=args.steps or t.steps) for t in tasks]
+    tasks = [replace(t, eval_every=min(t.eval_every, t.steps // 2)) for t in tasks]
     seeds = args.seeds[:1] if args.quick else args.seeds
     for task in [] if args.table else tasks:
         start_model(comparison.start(task), task)

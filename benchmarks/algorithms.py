@@ -46,6 +46,15 @@ SHARED: Mapping[str, Any] = {
 }
 """Options of all runs that differ from ``train.yaml`` of the quickstart, beside the number of rollouts."""
 
+QUICK_PROMPTS = 32
+"""Of each evaluation."""
+QUICK: Mapping[str, Any] = {
+    "dynamic_sampling_filter_path": "none",  # a model that is hardly warmed up has no prompt with unequal rewards
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+}
+"""Options of a run that shows that everything works."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -178,12 +187,16 @@ class Campaign:
         flags = shown_options({**seeds, "prompt_data": self.folder / "warmup/data/train.jsonl", **options})
         return [sys.executable, "-c", code, "train", "--config", str(QUICKSTART / config), *flags]
 
+    def eval_set(self, name: str, file: Path) -> str:
+        """For ``--eval-prompt-data``."""
+        return f"{name}={file}" + (f"@[0:{QUICK_PROMPTS}]" if self.quick else "")
+
     def warm_up(self) -> str | None:
         """Make words, model and its warm-up, which all runs start from."""
         folder = self.folder / "warmup"
         options = {
             "hf_checkpoint": folder / "model",
-            "eval_prompt_data": f"dev={folder / 'data/dev.jsonl'}",
+            "eval_prompt_data": self.eval_set("dev", folder / "data/dev.jsonl"),
             "run_dir": folder / "sft",
         }
         prepare = [sys.executable, str(QUICKSTART / "prepare.py"), "--out", str(folder), "--seed", str(self.seed)]
@@ -195,10 +208,8 @@ class Campaign:
     def settings(self, name: str) -> dict[str, Any]:
         """What the result of an algorithm depends on, as JSON values."""
         warm = self.folder / "warmup"
-        # A model that is hardly warmed up has no prompt with unequal rewards.
-        unfiltered = {"dynamic_sampling_filter_path": "none"} if self.quick else {}
         return {
-            "options": {**SHARED, **unfiltered, "num_rollout": self.steps, **RECIPES[name].options},
+            "options": {**SHARED, **(QUICK if self.quick else {}), "num_rollout": self.steps, **RECIPES[name].options},
             "seed": self.seed,
             "files": _digest(QUICKSTART / "train.yaml", warm / "sft/hf/model.safetensors", warm / "data/heldout.jsonl"),
         }
@@ -208,7 +219,7 @@ class Campaign:
         warm, settings = self.folder / "warmup", self.settings(name)
         options = {
             "hf_checkpoint": warm / "sft/hf",
-            "eval_prompt_data": f"{EVAL_SET}={warm / 'data/heldout.jsonl'}",
+            "eval_prompt_data": self.eval_set(EVAL_SET, warm / "data/heldout.jsonl"),
             "eval_interval": self.steps,
             "run_dir": self.folder / name,
             **settings["options"],

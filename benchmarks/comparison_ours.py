@@ -1,5 +1,5 @@
 """One run of buffer_rl for ``against_trl.py``: ``python comparison_ours.py SPEC.json``; what is equal for both systems
-is in ``comparison_tasks``.
+is in ``comparison_settings``.
 
 The weights that are evaluated are those of the run's checkpoints, whose writing is taken off the times.
 """
@@ -93,7 +93,7 @@ def cpu_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 def main() -> None:
     """Train, and write what it took."""
     spec = Spec.read(Path(sys.argv[1]))
-    from comparison_tasks import PROMPTS, SAMPLES, SETTINGS
+    from comparison_settings import PROMPTS, SAMPLES, SETTINGS
     from cpu_times import OPTIONS, read_steps
 
     from buffer_rl import __version__

@@ -14,7 +14,7 @@ import json
 import random
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,8 @@ from buffer_rl.embedded.sampling import SamplingParams
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.testing.tiny import make_tiny_model
 
-PROMPTS, SAMPLES = 32, 16
-"""Of a step."""
-SETTINGS: Mapping[str, float] = {"lr": 3e-4, "adam_beta1": 0.9, "adam_beta2": 0.95, "eps_clip": 0.2, "clip_grad": 1.0}
-"""Of both systems, beside: GRPO with rewards normalised over a prompt's samples, mean over tokens, temperature 1, no
-Kullback-Leibler term, no weight decay, a constant learning rate, one optimizer step a rollout, float32."""
 HELD_OUT, DEV = 1000, 256
+QUICK_STEPS = 4
 MODEL: Mapping[str, Any] = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 24}
 MAX_DIGITS = 16
 
@@ -40,7 +36,7 @@ MAX_DIGITS = 16
 class Task:
     """row: a prompt and its answer. max_tokens: of an answer, with the end token. context: of the model. warm_up: the
     start model's accuracy, sampled at temperature 1. target: the accuracy that training is timed to. steps, eval_every:
-    length of a run, and how often its weights are saved for their accuracy."""
+    length of a run, and how often its weights are saved for their accuracy. held_out: prompts of each evaluation."""
 
     name: str
     row: Callable[[random.Random], tuple[str, str]]
@@ -51,6 +47,7 @@ class Task:
     target: float
     steps: int
     eval_every: int
+    held_out: int = HELD_OUT
 
 
 def reversed_word(rng: random.Random) -> tuple[str, str]:
@@ -102,6 +99,12 @@ TASKS: Mapping[str, Task] = {
 }
 
 
+def quick(task: Task) -> Task:
+    """Its shortest form, which shows that everything works: hardly any warm-up, few steps, evaluations of few prompts.
+    Its name is another, so that no result and no start model is taken for those of the task."""
+    return replace(task, name=f"quick_{task.name}", warm_up=0.0, steps=QUICK_STEPS, held_out=DEV // 4)
+
+
 def rows(task: Task, count: int, part: str) -> list[tuple[str, str]]:
     """``count`` prompts and answers; parts are drawn apart from each other. Short prompts may be in several."""
     rng = random.Random(f"{task.name} {part}")
@@ -148,7 +151,7 @@ def accuracy(model: Any, tokenizer: Any, task: Task, pairs: Sequence[tuple[str, 
 
 def held_out_accuracy(folder: Path, task: Task) -> float:
     """Of the weights in a Hugging Face folder, by greedy decoding."""
-    return accuracy(*load(folder), task, rows(task, HELD_OUT, "held-out"), 0.0)
+    return accuracy(*load(folder), task, rows(task, task.held_out, "held-out"), 0.0)
 
 
 def start_model(folder: Path, task: Task, lr: float = 2e-3, batch: int = 64, most_steps: int = 20_000) -> None:

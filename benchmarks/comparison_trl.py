@@ -1,6 +1,6 @@
 """One run of TRL's GRPO for ``against_trl.py``: ``python comparison_trl.py SPEC.json`` (see ``comparison_ours.Spec``).
 
-Settings that are equal for both systems are in ``comparison_tasks``. What is TRL's own: generation by transformers,
+Settings that are equal for both systems are in ``comparison_settings``. What is TRL's own: generation by transformers,
 gradient checkpointing off, float32 on the CPU, nothing logged, no checkpoints but the weights that are evaluated, whose
 writing is not in the times.
 """
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import trl
 from comparison_ours import Spec, seconds_of_process
-from comparison_tasks import PROMPTS, SAMPLES, SETTINGS, load, read_rows
+from comparison_settings import PROMPTS, SAMPLES, SETTINGS
+from comparison_tasks import load, read_rows
 from datasets import Dataset
 from transformers import TrainerCallback
 

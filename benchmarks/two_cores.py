@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from against_trl import Comparison, Record, seconds_to, spread
-from comparison_tasks import TASKS, Task, start_model
+from comparison_tasks import TASKS, Task, quick, start_model
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -131,11 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also what has run")
     parser.add_argument("--quick", action="store_true", help="short answers, a few steps: does everything work?")
     args = parser.parse_args(argv)
-    task, layouts = TASKS["short" if args.quick else "long"], LAYOUTS
+    task, layouts = quick(TASKS["short"]) if args.quick else TASKS["long"], LAYOUTS
     if args.quick:
-        args.modes, args.steps, layouts = [args.modes[0], args.modes[-1]], 8, LAYOUTS[:1]
-    if args.steps:
-        task = replace(task, steps=args.steps, eval_every=min(task.eval_every, args.steps // 2))
+        args.modes, layouts = [args.modes[0], args.modes[-1]], LAYOUTS[:1]
+    steps = args.steps or task.steps
+    task = replace(task, steps=steps, eval_every=min(task.eval_every, steps // 2))
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # of the start model and the evaluations

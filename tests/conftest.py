@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,11 +10,29 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, fork_server
 from buffer_rl.cluster.process import settle_garbage_collector
+from harness.scripts import forked_from
 
 # An example that takes long says something of the machine, and nothing of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session")
+def fork_server_socket() -> Iterator[str]:
+    """The socket of a process that has imported torch, which is started with the first test that asks for it; empty
+    where this system has none."""
+    with fork_server():
+        yield os.environ.pop(SOCKET_VARIABLE, "")
+
+
+@pytest.fixture(scope="module")
+def forked_processes(fork_server_socket: str) -> Iterator[None]:
+    """Engines, Ray's workers and reward processes that the tests of the module start are forked, as those of a run;
+    and so are those of commands that they start."""
+    with forked_from(fork_server_socket):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from task import make_task
 
 ROOT = Path(__file__).parents[2]
+FORK_SERVER = "BUFFER_RL_FORK_SERVER"
+"""Names the one that runs share, in the environment."""
 TABLE = ROOT / "build" / "golden.json"
 TIMEOUT_S = 240.0
 STEPS = 4
@@ -152,8 +154,9 @@ def _train(
     """Run to the end, or until ``kill`` has ended it."""
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(options))  # JSON is YAML
-    # A fork server of the caller's would be the parent of the processes that are looked for here.
-    own = {name: value for name, value in os.environ.items() if not name.startswith("BUFFER_RL_")}
+    # A fork server of the caller's would be the parent of the process that is looked for here.
+    kept = () if kill is _kill_buffer else (FORK_SERVER,)
+    own = {key: value for key, value in os.environ.items() if key in kept or not key.startswith("BUFFER_RL_")}
     environ = {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "buffer_rl.cli", "train", "--config", config.name]
     with _log(folder, name).open("ab") as log:

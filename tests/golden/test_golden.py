@@ -20,6 +20,7 @@ Buffer that is killed. The equalities of the others are integration tests too; `
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("forked_processes")
 def test_a_sample_of_runs_that_must_end_with_equal_weights_does() -> None:
     command = [sys.executable, str(Path(__file__).with_name("runs.py")), "check", "--only", *SAMPLE]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=1190, check=False)

@@ -8,4 +8,5 @@ ledger_contents     what a ledger holds, its counts, a way back to its own copy
 saved_state         a checkpoint of a ``BufferState`` in memory
 faulty_runs         live runs whose driver, rank or Buffer is killed
 processes           which processes descend from a process
+scripts             scripts in processes of their own, which are forked where the tests' processes are
 """

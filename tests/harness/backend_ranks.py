@@ -7,9 +7,7 @@ deals, each a list of every replica's rows; perhaps with the folder of a checkpo
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,28 +27,19 @@ from buffer_rl.train.rank import build_trainer
 from buffer_rl.train.sharding import whole
 from buffer_rl.train.steps import summed_over_ranks
 from buffer_rl.train.torch_trainer import TorchTrainer
+from harness.scripts import run_scripts
 
 DEADLINE_S = 240
 
 
 def run_ranks(world_size: int, job_file: Path) -> list[list[dict[str, Any]]]:
     """What each rank found for each item of the job."""
-    held = reserved_port("127.0.0.1")
-    port = str(held.getsockname()[1])
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     outs = [job_file.with_name(f"out_{world_size}_{rank}") for rank in range(world_size)]
-    commands = [
-        [sys.executable, __file__, str(job_file), str(rank), str(world_size), str(out)] for rank, out in enumerate(outs)
-    ]
-    ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        for process in ranks:
-            _, stderr = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, stderr
-    finally:
-        held.close()
-        for process in ranks:
-            process.kill()
+    scripts = [[__file__, str(job_file), str(rank), str(world_size), str(out)] for rank, out in enumerate(outs)]
+    with reserved_port("127.0.0.1") as held:
+        port = str(held.getsockname()[1])
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        run_scripts(scripts, variables, DEADLINE_S)
     return [pickle.loads(out.read_bytes()) for out in outs]
 
 

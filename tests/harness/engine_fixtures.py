@@ -33,8 +33,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
     return make
 
 
-@pytest.fixture(scope="session")
-def engine_args(model_folder: Callable[..., str]) -> Callable[..., Any]:
+@pytest.fixture(scope="module")
+def engine_args(model_folder: Callable[..., str], forked_processes: None) -> Callable[..., Any]:
     """Options as the launcher and the fleet read them."""
 
     def make(**changes: Any) -> Any:

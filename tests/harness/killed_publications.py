@@ -8,15 +8,16 @@ engines.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ from buffer_rl.train.model import weight_buckets
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders
 from harness.processes import holds_within
+from harness.scripts import start_script
 
 TIMEOUT_S = 60.0
+STDERR = 2
 BUCKET_BYTES = 80_000
 PAUSE_S = 0.01  # between two requests: two processors have to do for all processes
-PRELOADED = ["buffer_rl.plugin.registry", "buffer_rl.train.model", "buffer_rl.weights.sender", "ray"]
-"""What senders import, but for this module: the process that they are forked from finds no modules of tests."""
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
@@ -62,7 +63,7 @@ def _kill_if(reached: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _serve(connection: Any, transport: str, args_text: str) -> None:
+def _serve(connection: Connection, transport: str, args_text: str) -> None:
     args: Any = load_args(args_text)
     factory = PluginRegistry().resolve("weight_transport", transport)
     sender = RankSender(transport, factory, args, Topology(dp_rank=0, dp_size=1))
@@ -82,12 +83,10 @@ class SenderProcess:
     bucket at which the process dies in it."""
 
     def __init__(self, transport: str, args_text: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, transport, args_text), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._connection, theirs = Pipe()
+        with theirs:
+            words = [__file__, str(theirs.fileno()), transport, args_text]
+            self._process = start_script(words, STDERR, pass_fds=[theirs.fileno()])
         self._calls = ThreadPoolExecutor(1)
         self.folder = ""
         self.kill: tuple[str, int] | None = None
@@ -110,12 +109,12 @@ class SenderProcess:
     def end(self) -> None:
         """Kill it."""
         self._process.kill()
-        self._process.join()
+        self._process.wait()
 
     @property
     def dead(self) -> bool:
         """Whether it was killed."""
-        return not self._process.is_alive()
+        return self._process.poll() is not None
 
 
 # -- the engines' side -------------------------------------------------------------------------------
@@ -320,3 +319,7 @@ def _lives(engine: EmbeddedEngine) -> bool:
     except Exception:  # fault boundary: whatever it says, it is gone
         return False
     return True
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])), *sys.argv[2:])

@@ -1,6 +1,6 @@
 """Processes that join gloo as the ranks of Megatron's groups, and run functions of ``harness`` modules for the tests.
 
-Each call is in processes of its own, which are forked from some that have imported Megatron, as that takes several
+Each call is in processes of its own, which are forked from one that has imported Megatron, as that takes several
 seconds: what a call changes, and the threads of its groups, end with it.
 """
 
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from buffer_rl.cluster.fork_server import die_with_parent
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("mbridge") is not None
 REASON = "megatron-core and mbridge are not installed: pip install 'buffer-rl[megatron]'"
+MOST = 8
 START_TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 20.0
@@ -49,33 +50,28 @@ class RankError(Exception):
 
 
 class Ranks:
-    """``world_size`` processes in one gloo group."""
+    """Up to ``MOST`` ranks in one gloo group for each call, forked from one process that has imported Megatron."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         store = str(Path(self._folder.name, "store"))
-        pipes = [context.Pipe() for _ in range(world_size)]
-        self._connections: list[Connection] = [ours for ours, _ in pipes]
-        self._processes = [
-            context.Process(
-                target=_serve, args=(theirs, rank, world_size, store)
-            )  # no daemons: a checkpoint has writers of its own
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._processes:
-            process.start()
-        for _, theirs in pipes:
+        self._calls, calls = context.Pipe()
+        pipes = [context.Pipe() for _ in range(MOST)]
+        self._answers: list[Connection] = [ours for ours, _ in pipes]
+        # No daemon: a checkpoint has writers of its own.
+        self._process = context.Process(target=_serve, args=(calls, [theirs for _, theirs in pipes], store))
+        self._process.start()
+        for theirs in (calls, *(theirs for _, theirs in pipes)):
             theirs.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """What ``function(*args)`` returns on each rank. Raises RankError if it raises on one. If a rank
         ends (RankError) or does not answer in time (TimeoutError), all are ended."""
         try:
-            for connection in self._connections:
-                connection.send((function, args))
+            self._calls.send((world_size, function, args))
             deadline = time.monotonic() + START_TIMEOUT_S + timeout_s
-            answers = [self._answer(rank, deadline) for rank in range(len(self._connections))]
+            answers = [self._answer(rank, deadline) for rank in range(world_size)]
         except BaseException:
             self.close()
             raise
@@ -85,7 +81,7 @@ class Ranks:
         return [answer for _, answer in answers]
 
     def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
-        connection = self._connections[rank]
+        connection = self._answers[rank]
         if not connection.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError(f"rank {rank} did not answer in time")
         try:
@@ -96,38 +92,35 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        return self._process.is_alive()
 
     def close(self) -> None:
-        for connection in self._connections:
+        for connection in (self._calls, *self._answers):
             connection.close()
-        for process in self._processes:
-            process.join(END_TIMEOUT_S)
-            if process.is_alive():
-                process.kill()
-                process.join(10)
+        self._process.join(END_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
         self._folder.cleanup()
 
 
 class RankPool:
-    """The ranks of each world size, started when they are first asked for, and again after they failed."""
+    """Ranks for all calls, started when they are first asked for, and again after they failed."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, Ranks] = {}
+        self._ranks: Ranks | None = None
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """``Ranks.run`` on that many ranks."""
-        ranks = self._ranks.get(world_size)
-        if ranks is None or not ranks.alive:
-            if ranks is not None:
-                ranks.close()
-            ranks = self._ranks[world_size] = Ranks(world_size)
-        return ranks.run(function, *args, timeout_s=timeout_s)
+        if self._ranks is None or not self._ranks.alive:
+            self.close()
+            self._ranks = Ranks()
+        return self._ranks.run(world_size, function, *args, timeout_s=timeout_s)
 
     def close(self) -> None:
-        for ranks in self._ranks.values():
-            ranks.close()
-        self._ranks.clear()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
 
 @contextlib.contextmanager
@@ -157,27 +150,30 @@ WARM = ("transformers", "mbridge", "megatron.core.dist_checkpointing.strategies.
 """What takes long to import; none of it starts a thread."""
 
 
-def _serve(connection: Connection, rank: int, world_size: int, store: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+def _serve(calls: Connection, answers: list[Connection], store: str) -> None:
     import torch
 
     torch.set_num_threads(1)
     for name in WARM:
         importlib.import_module(name)
-    own = os.getpid()
+    fork, own = multiprocessing.get_context("fork"), os.getpid()
     for number in itertools.count():
         try:
-            function, args = connection.recv()
+            world_size, function, args = calls.recv()
         except (EOFError, ConnectionResetError):
             os._exit(0)  # taking Megatron's modules apart would take seconds
-        place = (rank, world_size, f"file://{store}-{number}")
-        child = multiprocessing.get_context("fork").Process(
-            target=_answer, args=(own, connection, place, function, args)
-        )
-        child.start()
-        child.join()
-        if child.exitcode:
-            return  # and the connection ends with it
+        places = [(rank, world_size, f"file://{store}-{number}") for rank in range(world_size)]
+        running = [
+            fork.Process(target=_answer, args=(own, answers[place[0]], place, function, args)) for place in places
+        ]
+        for rank in running:
+            rank.start()
+        while running:
+            wait([rank.sentinel for rank in running])
+            ended = [rank for rank in running if rank.exitcode is not None]
+            if any(rank.exitcode for rank in ended):
+                os._exit(1)  # and the connections end with it, and with it the other ranks
+            running = [rank for rank in running if rank not in ended]
 
 
 def _answer(
@@ -188,8 +184,9 @@ def _answer(
     from buffer_rl_megatron.compat import install
 
     die_with_parent(parent)
-    install()
     rank, world_size, store = place
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    install()
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     try:

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.scripts import forked_from
 
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """Ray as a run starts it. Its workers and the engines of runs are forked from one process, as those of a command;
-    commands that tests start take theirs from it too."""
-    with fork_server(), ray_session(None):
+def ray_cluster(fork_server_socket: str) -> Iterator[None]:
+    """Ray as a run starts it. Its workers and the engines of runs are forked, as those of a command; commands that
+    tests start have theirs forked by the same server."""
+    with forked_from(fork_server_socket), ray_session(None):
         yield
 
 

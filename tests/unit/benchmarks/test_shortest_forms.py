@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from harness.scripts import start_script
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 TIMEOUT_S = 240.0
@@ -40,24 +39,39 @@ SHORTEST: dict[str, tuple[str, ...]] = {
 
 
 def run(name: str, flags: tuple[str, ...], folder: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *flags]
-    answer = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-3000:]
-    assert answer.stdout.strip()
+    """In a process that is forked, as most benchmarks import torch; and so are the processes of their runs."""
+    script = [str(BENCHMARKS / f"{name}.py"), *flags]
+    with (folder / "output").open("w+b") as output:
+        process = start_script(script, output.fileno(), {"OMP_NUM_THREADS": "1"})
+        try:
+            status = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        shown = output.read().decode(errors="replace").strip()
+    assert status == 0, shown[-6000:]
+    assert shown
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_processes: None) -> Path:
+    """The folder that the benchmark runs in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("name", SHORTEST)
-def test_a_benchmark_works_in_its_shortest_form(name: str, tmp_path: Path) -> None:
-    run(name, SHORTEST[name], tmp_path)
+def test_a_benchmark_works_in_its_shortest_form(name: str, folder: Path) -> None:
+    run(name, SHORTEST[name], folder)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: make bench-trl installs it")
-def test_the_comparison_with_trl_works_in_its_shortest_form(tmp_path: Path) -> None:
-    run("against_trl", ("--quick", "--out", "results"), tmp_path)
+def test_the_comparison_with_trl_works_in_its_shortest_form(folder: Path) -> None:
+    run("against_trl", ("--quick", "--out", "results"), folder)
 
 
 def test_every_benchmark_that_can_be_started_is_among_them() -> None:

@@ -30,7 +30,7 @@ ALL = [TENSOR_PARALLEL, IN_STEP, SPLIT]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory, forked_processes: None) -> Found:
     """What each rank of each backend found in four optimizer steps on five groups each, of which the second is not
     finite; the other backends than ``torch`` get them in two deals, in the second of which one replica of those that
     work in step has no rows."""

@@ -190,6 +190,6 @@ class Kit:
     make_reward_model = staticmethod(make_reward_model)
 
 
-@pytest.fixture(scope="session")
-def kit() -> Kit:
+@pytest.fixture(scope="module")
+def kit(forked_processes: None) -> Kit:
     return Kit()

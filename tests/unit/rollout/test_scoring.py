@@ -14,6 +14,7 @@ from buffer_rl.records.groups import Status
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.reward_pool import MAX_LOST_PER_CALL
 from buffer_rl.rollout.reward_process import DONE, changed_metadata
+from harness.processes import holds_within
 
 TIMEOUT_S = 2.0
 HANG_IF_SLOWER_S = 60.0  # a deadline that was ignored, not one that was missed
@@ -132,8 +133,9 @@ async def test_a_process_that_died_between_two_groups_costs_the_next_one_nothing
         groups = [kit.make_group(row, labels=["x"] * 2) for row in range(2)]
         await context.scorer.score(groups[0].samples)
         (first,) = kit.pids(context)
+        (process,) = context.scorer.pool.live
         os.kill(first, signal.SIGKILL)
-        await asyncio.to_thread(os.waitid, os.P_PID, first, os.WEXITED | os.WNOWAIT)  # without reaping it
+        assert await asyncio.to_thread(holds_within, HANG_IF_SLOWER_S, lambda: not process.runs())
         assert await context.scorer.score(groups[1].samples) == []
         assert {sample.reward for sample in groups[1]} == set(kit.pids(context)) != {first}
 

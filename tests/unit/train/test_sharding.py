@@ -24,6 +24,7 @@ from harness.recorded_rows import recorded_rows
 from harness.trainers import LARGE_EPS, accumulate, make_trainer
 
 Steps = list[list[list[TrainBatch]]]
+FORKED = pytest.mark.usefixtures("forked_processes")
 
 
 def options(model: str, **changes: Any) -> Any:
@@ -92,7 +93,7 @@ def shares(num_steps: int, ranks: int, share: str, deals: str) -> Steps:
 
 
 @pytest.fixture(scope="module")
-def trained_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+def trained_cases(forked_processes: None, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """By case what each rank found, and by architecture what one rank with the whole model found."""
     folder = tmp_path_factory.mktemp("cases")
     names = list(dict.fromkeys(case[0] for case in CASES))
@@ -136,6 +137,7 @@ def test_split_ranks_have_the_gradient_of_one_in_each_step_and_its_weights_after
         assert largest_difference(rank["resumed"], rank["weights"]) == 0
 
 
+@FORKED
 @pytest.mark.slow
 def test_what_two_ranks_saved_is_continued_on_one_and_on_four_split_or_not(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", characters="abcd=", init_scale=0.3)
@@ -154,6 +156,7 @@ def test_what_two_ranks_saved_is_continued_on_one_and_on_four_split_or_not(tmp_p
     assert largest_difference(again[0]["weights"], once["weights"]) <= 1e-6
 
 
+@FORKED
 @pytest.mark.slow
 def test_one_rank_that_is_split_has_the_bits_of_one_that_is_not_and_two_ranks_repeat_theirs(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", characters="abcd=", init_scale=0.3)
@@ -165,6 +168,7 @@ def test_one_rank_that_is_split_has_the_bits_of_one_that_is_not_and_two_ranks_re
     assert largest_difference(twice[0][0]["weights"], twice[1][1]["weights"]) == 0
 
 
+@FORKED
 @pytest.mark.slow
 def test_in_bfloat16_ranks_take_the_step_of_one_split_or_not(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", characters="abcd=", init_scale=0.3)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +12,10 @@ from buffer_rl.cluster.process import reserved_port
 from buffer_rl.options.section import Options
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.steps import StepReport
+from harness.scripts import run_scripts
 from harness.trainers import LARGE_EPS, make_trainer
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 DEADLINE_S = 120
 INFINITE = """
 import torch
@@ -32,32 +31,15 @@ def _run(
     world_size: int, job_file: Path, folder: Path
 ) -> list[tuple[StepReport, dict[str, torch.Tensor], float | None]]:
     """Of each rank: its report, its weights, and the KL coefficient of the next rollout."""
-    held = reserved_port("127.0.0.1")
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1]), "OMP_NUM_THREADS": "1"}
-    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
-    script = Path(__file__).parent / "one_rank.py"
     outs = [folder / f"{world_size}_{rank}.pt" for rank in range(world_size)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(job_file), str(rank), str(world_size), str(out)],
-            env=os.environ | variables,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, out in enumerate(outs)
-    ]
-    try:
-        for process in processes:
-            _, stderr = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, stderr
-    finally:
-        held.close()
-        for process in processes:
-            process.kill()
+    script = str(Path(__file__).parent / "one_rank.py")
+    scripts = [[script, str(job_file), str(rank), str(world_size), str(out)] for rank, out in enumerate(outs)]
+    with reserved_port("127.0.0.1") as held:
+        port = str(held.getsockname()[1])
+        run_scripts(scripts, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}, DEADLINE_S)
     return [pickle.loads(out.read_bytes()) for out in outs]
 
 
-@pytest.mark.slow
 def test_two_ranks_equal_one_rank(
     make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
 ) -> None:
@@ -87,7 +69,6 @@ def test_two_ranks_equal_one_rank(
     assert StepReport.metrics_of([first, second]) == pytest.approx(StepReport.metrics_of([one]), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_infinite_on_one_rank_alone_leaves_both_ranks_as_they_were(
     make_args: Callable[..., Options], make_batch: Callable[..., TrainBatch], tmp_path: Path
 ) -> None:

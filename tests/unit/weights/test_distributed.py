@@ -56,7 +56,7 @@ def checksum(folder: str) -> str:
 
 
 @pytest.fixture
-def fleet(folders: list[str], tmp_path: Path) -> Iterator[EngineFleet]:
+def fleet(folders: list[str], tmp_path: Path, forked_processes: None) -> Iterator[EngineFleet]:
     """Two engines. An engine that dies is replaced."""
     args: Any = compose(CORE_SECTIONS)(
         hf_checkpoint=folders[0],

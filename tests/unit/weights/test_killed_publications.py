@@ -18,7 +18,7 @@ TRANSPORTS = ["disk", "tensor", pytest.param(DISTRIBUTED, id="distributed")]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def folders(tmp_path_factory: pytest.TempPathFactory, forked_processes: None) -> tuple[str, str]:
     base = tmp_path_factory.mktemp("models")
     return make_tiny_model(base / "even", seed=0), make_tiny_model(base / "odd", seed=1)
 
