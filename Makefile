@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all test-processors sglang-env test-sglang test-megatron campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart test test-all test-processors sglang-env test-sglang test-megatron test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-processors  run the numerical tests as on processors without AVX-512 and without AVX"
 	@echo "make test-sglang  run the tests against real SGLang servers on the CPU; installs them in $(VENV)-sglang (1.6 GB)"
 	@echo "make test-megatron  run the tests of all layouts of Megatron ranks on the CPU"
+	@echo "make test-gpu     everything that one GPU can show, and a table of it (ARGS='--dry-run': without one)"
 	@echo "make campaign     long fault campaigns (an hour); writes docs/campaigns.md"
 	@echo "make test-times   run tests and say where their time went (PYTEST_ARGS='tests/unit/algo')"
 	@echo "make golden-record  note what the golden runs end with, before code is moved; make golden compares"
@@ -26,6 +27,7 @@ help:
 	@echo "make bench        a step by phase, by process and by part, and the engine against transformers"
 	@echo "make bench-trl    step time and seconds to the same accuracy against TRL (ARGS='--quick': two minutes)"
 	@echo "make bench-vocabulary  trained tokens a second and memory at a large vocabulary, against TRL"
+	@echo "make bench-memory  memory of a trainer rank by the number of ranks that a model is split over"
 	@echo "make bench-schedules  step time under each schedule"
 	@echo "make bench-algorithms  whether each algorithm learns (half an hour); writes table and picture in docs/"
 	@echo "make wheel        build the distribution into dist/"
@@ -79,6 +81,11 @@ test-sglang: $(VENV)/.stamp-dev $(VENV)-sglang/.stamp
 test-megatron: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m megatron $(PYTEST_ARGS)
 
+# With the Python that has torch for the GPU: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/plugins:$(CURDIR)/tests $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+
 campaign: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python benchmarks/campaign.py $(ARGS)
@@ -104,6 +111,9 @@ bench-trl: $(VENV)/.stamp-bench
 
 bench-vocabulary: $(VENV)/.stamp-bench
 	$(BIN)/python benchmarks/vocabulary.py $(ARGS)
+
+bench-memory: $(VENV)/.stamp-dev
+	$(BIN)/python benchmarks/memory.py $(ARGS)
 
 bench-schedules: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/schedules.py

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from buffer_rl.testing.tiny import make_tiny_model
 from harness.processes import holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -62,3 +63,25 @@ def test_two_engines_that_get_weights_in_another_way_train_as_one_that_reads_fil
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert transport == "disk" or not (Path(args.run_dir) / "weights").exists()
     assert holds_within(60, lambda: "engine-control" not in {thread.name for thread in threading.enumerate()})
+
+
+@pytest.mark.slow
+def test_engines_serve_what_ranks_have_parts_of_after_each_step_in_every_way(
+    train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each publication compares what engines have with what the optimizer has, and their log-probabilities."""
+    model = make_tiny_model(tmp_path / "model", vocab=8, characters="abc=", hidden_size=32, intermediate_size=48)
+    checks = {"max_logprob_diff": 1e-4, "check_weight_update_equal": True, "rollout_num_engines": 2}
+    split = {"hf_checkpoint": model, "num_train_ranks": 2, "fsdp_size": 2, "deterministic": True, **checks}
+    ways = {
+        "disk": {"weight_sync_mode": "disk"},
+        "tensor": {"weight_sync_mode": "tensor"},
+        "distributed": {"weight_sync_mode": DISTRIBUTED},
+        "async": {"schedule": "async", "max_staleness": 2},
+    }
+    for name, way in ways.items():
+        assert train(options_in(tmp_path / name, **split, **way)).steps == 3
+    first = weights_of(str(tmp_path / "disk"))
+    for name in "tensor", "distributed":
+        assert metrics_of(str(tmp_path / name)) == metrics_of(str(tmp_path / "disk"))
+        assert all(torch.equal(tensor, first[key]) for key, tensor in weights_of(str(tmp_path / name)).items())
