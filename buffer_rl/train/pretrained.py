@@ -17,7 +17,7 @@ from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.train.output_layer import fuse_where_possible
 from buffer_rl.train.packing import pack_where_possible, probe_of
-from buffer_rl.train.sharding import reshard
+from buffer_rl.train.sharding import gather_tied_once, reshard
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -75,6 +75,7 @@ def load_model(
     one that is not causal."""
     what, how = "causal language model", {"trust_remote_code": trust_remote_code, **how}
     model = load_pretrained(AutoModelForCausalLM, what, path, device, flag, **how)
+    gather_tied_once(model)
     probe = probe_of(model)
     _require_causal(probe, str(path), flag)
     pack_where_possible(model)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,14 +25,13 @@ from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
-from buffer_rl.files.hf_config import read_config, text_config
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import HasValues, ReloadsReference, SavesLater, Sleeps, Trainer
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import loss_of, role_args
-from buffer_rl.plan.flops import RowCost, TrainWork, speed_metrics
+from buffer_rl.plan.flops import RowCost, speed_metrics
 from buffer_rl.plan.roles import ACTOR, CRITIC, FIELD_OF_MODEL
 from buffer_rl.plugin.calls import construct, returned
 from buffer_rl.plugin.registry import PluginRegistry
@@ -48,8 +46,10 @@ from buffer_rl.train.steps import (
     NonFiniteGuard,
     StepReport,
     require_old_log_probs,
+    row_cost,
     take_step,
     train_steps,
+    train_work,
 )
 from buffer_rl.train.stream import gradient_stage, log_prob_stage
 from buffer_rl.weights.sender import RankSender
@@ -375,33 +375,6 @@ def check_groups(args: Args, unit: Unit, dp_size: int) -> None:
             hint="fewer ranks or more groups; if it compares no rows of a prompt, declare it: "
             "@buffer_rl.kinds.marks.loss_unit('row')",
         )
-
-
-def row_cost(args: Args) -> RowCost | None:
-    """What the policy computes on a row; None if its configuration is not there or not understood."""
-    with suppress(ConfigError):
-        return (
-            RowCost.of(text_config(read_config("--hf-checkpoint", args.hf_checkpoint))) if args.hf_checkpoint else None
-        )
-    return None
-
-
-def train_work(
-    args: Args, cost: RowCost, batches: Sequence[TrainBatch], seconds: float, *, recomputes: bool
-) -> TrainWork:
-    """What a rank computed in its passes over ``batches``."""
-    rows = [
-        (length, int(response))
-        for batch in batches
-        for length, response in zip(batch.lengths, batch.columns["response_length"], strict=True)
-    ]
-    passes = args.num_passes_per_rollout
-    return TrainWork(
-        flops=passes * 3 * sum(cost.forward(*row) for row in rows),
-        recomputed=passes * sum(cost.layers(length) for length, _ in rows) if recomputes else 0,
-        seconds=seconds,
-        peak_tflops=args.peak_tflops,
-    )
 
 
 def no_rows(rollout_id: int) -> TrainBatch:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,20 +59,9 @@ class Sharding:
         return {"distributed_config": config}
 
     def apply(self, module: PreTrainedModel) -> None:
-        """Have a model that was loaded so, and tried out, compute with its parts and sum gradients. Raises ConfigError
-        for tied embeddings that cannot be split into equal parts."""
-        embeddings: Any = module.get_input_embeddings()
-        vocabulary = embeddings.weight.shape[0]
+        """Have a model that was loaded so, and tried out, compute with its parts and sum gradients."""
         if not self.splits:
             self._apply_to_whole(module)
-        elif vocabulary % self.size and getattr(module, "all_tied_weights_keys", None):
-            # transformers 5.23 gathers a tied output layer by itself, from a copy if parts are padded, which stays as
-            # it is when the optimizer changes the embeddings.
-            raise ConfigError(
-                f"{vocabulary} tied embeddings are no multiple of {self.size} ranks",
-                where="--fsdp-size",
-                expected=f"a divisor of {vocabulary}",
-            )
         for part in fsdp_modules(module):
             part.set_gradient_divide_factor(1.0)  # the default is the number of ranks
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other sum with a factor of its own
@@ -102,6 +91,28 @@ def layers_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from part
         else:
             yield from layers_of(part)
+
+
+def gather_tied_once(module: PreTrainedModel) -> None:
+    """Have tied embeddings gathered for the input and the output layer at once; before the first pass.
+
+    transformers 5.23 has them gathered by two groups, of the embeddings and of the root. If parts are padded, each has
+    a padded copy of its own, and the optimizer changes one of them."""
+    embeddings, head = (cast("Any", get()) for get in (module.get_input_embeddings, module.get_output_embeddings))
+    if head is None or head.weight is not embeddings.weight:
+        return
+    lists = [part._get_fsdp_state()._fsdp_param_groups for part in fsdp_modules(module)]
+    groups = [(each, group) for each in lists for group in each]
+    owners = {id(param._module_info.module): (*at, param) for at in groups for param in at[1].fsdp_params}
+    if not {id(embeddings), id(head)} <= owners.keys():
+        return
+    *_, kept = owners[id(embeddings)]
+    of_state, group, extra = owners[id(head)]
+    kept._module_info.shared_modules.append(head)
+    kept._module_info.shared_param_names.append("weight")
+    group.fsdp_params.remove(extra)
+    if not group.fsdp_params:
+        of_state.remove(group)
 
 
 def fsdp_modules(module: torch.nn.Module) -> Iterator[Any]:

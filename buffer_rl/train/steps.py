@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from buffer_rl.algo.kl import MEASURED_KL, adapted_coefficient
-from buffer_rl.errors import BufferRLError, CheckpointError, NonFiniteError, TrainError
+from buffer_rl.errors import BufferRLError, CheckpointError, ConfigError, NonFiniteError, TrainError
+from buffer_rl.files.hf_config import read_config, text_config
 from buffer_rl.files.row_file import write_rollout
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import Trainer
 from buffer_rl.observe.terminal import say
 from buffer_rl.plan.algorithm import adapted_option, is_supervised
-from buffer_rl.plan.flops import TrainWork
+from buffer_rl.plan.flops import RowCost, TrainWork
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.peers import summed_over_ranks
 
@@ -117,6 +119,33 @@ def take_step(
     if same is not None:
         report.sums.append(own)
         report.metrics.append(same)
+
+
+def row_cost(args: Args) -> RowCost | None:
+    """What the policy computes on a row; None if its configuration is not there or not understood."""
+    with suppress(ConfigError):
+        return (
+            RowCost.of(text_config(read_config("--hf-checkpoint", args.hf_checkpoint))) if args.hf_checkpoint else None
+        )
+    return None
+
+
+def train_work(
+    args: Args, cost: RowCost, batches: Sequence[TrainBatch], seconds: float, *, recomputes: bool
+) -> TrainWork:
+    """What a rank computed in its passes over ``batches``."""
+    rows = [
+        (length, int(response))
+        for batch in batches
+        for length, response in zip(batch.lengths, batch.columns["response_length"], strict=True)
+    ]
+    passes = args.num_passes_per_rollout
+    return TrainWork(
+        flops=passes * 3 * sum(cost.forward(*row) for row in rows),
+        recomputed=passes * sum(cost.layers(length) for length, _ in rows) if recomputes else 0,
+        seconds=seconds,
+        peak_tflops=args.peak_tflops,
+    )
 
 
 def require_old_log_probs(args: Args, batches: Sequence[TrainBatch]) -> None:

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.testing.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -101,18 +100,14 @@ def run(
     """Trains and returns the run's folder: ``run(name, **options)``."""
     folder = tmp_path_factory.mktemp("restarts")
     (folder / "killers.py").write_text(KILLERS)
-    # Tied embeddings, of a number that can be split.
-    even = make_tiny_model(folder / "even", vocab=8, characters="abc=", hidden_size=32, intermediate_size=48)
 
     def run(name: str, **options: Any) -> Path:
-        model = even if "fsdp_size" in options else str(task / "model")
         options |= {key: value.format(folder=folder) for key, value in options.items() if isinstance(value, str)}
         saves = {"save": str(folder / f"{name}_saves")} if "save_interval" in options else {}
         args = options_in(
             folder / name,
             train_backend=f"{folder / 'killers.py'}:Trainer",
-            hf_checkpoint=model,
-            ref_load=model,
+            ref_load=str(task / "model"),
             use_kl_loss=True,
             kl_loss_coef=0.1,
             num_rollout=STEPS,
@@ -220,13 +215,8 @@ def test_what_two_ranks_saved_is_continued_on_another_number_of_ranks(
     """From the checkpoint of step 4, which two ranks wrote in parts; the weights are those of the two to rounding."""
     folder = undisturbed_split.with_name(f"continued_on_{changes['num_train_ranks']}")
     (saved,) = undisturbed_split.with_name("undisturbed_split_saves").glob("step_*4")
-    more = {
-        "hf_checkpoint": str(folder.with_name("even")),
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.1,
-        "progress": "plain",
-    }
-    more |= {"num_rollout": STEPS, "lr_decay_style": "cosine", "deterministic": True, "load": str(saved)}
+    more: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "progress": "plain", "deterministic": True}
+    more |= {"num_rollout": STEPS, "lr_decay_style": "cosine", "load": str(saved)}
     more |= {"adam_eps": SPLIT["adam_eps"]}  # a difference of gradients becomes none that is larger, of weights
     ran = train(options_in(folder, **more, **changes))
     assert ran.steps == STEPS

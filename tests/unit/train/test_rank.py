@@ -18,8 +18,8 @@ from buffer_rl.plan.flops import RowCost, TrainWork
 from buffer_rl.records.groups import GroupUid, RowId, Topology, TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.peers import check_topologies
-from buffer_rl.train.rank import TrainRank, check_groups, named_metrics, no_rows, row_cost, streamed_rows, train_work
-from buffer_rl.train.steps import StepReport
+from buffer_rl.train.rank import TrainRank, check_groups, named_metrics, no_rows, streamed_rows
+from buffer_rl.train.steps import StepReport, row_cost, train_work
 
 
 def report(*sums: Sums) -> StepReport:
