@@ -70,7 +70,8 @@ def _fused(
 
 def response_values(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     """The values of a model with a value head before each response token, ``[num_rows, max_response]`` float32, 0 on
-    padding: what its output layer returns, whatever the architecture makes of logits after it."""
+    padding: what its output layer returns, whatever the architecture makes of logits after it. Raises TrainError for an
+    output layer with more than one output."""
     found: list[torch.Tensor] = []
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     handle = head.register_forward_hook(lambda _module, _args, output: found.append(output))
@@ -78,6 +79,10 @@ def response_values(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
         _outputs(model, micro)
     finally:
         handle.remove()
+    if found[0].shape[-1] != 1:
+        raise TrainError(
+            f"the output layer of {type(model).__name__} has {found[0].shape[-1]} outputs", expected="one, the value"
+        )
     return _pad(found[0].float().reshape(-1), micro)
 
 

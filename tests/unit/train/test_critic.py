@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.errors import CheckpointError, ConfigError, TrainError
 from buffer_rl.options.section import Options
 from buffer_rl.plan.algorithm import role_args
 from buffer_rl.plan.roles import CRITIC
@@ -57,6 +57,8 @@ def test_values_are_those_of_a_linear_layer_on_the_hidden_state_before_each_toke
     batch = make_batch()
     micro = collate(batch, CPU)
     with torch.no_grad():
+        with pytest.raises(TrainError, match="outputs"):
+            response_values(plain, micro)
         assert not response_values(model, micro).any()
         weight = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
         cast("Any", model.get_output_embeddings()).weight.copy_(weight)
@@ -115,16 +117,19 @@ def test_a_critic_learns_the_returns(make_args: MakeArgs, make_batch: MakeBatch)
     assert after["lr"] == 1e-2
 
 
+@pytest.mark.parametrize("half", [False, True])
 def test_its_first_values_and_those_of_the_step_are_equal_bit_for_bit(
-    make_args: MakeArgs, make_batch: MakeBatch
+    half: bool, make_args: MakeArgs, make_batch: MakeBatch
 ) -> None:
     """Else some values would be clipped before they moved."""
-    critic = make_critic(make_args(use_critic=True, max_tokens_per_gpu=40, value_clip=1e-30))
+    critic = make_critic(make_args(use_critic=True, max_tokens_per_gpu=40, value_clip=1e-30, bf16=half))
     batch = with_returns(make_batch(), critic.values(make_batch()))
     step(critic, batch)
     batch = with_returns(make_batch(), critic.values(make_batch()))
     assert any(row.any() for row in batch.columns["values"])
     assert step(critic, batch)["value_clipfrac"] == 0.0
+    if half:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_saved_critic_continues_bit_for_bit(make_args: MakeArgs, make_batch: MakeBatch, tmp_path: Path) -> None:
