@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from buffer_rl.driver.options import DebugOptions, ObserveOptions, RunOptions
     from buffer_rl.options.section import Options
     from buffer_rl.rollout.options import EvalOptions, RewardOptions, RolloutOptions
-    from buffer_rl.train.options import CriticOptions, LossOptions, OptimizerOptions, TrainOptions
+    from buffer_rl.train.options import CriticOptions, LoraOptions, LossOptions, OptimizerOptions, TrainOptions
     from buffer_rl.weights.options import WeightOptions
 
     class Args(
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         PlacementOptions,
         TrainOptions,
         OptimizerOptions,
+        LoraOptions,
         CriticOptions,
         LossOptions,
         AlgorithmOptions,
@@ -49,6 +50,7 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.cluster.options:PlacementOptions",
     "buffer_rl.train.options:TrainOptions",
     "buffer_rl.train.options:OptimizerOptions",
+    "buffer_rl.train.options:LoraOptions",
     "buffer_rl.train.options:CriticOptions",
     "buffer_rl.train.options:LossOptions",
     "buffer_rl.algo.options:AlgorithmOptions",

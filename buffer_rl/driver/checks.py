@@ -34,6 +34,9 @@ from buffer_rl.rollout.prompts import check_template_kwargs
 if TYPE_CHECKING:
     from buffer_rl.args import Args
 
+FULL_TRAINING_LR = 1e-6
+"""The default of ``--lr``."""
+
 
 def check_options(args: Args) -> None:
     """Raises ConfigError naming the flags that contradict each other or that a training run lacks.
@@ -373,6 +376,11 @@ def notices(args: Args) -> list[str]:
                     f"--schedule {args.schedule} overlaps nothing with generation here: with {flag}, {what} sees the "
                     "whole rollout, so no group is finished before all are"
                 )
+    if args.lora_rank and args.lr < 5 * FULL_TRAINING_LR:
+        found.append(
+            f"--lr {args.lr:g} is one of full training: adapters learn with 5 to 20 times as much, "
+            f"{5 * FULL_TRAINING_LR:g} or more"
+        )
     return found + async_notices(args, [flag for _, flag, path in whole_rollout_functions(args) if path is not None])
 
 

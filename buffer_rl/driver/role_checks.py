@@ -184,11 +184,26 @@ def _check_memory_options(args: Args) -> None:
         "--custom-model-provider-path": args.custom_model_provider_path,
         "--model-converter-path": args.model_converter_path,
     }
-    if args.train_backend == "torch" and args.bf16 and (given := [name for name, value in own.items() if value]):
+    given = [name for name, value in own.items() if value]
+    if args.train_backend == "torch" and args.bf16 and given:
         raise ConfigError(
             f"a model of {given[0]} is trained in its own number format, float32",
             where="--bf16",
             hint=f"take it out, or {given[0]}",
+        )
+    if not args.lora_rank:
+        return
+    given += ["--train-backend megatron"] * (args.train_backend == "megatron")
+    given += ["--fsdp-size"] * (args.fsdp_size != 1)
+    if given:
+        raise ConfigError(
+            f"adapters do not go with {given[0]}", where="--lora-rank", hint=f"take it out, or {given[0]}"
+        )
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "adapters are made by peft, which is not installed",
+            where="--lora-rank",
+            hint="pip install 'buffer-rl[scale]'",
         )
 
 

@@ -48,12 +48,14 @@ def uses_critic(args: Args) -> bool:
 
 
 def role_args(args: Args, role: str) -> Any:
-    """The options as a trained role sees them: the critic's learning rate is its own, and it measures no KL divergence
-    that a coefficient could follow."""
+    """The options as a trained role sees them: the critic's learning rate is its own, it measures no KL divergence
+    that a coefficient could follow, and it has no adapters."""
     if role != CRITIC:
         return args
     lr = args.lr if args.critic_lr is None else args.critic_lr
-    return args.model_copy(update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters, "kl_target": None})
+    return args.model_copy(
+        update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters, "kl_target": None, "lora_rank": 0}
+    )
 
 
 def is_supervised(args: Args) -> bool:

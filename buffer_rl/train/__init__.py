@@ -12,7 +12,8 @@ steps          optimizer steps on a rollout; steps that are not finite; the KL c
 stream         rows of a rollout that still runs: the torch dataset, the stages of roles
 model          a model, and its weights as those of a Hugging Face folder
 pretrained     loading such a folder
-sharding       a model that is split over ranks
+sharding       a model that is split over ranks, or computes in bfloat16
+lora           adapters in place of full training
 save_dtype     the number format of the folders of models that are written for others
 converter      base class of model converters; reading a folder tensor by tensor
 rank_files     files of a rank in a checkpoint

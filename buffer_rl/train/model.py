@@ -22,6 +22,7 @@ from buffer_rl.kinds.trainer import ModelConverter
 from buffer_rl.options.section import required
 from buffer_rl.plugin.calls import call, construct, contained, place, raised, returned
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.train.lora import PART, base_state, layers_with_adapter, merged
 from buffer_rl.train.output_layer import fuse_where_possible
 from buffer_rl.train.packing import pack_where_possible
 from buffer_rl.train.pretrained import checked_folder, load_model
@@ -90,22 +91,30 @@ class Model:
         head.out_features = 1
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The weights under the module's own names, each once: the memory that a checkpoint has and is read into."""
-        return unique_state(self.module)
+        """What may be trained, under the module's own names, each once: the memory that a checkpoint has and is read
+        into. Of a model with adapters, these alone."""
+        state = unique_state(self.module)
+        return {name: tensor for name, tensor in state.items() if PART in name} if self.has_adapters else state
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, and no other weights."""
+        return bool(getattr(self.module, "_hf_peft_config_loaded", False))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under the names of a Hugging Face folder, without gradient, each name once and tied weights once,
         under the name that is kept there.
 
         They share memory with the model where no conversion is needed. A converter is asked for one tensor at a time;
-        the conversions of transformers (fused experts) are made for the whole model at once. Raises PluginError for
-        any fault of a converter.
+        the conversions of transformers (fused experts) are made for the whole model at once. Adapters are merged, one
+        weight at a time. Raises PluginError for any fault of a converter.
         """
         if self._converter is None:
-            state = self.state()
+            state = base_state(unique_state(self.module))
+            layers = layers_with_adapter(self.module) if self.has_adapters else {}
             is_known = isinstance(self.module, PreTrainedModel)
             for name, tensor in (revert_weight_conversion(self.module, state) if is_known else state).items():
-                yield name, whole(tensor)
+                yield name, merged(layers[name], tensor) if name in layers else whole(tensor)
             return
         where = place("converter", self._converter_name, "export")
         names: set[str] = set()
@@ -123,9 +132,10 @@ class Model:
         return own if self._converter is None and all(same) else None
 
     def save_hf(self, tokenizer: PreTrainedTokenizerBase, path: str, *, writes: bool = True) -> None:
-        """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Of a model split over ranks, all of
-        them call this and one ``writes``, a file at a time, so that none ever has the whole model."""
-        if any(fsdp_modules(self.module)):
+        """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, adapters merged and by themselves in
+        ``adapter``. Of a model split over ranks, all of them call this and one ``writes``, a file at a time, so that
+        none ever has the whole model."""
+        if any(fsdp_modules(self.module)) or self.has_adapters:
             self._write_files(Path(path), writes)
         elif self._converter is None and isinstance(self.module, PreTrainedModel):
             self.module.save_pretrained(path)
@@ -133,6 +143,8 @@ class Model:
             self._write(Path(path))
         if writes:
             tokenizer.save_pretrained(path)
+            if self.has_adapters:  # in peft's format
+                self.module.save_pretrained(str(Path(path) / "adapter"))
 
     def _write_files(self, target: Path, writes: bool) -> None:
         places: dict[str, str] = {}

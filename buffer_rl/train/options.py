@@ -153,6 +153,18 @@ class OptimizerOptions(Section):
     )
 
 
+class LoraOptions(Section):
+    """Adapters in place of full training, with the torch trainer."""
+
+    heading: ClassVar[str] = "LoRA"
+
+    lora_rank: int = option(0, "rank of the adapters of the policy; 0: train all weights", ge=0, common=True)
+    lora_alpha: float = option(32.0, "adapters are scaled by this divided by their rank", gt=0)
+    target_modules: list[str] = option(
+        ["all-linear"], "names of the linear layers with an adapter; all-linear: all but the output layer"
+    )
+
+
 class CriticOptions(Section):
     """The value model of PPO."""
 

@@ -353,6 +353,13 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             expected="--train-backend torch, or a class that is derived from its",
             hint="take --fsdp-size out",
         )
+    if args.lora_rank and not getattr(built, "trains_adapters", False):
+        raise ConfigError(
+            f"the trainer {name!r} trains all weights",
+            where="--lora-rank",
+            expected="--train-backend torch, or a class that is derived from its",
+            hint="take --lora-rank out",
+        )
     if objective.critic and not isinstance(built, HasValues):
         raise ConfigError(
             f"the trainer {name!r} has no value model",

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from buffer_rl.errors import CheckpointError
+from buffer_rl.train.lora import base_digest
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.sharding import PART, load_parts, local, require_shapes, save_parts
 
@@ -157,6 +158,7 @@ def _write_meta(
     folder: Path, model: torch.nn.Module, optimizer: Optimizer, moments: Mapping[str, torch.Tensor]
 ) -> None:
     meta = {"format": FORMAT, "step": optimizer.step_count, "model": _architecture(model), "moments": bool(moments)}
+    meta["base"] = base_digest(model)
     (folder / "trainer.json").write_text(json.dumps(meta))
 
 
@@ -175,6 +177,15 @@ def _meta(folder: Path, model: torch.nn.Module) -> dict[str, Any]:
             f"a checkpoint of format {meta.get('format')} for {meta.get('model')}",
             where=str(folder),
             expected=f"format {FORMAT} for {_architecture(model)}",
+        )
+    if meta.get("base") != (base := base_digest(model)):
+        kinds = {True: "all weights", False: "adapters"}
+        found, expected = (kinds[each is None] for each in (meta.get("base"), base))
+        raise CheckpointError(
+            f"a checkpoint of {found}" + (" of another base" if found == expected else ""),
+            where=str(folder),
+            expected=f"{expected} of this --hf-checkpoint",
+            hint="--lora-rank and --hf-checkpoint are those of the run that is resumed",
         )
     return meta
 

@@ -38,8 +38,9 @@ class Sharding:
 
     @classmethod
     def of(cls, args: Args, world_size: int) -> Sharding | None:
-        """As ``--fsdp-size`` and ``--bf16`` say; None if each rank has the whole model, all in float32."""
-        if args.fsdp_size == 1 and not args.bf16:
+        """As ``--fsdp-size`` and ``--bf16`` say; None if each rank has the whole model, all of what is trained in
+        float32."""
+        if args.fsdp_size == 1 and (not args.bf16 or args.lora_rank):  # a frozen base needs no float32 weights
             return None
         size = world_size if args.fsdp_size == -1 else args.fsdp_size
         return cls(size, world_size // size, args.bf16)

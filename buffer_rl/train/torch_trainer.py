@@ -23,6 +23,7 @@ from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.forward import batch_outputs, passes, response_log_probs, response_values
+from buffer_rl.train.lora import add_adapters, base_alone
 from buffer_rl.train.model import Model, ModelFactory, weight_buckets
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.peers import most_of
@@ -56,9 +57,12 @@ class TorchTrainer:
         registry = PluginRegistry.from_flags(args.plugin)
         self._device = pick_device(args.train_device)
         self._models = ModelFactory(args, registry, self._device, sharding)
-        self._model = self._models.build(*initial_folder(args, CRITIC if objective.critic else "actor"))
+        folder = initial_folder(args, CRITIC if objective.critic else "actor")
+        self._model = self._models.build(*folder, frozen=bool(args.lora_rank))
         if objective.critic:
             self._model.add_value_head()
+        if args.lora_rank:
+            add_adapters(self._model.module, args)
         if args.recompute_granularity:
             self._model.recompute_layers()
         self._actor = self._model.module
@@ -68,13 +72,23 @@ class TorchTrainer:
             args.hf_checkpoint, "--hf-checkpoint", trust_remote_code=args.trust_remote_code
         )
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
+        if self._model.has_adapters and args.ref_load is None:
+            frozen = [name for name in frozen if name != "ref"]  # it is the policy without its adapters
         self._frozen = {name: self._load_frozen(name) for name in frozen}
         self._optimizer = Optimizer(args, self._actor, 1 if self._splits else world_size)
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether ``--lora-rank`` is what is done here."""
+        return self._model.has_adapters
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
         """Log-probabilities of the response tokens under ``model``: "actor", or "ref" or "teacher", which are
         loaded when they are first needed. Per row ``[response_length]`` float32, in nats, at the sampling
         temperature."""
+        if model == "ref" and self._model.has_adapters and self._args.ref_load is None and "ref" not in self._frozen:
+            with base_alone(self._actor):
+                return self._outputs(self._actor, batch)
         return self._outputs(self._named(model).module, batch)
 
     def values(self, batch: TrainBatch) -> list[np.ndarray]:

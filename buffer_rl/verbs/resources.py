@@ -86,15 +86,18 @@ def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[s
     """An estimate of the bytes that one process of each name holds, and of what; of the built-in trainer and engine.
     longest_prompt: tokens; 0 if unknown."""
     found = {}
-    trained = needs.parameters * (2 * WEIGHT_BYTES + STATE_BYTES)
+    trained = full = needs.parameters * (2 * WEIGHT_BYTES + STATE_BYTES)
     what = "weights, gradients, Adam's state"
     if needs.parameters and args.train_backend == "torch":
+        frozen = needs.parameters * (HALF_BYTES if args.bf16 else WEIGHT_BYTES)
         reference = uses_reference(args) and not args.num_ref_workers
-        own = trained + needs.parameters * (HALF_BYTES if args.bf16 else WEIGHT_BYTES) * reference
+        if args.lora_rank:
+            trained, what, reference = frozen, "weights without adapters", reference and args.ref_load is not None
+        own = trained + frozen * reference
         parts = args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
         split = f", split over {parts} ranks" if parts > 1 else ""
         found["trainer rank"] = own // parts, f"{what}{', reference model' if reference else ''}{split}"
-        found["critic rank"] = trained, what
+        found["critic rank"] = full, "weights, gradients, Adam's state"
     if needs.parameters and args.rollout_engine == "embedded":
         config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
         heads = config.get("num_attention_heads") or 1

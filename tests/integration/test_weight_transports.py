@@ -65,12 +65,13 @@ def test_two_engines_that_get_weights_in_another_way_train_as_one_that_reads_fil
 
 
 @pytest.mark.slow
-def test_engines_serve_what_ranks_have_parts_of_after_each_step_in_every_way(
-    train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize("parts", [{"fsdp_size": 2}, {"lora_rank": 4}], ids=["split", "adapters"])
+def test_engines_serve_what_is_trained_in_parts_after_each_step_in_every_way(
+    train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path, parts: dict[str, Any]
 ) -> None:
     """Each publication compares what engines have with what the optimizer has, and their log-probabilities."""
     checks = {"max_logprob_diff": 1e-4, "check_weight_update_equal": True, "rollout_num_engines": 2}
-    split = {"num_train_ranks": 2, "fsdp_size": 2, "deterministic": True, **checks}
+    same = {"num_train_ranks": 2, "deterministic": True, **parts, **checks}
     ways = {
         "disk": {"weight_sync_mode": "disk"},
         "tensor": {"weight_sync_mode": "tensor"},
@@ -78,7 +79,7 @@ def test_engines_serve_what_ranks_have_parts_of_after_each_step_in_every_way(
         "async": {"schedule": "async", "max_staleness": 2},
     }
     for name, way in ways.items():
-        assert train(options_in(tmp_path / name, **split, **way)).steps == 3
+        assert train(options_in(tmp_path / name, **same, **way)).steps == 3
     first = weights_of(str(tmp_path / "disk"))
     for name in "tensor", "distributed":
         assert metrics_of(str(tmp_path / name)) == metrics_of(str(tmp_path / "disk"))

@@ -59,6 +59,8 @@ CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads
         ({"engine_max_running_requests": 5}, {"engine": (17 + 60 * 5 * 40) * 4}),
         ({"use_kl_loss": True}, {"trainer rank": 17 * 20}),
         ({"use_kl_loss": True, "bf16": True}, {"trainer rank": 17 * 18}),
+        ({"use_kl_loss": True, "lora_rank": 2}, {"trainer rank": 17 * 4}),
+        ({"use_kl_loss": True, "lora_rank": 2, "bf16": True, "ref_load": "m"}, {"trainer rank": 17 * 4}),
         ({"use_kl_loss": True, "num_ref_workers": 1}, {"trainer rank": 17 * 16}),
         ({"use_kl_loss": True, "num_train_ranks": 4, "fsdp_size": 2}, {"trainer rank": 17 * 10}),
         ({"advantage_estimator": "ppo"}, {"critic rank": 17 * 16}),
