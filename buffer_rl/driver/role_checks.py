@@ -192,6 +192,8 @@ def _check_memory_options(args: Args) -> None:
             hint=f"take it out, or {given[0]}",
         )
     if not args.lora_rank:
+        if args.lora_adapter_path is not None:
+            raise ConfigError("all weights would be trained", where="--lora-adapter-path", hint="add --lora-rank")
         return
     given += ["--train-backend megatron"] * (args.train_backend == "megatron")
     given += ["--fsdp-size"] * (args.fsdp_size != 1)

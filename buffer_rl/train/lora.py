@@ -8,11 +8,15 @@ on each rank and equal on all: drawn with the run's seed.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from buffer_rl.errors import ConfigError
 
@@ -26,17 +30,33 @@ PART = ".lora_"
 """What the names of adapters' weights have, and no others."""
 _BASE = ".base_layer."
 _END = 1024
+_PEFT = "base_model.model."
+"""What names in a folder of peft's begin with."""
+_UNKNOWN = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "layers_pattern",
+)
 
 
-def add_adapters(module: PreTrainedModel, args: Args) -> None:
-    """Have the modules of ``--target-modules`` adapters, which alone are trained from now on; the base is frozen.
+def add_adapters(module: PreTrainedModel, args: Args) -> dict[str, torch.Tensor]:
+    """Have modules adapters, which alone are trained from now on; the base is frozen. Returns a copy of what they start
+    with, which is empty if that is 0: those of ``--lora-adapter-path``, or new ones of ``--target-modules``.
 
-    Raises ConfigError for modules that are not there or that cannot have one alone (tied embeddings), and for experts,
-    whose matrices are no linear layers, under ``all-linear``."""
+    Raises ConfigError for modules that are not there or that cannot have one alone (tied embeddings), for experts,
+    whose matrices are no linear layers, under ``all-linear``, and for an adapter of another kind, rank or base."""
     from peft import LoraConfig
 
-    targets = ALL_LINEAR if args.target_modules == [ALL_LINEAR] else args.target_modules
-    _require_targets(module, targets)
+    targets: Any = ALL_LINEAR if args.target_modules == [ALL_LINEAR] else args.target_modules
+    saved: dict[str, torch.Tensor] = {}
+    if args.lora_adapter_path is not None:
+        targets, saved = _read_adapter(Path(args.lora_adapter_path), args)
+    else:
+        _require_targets(module, targets)
     alpha: Any = args.lora_alpha  # peft declares it as an integer, and only divides it
     config = LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
@@ -50,6 +70,44 @@ def add_adapters(module: PreTrainedModel, args: Args) -> None:
             weight.data = weight.data.float()
         if weight.requires_grad != (PART in name):
             raise ConfigError(f"{name} would {'' if weight.requires_grad else 'not '}be trained", where="--lora-rank")
+    return _copied(module, saved, str(args.lora_adapter_path)) if saved else {}
+
+
+def _read_adapter(folder: Path, args: Args) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The target modules and the weights of a folder in peft's format."""
+    where = f"--lora-adapter-path {folder}"
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        saved = load_file(folder / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"not readable: {error}", where=where, expected="a folder in peft's format") from error
+    if config.get("peft_type") != "LORA" or (odd := [name for name in _UNKNOWN if config.get(name)]):
+        what = config.get("peft_type") if config.get("peft_type") != "LORA" else f"LoRA with {', '.join(odd)}"
+        raise ConfigError(f"the adapter is {what}", where=where, expected="plain LoRA")
+    found, asked = (config.get("r"), config.get("lora_alpha")), (args.lora_rank, args.lora_alpha)
+    if found != asked:
+        raise ConfigError(
+            f"the adapter's rank and alpha are {found[0]} and {found[1]:g}, not {asked[0]} and {asked[1]:g}",
+            where=where,
+            hint=f"--lora-rank {found[0]} --lora-alpha {found[1]:g}",
+        )
+    return config["target_modules"], saved
+
+
+def _copied(module: PreTrainedModel, saved: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
+    own = {name: weight for name, weight in module.named_parameters() if PART in name}
+    names = {_PEFT + name.replace(".default.", "."): name for name in own}
+    fits = names.keys() == saved.keys() and all(saved[key].shape == own[names[key]].shape for key in names)
+    if not fits:
+        odd = sorted(names.keys() ^ saved.keys())
+        raise ConfigError(
+            f"the adapter is of another base: {odd[0] if odd else 'shapes'} differ",
+            where=f"--lora-adapter-path {where}",
+        )
+    with torch.no_grad():
+        for key, name in names.items():
+            own[name].copy_(saved[key])
+    return {name: weight.detach().clone() for name, weight in own.items()}
 
 
 def _require_targets(module: PreTrainedModel, targets: str | list[str]) -> None:
@@ -106,10 +164,21 @@ def merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def base_alone(module: Any) -> Iterator[None]:
-    """The module computes without its adapters."""
-    module.disable_adapters()
+def as_at_the_start(module: Any, start: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The module computes with its adapters as ``add_adapters`` returned them; if they were 0, without."""
+    if not start:
+        module.disable_adapters()
+        try:
+            yield
+        finally:
+            module.enable_adapters()
+        return
+    own = {name: weight.data for name, weight in module.named_parameters() if name in start}
+    now = {name: data.clone() for name, data in own.items()}
+    for name, data in own.items():
+        data.copy_(start[name])
     try:
         yield
     finally:
-        module.enable_adapters()
+        for name, data in own.items():
+            data.copy_(now[name])

@@ -23,7 +23,7 @@ from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.forward import batch_outputs, passes, response_log_probs, response_values
-from buffer_rl.train.lora import add_adapters, base_alone
+from buffer_rl.train.lora import add_adapters, as_at_the_start
 from buffer_rl.train.model import Model, ModelFactory, weight_buckets
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.peers import most_of
@@ -61,8 +61,7 @@ class TorchTrainer:
         self._model = self._models.build(*folder, frozen=bool(args.lora_rank))
         if objective.critic:
             self._model.add_value_head()
-        if args.lora_rank:
-            add_adapters(self._model.module, args)
+        self._start = add_adapters(self._model.module, args) if args.lora_rank else {}
         if args.recompute_granularity:
             self._model.recompute_layers()
         self._actor = self._model.module
@@ -73,7 +72,7 @@ class TorchTrainer:
         )
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
         if self._model.has_adapters and args.ref_load is None:
-            frozen = [name for name in frozen if name != "ref"]  # it is the policy without its adapters
+            frozen = [name for name in frozen if name != "ref"]  # it is the policy as it began
         self._frozen = {name: self._load_frozen(name) for name in frozen}
         self._optimizer = Optimizer(args, self._actor, 1 if self._splits else world_size)
 
@@ -87,7 +86,7 @@ class TorchTrainer:
         loaded when they are first needed. Per row ``[response_length]`` float32, in nats, at the sampling
         temperature."""
         if model == "ref" and self._model.has_adapters and self._args.ref_load is None and "ref" not in self._frozen:
-            with base_alone(self._actor):
+            with as_at_the_start(self._actor, self._start):
                 return self._outputs(self._actor, batch)
         return self._outputs(self._named(model).module, batch)
 

@@ -97,6 +97,26 @@ def test_what_is_published_and_saved_is_base_and_adapters_in_one(model: str, tmp
     assert equal(found, own)
 
 
+def test_a_run_begins_with_an_adapter_and_its_reference_stays_there(model: str, tmp_path: Path) -> None:
+    before, rows = after(3, options(model)), recorded_rows(0, 3)
+    before.save_hf(str(tmp_path))
+    args = options(model, lora_adapter_path=str(tmp_path / "adapter"))
+    trainer, own = after(2, args), before.log_probs("actor", rows)
+    assert equal(make_trainer(args).log_probs("actor", rows), own)
+    assert equal(trainer.log_probs("ref", rows), own)
+    assert apart(trainer.log_probs("actor", rows), own) > 1e-3
+    gradients = [weight.grad for weight in trainer._actor.parameters() if weight.requires_grad]
+    assert len(gradients) == 28
+    for changes, words in (
+        ({"lora_rank": 8}, r"rank and alpha are 4 and 32, not 8 and 32\n  hint: --lora-rank 4 --lora-alpha 32"),
+        ({"lora_adapter_path": str(tmp_path)}, r"--lora-adapter-path .*: not readable"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_trainer(args.model_copy(update=changes))
+    with pytest.raises(ConfigError, match=r"--lora-adapter-path: all weights would be trained"):
+        check_roles(args.model_copy(update={"lora_rank": 0}), PluginRegistry())
+
+
 def test_a_checkpoint_has_the_adapters_alone_and_belongs_to_its_base(model: str, tmp_path: Path) -> None:
     trainer, rows = after(2, options(model)), recorded_rows(0, 3)
     trainer.save(str(tmp_path / "saved"))
