@@ -196,7 +196,6 @@ def _check_memory_options(args: Args) -> None:
             raise ConfigError("all weights would be trained", where="--lora-adapter-path", hint="add --lora-rank")
         return
     given += ["--train-backend megatron"] * (args.train_backend == "megatron")
-    given += ["--fsdp-size"] * (args.fsdp_size != 1)
     if given:
         raise ConfigError(
             f"adapters do not go with {given[0]}", where="--lora-rank", hint=f"take it out, or {given[0]}"

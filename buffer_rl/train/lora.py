@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.train.sharding import whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +97,7 @@ def _read_adapter(folder: Path, args: Args) -> tuple[Any, dict[str, torch.Tensor
 
 def _copied(module: PreTrainedModel, saved: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
     own = {name: weight for name, weight in module.named_parameters() if PART in name}
-    names = {_PEFT + name.replace(".default.", "."): name for name in own}
+    names = {_name_of_peft(name): name for name in own}
     fits = names.keys() == saved.keys() and all(saved[key].shape == own[names[key]].shape for key in names)
     if not fits:
         odd = sorted(names.keys() ^ saved.keys())
@@ -134,13 +135,26 @@ def _require_targets(module: PreTrainedModel, targets: str | list[str]) -> None:
             )
 
 
+def write_adapter(module: Any, folder: Path) -> None:
+    """Write the adapters in peft's format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {_name_of_peft(name): weight for name, weight in module.state_dict().items() if PART in name}
+    save_file({name: weight.cpu().contiguous() for name, weight in own.items()}, folder / "adapter_model.safetensors")
+    module.peft_config["default"].save_pretrained(str(folder))
+
+
+def _name_of_peft(name: str) -> str:
+    return _PEFT + name.replace(".default.", ".")
+
+
 def base_digest(module: torch.nn.Module) -> str | None:
-    """Tells bases apart by the names, shapes and ends of their weights; None if the module has no adapters."""
+    """Tells bases apart by the names, shapes and ends of their weights; None if the module has no adapters. All ranks
+    call it."""
     if not layers_with_adapter(module):
         return None
     found = hashlib.sha256()
     for name, tensor in sorted(base_state(module.state_dict()).items()):
-        flat = tensor.reshape(-1)
+        flat = whole(tensor).reshape(-1)
         ends = torch.cat([flat[:_END], flat[-_END:]]).float().cpu().numpy().tobytes()
         found.update(f"{name} {tuple(tensor.shape)}".encode() + ends)
     return found.hexdigest()

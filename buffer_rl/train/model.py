@@ -22,7 +22,7 @@ from buffer_rl.kinds.trainer import ModelConverter
 from buffer_rl.options.section import required
 from buffer_rl.plugin.calls import call, construct, contained, place, raised, returned
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.train.lora import PART, base_state, layers_with_adapter, merged
+from buffer_rl.train.lora import PART, base_state, layers_with_adapter, merged, write_adapter
 from buffer_rl.train.output_layer import fuse_where_possible
 from buffer_rl.train.packing import pack_where_possible
 from buffer_rl.train.pretrained import checked_folder, load_model
@@ -114,7 +114,7 @@ class Model:
             layers = layers_with_adapter(self.module) if self.has_adapters else {}
             is_known = isinstance(self.module, PreTrainedModel)
             for name, tensor in (revert_weight_conversion(self.module, state) if is_known else state).items():
-                yield name, merged(layers[name], tensor) if name in layers else whole(tensor)
+                yield name, merged(layers[name], whole(tensor)) if name in layers else whole(tensor)
             return
         where = place("converter", self._converter_name, "export")
         names: set[str] = set()
@@ -144,7 +144,7 @@ class Model:
         if writes:
             tokenizer.save_pretrained(path)
             if self.has_adapters:  # in peft's format
-                self.module.save_pretrained(str(Path(path) / "adapter"))
+                write_adapter(self.module, Path(path) / "adapter")
 
     def _write_files(self, target: Path, writes: bool) -> None:
         places: dict[str, str] = {}

@@ -44,10 +44,10 @@ def save_state(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_random(folder, rank)
+    moments = optimizer.state_tensors()
+    _write_meta(folder, model, optimizer, moments, rank)
     if rank != 0:
         return lambda: True
-    moments = optimizer.state_tensors()
-    _write_meta(folder, model, optimizer, moments)
     files = {"weights": _on_cpu(weights, background), "optimizer": _on_cpu(moments, background)}
 
     def write() -> None:
@@ -130,8 +130,7 @@ def save_split_state(
     folder.mkdir(parents=True, exist_ok=True)
     save_random(folder, rank)
     moments = optimizer.state_tensors()
-    if rank == 0:
-        _write_meta(folder, model, optimizer, moments)
+    _write_meta(folder, model, optimizer, moments, rank)
     tensors = {**weights, **moments}
     if background is None:
         save_parts(tensors, folder)
@@ -155,11 +154,12 @@ def load_split_state(
 
 
 def _write_meta(
-    folder: Path, model: torch.nn.Module, optimizer: Optimizer, moments: Mapping[str, torch.Tensor]
+    folder: Path, model: torch.nn.Module, optimizer: Optimizer, moments: Mapping[str, torch.Tensor], rank: int
 ) -> None:
     meta = {"format": FORMAT, "step": optimizer.step_count, "model": _architecture(model), "moments": bool(moments)}
     meta["base"] = base_digest(model)
-    (folder / "trainer.json").write_text(json.dumps(meta))
+    if rank == 0:
+        (folder / "trainer.json").write_text(json.dumps(meta))
 
 
 def _set_moments(optimizer: Optimizer, moments: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:

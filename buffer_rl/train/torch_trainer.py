@@ -51,8 +51,6 @@ class TorchTrainer:
         self._args = args
         self._rank = rank
         self._written: Callable[[], bool] = lambda: True
-        # Threads that write must not meet in the group in which passes do.
-        self._saving = torch.distributed.new_group(backend="gloo") if self._splits and args.async_save else None
         self._objective = objective
         registry = PluginRegistry.from_flags(args.plugin)
         self._device = pick_device(args.train_device)
@@ -74,7 +72,12 @@ class TorchTrainer:
         if self._model.has_adapters and args.ref_load is None:
             frozen = [name for name in frozen if name != "ref"]  # it is the policy as it began
         self._frozen = {name: self._load_frozen(name) for name in frozen}
-        self._optimizer = Optimizer(args, self._actor, 1 if self._splits else world_size)
+        # Adapters are whole on each rank, whatever their base is; FSDP2 sums what it has split.
+        self._splits_trained = self._splits and not self._model.has_adapters
+        self._optimizer = Optimizer(args, self._actor, 1 if self._splits_trained else world_size)
+        # Threads that write must not meet in the group in which passes do.
+        in_background = self._splits_trained and args.async_save
+        self._saving = torch.distributed.new_group(backend="gloo") if in_background else None
 
     @property
     def trains_adapters(self) -> bool:
@@ -149,7 +152,7 @@ class TorchTrainer:
         if self._optimizer.has_gradients:
             raise TrainError("there are gradients of an unfinished step", hint="save after optimizer_step")
         own = path, self._actor, self._optimizer, self._model.state(), self._rank
-        if self._splits:
+        if self._splits_trained:
             self._written = save_split_state(*own, background=self._saving)
         else:
             self._written = save_state(*own, background=self._args.async_save)
@@ -160,7 +163,7 @@ class TorchTrainer:
 
     def load(self, path: str) -> None:
         """The inverse of ``save``. Raises CheckpointError if something is missing, damaged or does not fit."""
-        load = load_split_state if self._splits else load_state
+        load = load_split_state if self._splits_trained else load_state
         load(path, self._actor, self._optimizer, self._model.state(), self._rank)
 
     def load_ref(self, path: str) -> None:

@@ -65,7 +65,11 @@ def test_two_engines_that_get_weights_in_another_way_train_as_one_that_reads_fil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [{"fsdp_size": 2}, {"lora_rank": 4}], ids=["split", "adapters"])
+@pytest.mark.parametrize(
+    "parts",
+    [{"fsdp_size": 2}, {"lora_rank": 4}, {"fsdp_size": 2, "lora_rank": 4}],
+    ids=["split", "adapters", "adapters of what is split"],
+)
 def test_engines_serve_what_is_trained_in_parts_after_each_step_in_every_way(
     train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path, parts: dict[str, Any]
 ) -> None:
