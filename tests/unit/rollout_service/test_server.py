@@ -227,7 +227,14 @@ hostile = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
     max_leaves=6,
 )
-fields = (*Trajectory.model_fields, *ReadRequest.model_fields, *AckRequest.model_fields)
+largest = st.sampled_from([2**53, 2**63, 2**64, 10**300])
+hostile = hostile | st.lists(largest, min_size=1, max_size=2) | largest
+BODIES = {"/write": Trajectory, "/read": ReadRequest, "/ack": AckRequest}
+requests = st.sampled_from(list(BODIES)).flatmap(
+    lambda path: st.tuples(
+        st.just(path), st.dictionaries(st.sampled_from(list(BODIES[path].model_fields)), hostile, max_size=2)
+    )
+)
 
 
 def test_no_json_value_is_an_error_of_the_server(tmp_path: Path) -> None:
@@ -235,11 +242,10 @@ def test_no_json_value_is_an_error_of_the_server(tmp_path: Path) -> None:
         service = serving(tmp_path)
         url = runner.run(service.__aenter__())
 
-        @settings(max_examples=80)
-        @given(
-            st.sampled_from(["/write", "/read", "/ack"]), st.dictionaries(st.sampled_from(fields), hostile, max_size=4)
-        )
-        def check(path: str, body: dict[str, Any]) -> None:
+        @settings(max_examples=100)
+        @given(requests)
+        def check(drawn: tuple[str, dict[str, Any]]) -> None:
+            path, body = drawn
             sent = trajectory(**body) if path == "/write" else {"reader": "run", **body, "wait_s": 0}
             status, answer = runner.run(ask(url, path, json=sent))
             assert status < 500, answer
