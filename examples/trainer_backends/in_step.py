@@ -42,7 +42,7 @@ class InStepTrainer:
         self._actor = self._model.module
         self._models = {"actor": self._actor}
         for name in frozen_models_of_trainer(args):
-            self._models[name] = self._load(name).freeze().module
+            self._models[name] = self._load(name, frozen=True).module
         self._tokenizer = load_tokenizer(args.hf_checkpoint, "--hf-checkpoint")
         self._optimizer = Optimizer(args, self._actor, world_size)
 
@@ -94,8 +94,8 @@ class InStepTrainer:
     def load(self, path: str) -> None:
         load_state(path, self._actor, self._optimizer, self._model.state(), self._rank)
 
-    def _load(self, model_name: str) -> Model:
-        model = self._factory.build(*initial_folder(self._args, model_name))
+    def _load(self, model_name: str, *, frozen: bool = False) -> Model:
+        model = self._factory.build(*initial_folder(self._args, model_name), frozen=frozen)
         model.module.register_forward_pre_hook(lambda _module, _inputs: self._compare_passes())
         model.module.register_forward_hook(self._compare_in_backward)
         return model
