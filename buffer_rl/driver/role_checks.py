@@ -172,13 +172,6 @@ def _check_memory_options(args: Args) -> None:
             "the torch trainer recomputes whole layers",
             where="--recompute-granularity",
             expected="full",
-            hint="parts of layers are recomputed with --train-backend megatron",
-        )
-    if args.train_backend == "megatron" and (args.optimizer_cpu_offload or not args.save_optim):
-        raise ConfigError(
-            "the Megatron trainer keeps Adam's moments on its device and in its checkpoints",
-            where="--optimizer-cpu-offload and --no-save-optim",
-            hint="leave them out; --use-distributed-optimizer splits the moments over replicas",
         )
     own = {
         "--custom-model-provider-path": args.custom_model_provider_path,
@@ -195,7 +188,6 @@ def _check_memory_options(args: Args) -> None:
         if args.lora_adapter_path is not None:
             raise ConfigError("all weights would be trained", where="--lora-adapter-path", hint="add --lora-rank")
         return
-    given += ["--train-backend megatron"] * (args.train_backend == "megatron")
     if given:
         raise ConfigError(
             f"adapters do not go with {given[0]}", where="--lora-rank", hint=f"take it out, or {given[0]}"
@@ -218,7 +210,6 @@ def _check_sharding(args: Args) -> None:
             expected="a divisor of the number of ranks, or -1 for all of them",
         )
     others = {
-        "--train-backend megatron": args.train_backend if args.train_backend == "megatron" else None,
         "--custom-model-provider-path": args.custom_model_provider_path,
         "--model-converter-path": args.model_converter_path,
         "a critic": estimator_of(args)[0] if uses_critic(args) else None,

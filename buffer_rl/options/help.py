@@ -55,7 +55,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``--config``, a list of files, which may be empty."""
-    text = "a YAML file of 'option: value' lines; given again, a later file wins over those before it"
+    text = "a YAML file of 'option: value' lines; given again, a later file wins"
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
 
 

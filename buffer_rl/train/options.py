@@ -69,8 +69,8 @@ class TrainOptions(Section):
     )
     recompute_granularity: Literal["full", "selective"] | None = option(
         None,
-        "recompute activations in the backward pass: of layers (full), or with the Megatron trainer of "
-        "--recompute-modules (selective)",
+        "recompute activations in the backward pass: of layers (full), or of parts of them (selective), which not every"
+        " trainer backend can",
     )
     num_train_threads: int = option(1, "number of torch threads per trainer rank", ge=1)
     train_device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the trainer", common=True)
@@ -158,7 +158,7 @@ class LoraOptions(Section):
 
     heading: ClassVar[str] = "LoRA"
 
-    lora_rank: int = option(0, "rank of the adapters of the policy; 0: train all weights", ge=0, common=True)
+    lora_rank: int = option(0, "rank of the adapters of the policy; 0: train all weights", ge=0)
     lora_alpha: float = option(32.0, "adapters are scaled by this divided by their rank", gt=0)
     target_modules: list[str] = option(
         ["all-linear"], "names of the linear layers with an adapter; all-linear: all but the output layer"

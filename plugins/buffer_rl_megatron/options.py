@@ -199,6 +199,12 @@ def check(args: MegatronArgs) -> None:
             "--train-backend megatron",
             hint="pip install 'buffer-rl[megatron]'",
         )
+    for flag, asked in {
+        "--fsdp-size": args.fsdp_size != 1, "--lora-rank": args.lora_rank,
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload, "--no-save-optim": not args.save_optim,
+    }.items():  # fmt: skip
+        if asked:
+            _refuse("the Megatron trainer cannot do it", flag, hint="take it out, or --train-backend torch")
     ranks = layout(args)
     has_te = find_spec("transformer_engine") is not None
     if args.transformer_impl == "transformer_engine" and not args.bf16:

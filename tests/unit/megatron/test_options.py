@@ -40,6 +40,10 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
     [
         ({TP: 2, PP: 2, "num_train_ranks": 6}, "--num-train-ranks", "a multiple of 4"),
         ({"context_parallel_size": 2, "num_train_ranks": 3}, "--num-train-ranks", "a multiple of 2"),
+        ({"fsdp_size": -1}, "--fsdp-size", "cannot do it"),
+        ({"lora_rank": 4}, "--lora-rank", "cannot do it"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload", "cannot do it"),
+        ({"save_optim": False}, "--no-save-optim", "cannot do it"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl", "--bf16"),
         ({"transformer_impl": "transformer_engine", "bf16": True}, "--transformer-impl", "not installed"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm", "TransformerEngine's"),

@@ -179,10 +179,7 @@ def test_a_run_that_asks_for_adapters_never_trains_all_weights(model: str) -> No
     registry = PluginRegistry()
     with pytest.raises(ConfigError, match=r"--lora-rank: the trainer .*whole_trainer' trains all weights"):
         build_trainer(args, registry, 0, 1, Objective(args, registry))
-    for changes, words in (
-        ({"train_backend": "megatron"}, "do not go with --train-backend megatron"),
-        ({"model_converter_path": "a:b"}, "do not go with --model-converter-path"),
-    ):
+    for changes, words in (({"model_converter_path": "a:b"}, "do not go with --model-converter-path"),):
         with pytest.raises(ConfigError, match=words):
             check_roles(options(model, **changes), PluginRegistry())
 

@@ -259,7 +259,6 @@ def test_on_one_rank_each_layer_is_gathered_by_itself(tmp_path: Path) -> None:
         ({"fsdp_size": -1, "custom_model_provider_path": "a:b"}, "does not go with --custom-model-provider-path"),
         ({"bf16": True, "model_converter_path": "a:b"}, "--model-converter-path is trained in its own number format"),
         ({"recompute_granularity": "selective"}, "the torch trainer recomputes whole layers"),
-        ({"train_backend": "megatron", "optimizer_cpu_offload": True}, "keeps Adam's moments on its device"),
     ],
 )
 def test_what_split_models_and_trainers_do_not_do_is_refused(changes: dict[str, Any], words: str) -> None:
