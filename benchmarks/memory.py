@@ -55,6 +55,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
     "the same, layers recomputed": (2, {"fsdp_size": -1, "recompute_granularity": "full"}, LONG),
 }
 """Number of ranks, options, response tokens of each row of a rank."""
+QUICK = ("whole", "split, 2 ranks, bf16", "LoRA, split, 2 ranks")
 
 
 def batch_of(lengths: tuple[int, ...], vocabulary: int, rank: int) -> Any:
@@ -162,6 +163,7 @@ def main() -> int:
     """Measure each run, and print a table; 1 if memory does not fall as it should."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model: does everything work?")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), help="these alone, and nothing is checked")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
@@ -180,12 +182,12 @@ def main() -> int:
         model = make_tiny_model(Path(folder) / "model", architecture="qwen2", vocab=vocabulary, **size)
         print(f"| run | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|", flush=True)
         for name, (ranks, options, lengths) in RUNS.items():
-            if flags.quick and ranks > 2:
+            if name not in (flags.only or (QUICK if flags.quick else RUNS)):
                 continue
             spec = {"model": model, "options": options, "lengths": lengths, "vocabulary": vocabulary}
             one = found[name] = run(spec, ranks, Path(folder))
             print(f"| {name} | {' | '.join(f'{one[column]:,.0f}' for column in columns)} |", flush=True)
-    return 0 if flags.quick else check(found)
+    return 0 if flags.quick or flags.only else check(found)
 
 
 def check(found: dict[str, dict[str, float]]) -> int:
