@@ -4,6 +4,7 @@ parameters of an undisturbed one, bit by bit. ``benchmarks/faults.py rank`` does
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from buffer_rl.observe.metrics import read_metrics
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS, GROUPS = 5, 3
-SPLIT = {"num_train_ranks": 2, "fsdp_size": 2, "adam_eps": 1e-2}
+SPLIT: dict[str, Any] = {"num_train_ranks": 2, "fsdp_size": 2, "adam_eps": 1e-2}
+"""A model that is split over two ranks, and with adapters."""
+ADAPTERS = SPLIT | {"lora_rank": 4, "ref_load": None}
 
 # Each moment kills the last rank once; the folder's name says which moments.
 KILLERS = """
@@ -107,7 +110,6 @@ def run(
         args = options_in(
             folder / name,
             train_backend=f"{folder / 'killers.py'}:Trainer",
-            ref_load=str(task / "model"),
             use_kl_loss=True,
             kl_loss_coef=0.1,
             num_rollout=STEPS,
@@ -115,8 +117,7 @@ def run(
             progress="plain",
             lr_decay_style="cosine",
             trace=True,
-            **saves,
-            **options,
+            **{"ref_load": str(task / "model")} | saves | options,
         )
         assert train(args).steps == STEPS
         return Path(args.run_dir)
@@ -192,38 +193,55 @@ def test_a_rank_may_be_killed_at_any_moment_of_a_step(
 
 
 @pytest.fixture(scope="module")
-def undisturbed_split(run: Run) -> Path:
-    """A run whose model is split over two ranks, in which nothing dies."""
-    return run("undisturbed_split", **SPLIT, save_interval=2)
+def undisturbed_split(run: Run) -> Callable[[dict[str, Any]], Path]:
+    """Of each kind of model in parts, a run in which nothing dies."""
+
+    @cache
+    def of(name: str) -> Path:
+        return run(f"undisturbed_{name}", **(ADAPTERS if name == "adapters" else SPLIT), save_interval=2)
+
+    return lambda kind: of("adapters" if kind is ADAPTERS else "split")
 
 
 @pytest.mark.parametrize(
-    ("moments", "options"), [("before_1-update_3", {}), ("save_2-publish_4", {"async_save": True})]
+    ("kind", "moments", "options"),
+    [
+        (SPLIT, "before_1-update_3", {}),
+        (SPLIT, "save_2-publish_4", {"async_save": True}),
+        (ADAPTERS, "save_2-publish_4", {}),
+    ],
+    ids=["in_a_step", "in_a_save", "in_a_save_of_adapters"],
 )
 def test_a_rank_that_has_a_part_of_the_model_may_be_killed_at_any_moment(
-    run: Run, undisturbed_split: Path, moments: str, options: dict[str, Any]
+    run: Run, undisturbed_split: Callable[..., Path], kind: dict[str, Any], moments: str, options: dict[str, Any]
 ) -> None:
-    disturbed = run(f"{moments}-split", save_interval=2, **SPLIT, **options)
+    disturbed = run(f"{moments}-{len(kind)}", save_interval=2, **kind, **options)
     assert [moment for moment in moments.split("-") if not (disturbed / moment).exists()] == []
-    check_equal(disturbed, undisturbed_split)
+    check_equal(disturbed, undisturbed_split(kind))
 
 
-@pytest.mark.parametrize("changes", [{"num_train_ranks": 1}, {"num_train_ranks": 4, "fsdp_size": -1}], ids=["1", "4"])
+@pytest.mark.parametrize(("kind", "ranks"), [(SPLIT, 1), (SPLIT, 4), (ADAPTERS, 1)], ids=["1", "4", "adapters_on_1"])
 def test_what_two_ranks_saved_is_continued_on_another_number_of_ranks(
-    undisturbed_split: Path, train: Callable[[Any], Any], options_in: Callable[..., Any], changes: dict[str, Any]
+    undisturbed_split: Callable[..., Path],
+    train: Callable[[Any], Any],
+    options_in: Callable[..., Any],
+    kind: dict[str, Any],
+    ranks: int,
 ) -> None:
-    """From the checkpoint of step 4, which two ranks wrote in parts; the weights are those of the two to rounding."""
-    folder = undisturbed_split.with_name(f"continued_on_{changes['num_train_ranks']}")
-    (saved,) = undisturbed_split.with_name("undisturbed_split_saves").glob("step_*4")
+    """From the checkpoint of step 4, which two ranks wrote; the weights are those of the two to rounding."""
+    undisturbed = undisturbed_split(kind)
+    folder = undisturbed.with_name(f"{undisturbed.name}_on_{ranks}")
+    (saved,) = undisturbed.with_name(f"{undisturbed.name}_saves").glob("step_*4")
     more: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "progress": "plain", "deterministic": True}
     more |= {"num_rollout": STEPS, "lr_decay_style": "cosine", "load": str(saved)}
-    more |= {"adam_eps": SPLIT["adam_eps"]}  # a difference of gradients becomes none that is larger, of weights
-    ran = train(options_in(folder, **more, **changes))
+    # Of kind stays adam_eps: a difference of gradients becomes none that is larger, of weights.
+    more |= kind | {"num_train_ranks": ranks, "fsdp_size": 1 if ranks == 1 else -1}
+    ran = train(options_in(folder, **more))
     assert ran.steps == STEPS
     audit = LedgerAudit(folder / "ledger.sqlite")
     assert audit.faults() == []
     assert audit.commits() == [(step, step + 1, GROUPS) for step in range(STEPS)]
-    found, expected = (load_file(each / "hf" / "model.safetensors") for each in (folder, undisturbed_split))
+    found, expected = (load_file(each / "hf" / "model.safetensors") for each in (folder, undisturbed))
     assert max(float(abs(found[name] - expected[name]).max()) for name in expected) < 1e-4
 
 
