@@ -70,7 +70,9 @@ class EngineOptions(Section):
     engine_device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of the engines; auto: GPUs, if any", common=True
     )
-    engine_dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "number format of the engine")
+    engine_dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "number format of the engine; if not set, with --bf16: bfloat16"
+    )
     engine_num_threads: int = option(1, "number of torch threads per engine", ge=1)
     engine_max_running_requests: int = option(64, "maximum number of sequences that decode together", ge=1)
     engine_context_length: int | None = option(None, "maximum number of tokens per sequence; if not set: the model's")

@@ -69,9 +69,9 @@ class Derived:
 
 
 def with_counts(args: Args) -> Args:
-    """The options of a run, with the numbers of processes that follow from its numbers of devices, with the engines of
-    ``--rollout-external-engine-addrs``, and with what the backend ``fsdp`` is a name for; ``args`` itself where nothing
-    follows.
+    """The options of a run with those that follow from others: numbers of processes from numbers of devices, the
+    engines of ``--rollout-external-engine-addrs``, what the backend ``fsdp`` is a name for, the engines' number format
+    from ``--bf16``. ``args`` itself if nothing follows.
 
     Raises ConfigError where two options say different numbers, or one does not divide another."""
     external = getattr(args, "rollout_external_engine_addrs", [])
@@ -80,6 +80,8 @@ def with_counts(args: Args) -> Args:
         changes["train_backend"] = "torch"
         if "fsdp_size" not in args.model_fields_set:
             changes["fsdp_size"] = -1
+    if getattr(args, "bf16", False) and "engine_dtype" not in args.model_fields_set:
+        changes["engine_dtype"] = "bfloat16"  # two formats cost accuracy: the policy that samples is then another one
     engine = getattr(args, "rollout_engine", "external")
     if external and engine != "external" and "rollout_engine" in args.model_fields_set:
         raise ConfigError(

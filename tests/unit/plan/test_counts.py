@@ -50,6 +50,14 @@ def test_counting_again_changes_nothing() -> None:
     assert with_counts(load_args(dump_args(args))) == args
 
 
+def test_engines_have_the_number_format_of_the_trainer_unless_another_is_given() -> None:
+    assert counted().engine_dtype == "float32"
+    assert counted(bf16=True).engine_dtype == "bfloat16"
+    assert counted(bf16=True, engine_dtype="float32").engine_dtype == "float32"
+    args = counted(bf16=True)
+    assert with_counts(args) is args
+
+
 def test_equal_numbers_given_twice_are_accepted() -> None:
     assert counted(num_train_ranks=8, actor_num_gpus_per_node=8, resource={"actor": [1, 8]}).num_train_ranks == 8
 
