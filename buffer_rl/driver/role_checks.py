@@ -184,6 +184,12 @@ def _check_memory_options(args: Args) -> None:
             where="--bf16",
             hint=f"take it out, or {given[0]}",
         )
+    if args.lora_dropout:
+        raise ConfigError(
+            "two passes over the same tokens would have other probabilities, so that no ratio begins at 1",
+            where=f"--lora-dropout {args.lora_dropout:g}",
+            hint="take it out",
+        )
     if not args.lora_rank:
         if args.lora_adapter_path is not None:
             raise ConfigError("all weights would be trained", where="--lora-adapter-path", hint="add --lora-rank")

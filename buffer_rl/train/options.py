@@ -160,6 +160,7 @@ class LoraOptions(Section):
 
     lora_rank: int = option(0, "rank of the adapters of the policy; 0: train all weights", ge=0)
     lora_alpha: float = option(32.0, "adapters are scaled by this divided by their rank", gt=0)
+    lora_dropout: float = option(0.0, "dropout of the adapters' input; only 0: ratios would not begin at 1", ge=0)
     target_modules: list[str] = option(
         ["all-linear"], "names of the linear layers with an adapter; all-linear: all but the output layer"
     )

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import disable_progress_bar
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.files.hf_config import read_config
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import CRITIC
 from buffer_rl.train.output_layer import fuse_where_possible
@@ -99,10 +100,18 @@ def load_pretrained(
     what: such a model, for messages, as ``flag``, the option that named the folder. how: more of ``from_pretrained``.
 
     Nothing is fetched, and no code of the folder is run unless ``trust_remote_code`` says so. Raises ConfigError if the
-    folder is missing, damaged, or lacks weights that the architecture has (transformers would fill them with random
-    numbers).
+    folder is missing, damaged, quantized, or lacks weights that the architecture has (transformers would fill them with
+    random numbers).
     """
     folder = checked_folder(path, flag)
+    if (quantized := read_config(flag, folder).get("quantization_config")) is not None:
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f"the weights in {folder} are quantized ({method})",
+            where=flag,
+            expected="weights in float32, bfloat16 or float16; adapters need such a base too",
+            hint="engines may have a quantized folder of their own",
+        )
     try:
         loaded: Any = auto_class.from_pretrained(
             folder,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +181,22 @@ def test_a_run_that_asks_for_adapters_never_trains_all_weights(model: str) -> No
     registry = PluginRegistry()
     with pytest.raises(ConfigError, match=r"--lora-rank: the trainer .*whole_trainer' trains all weights"):
         build_trainer(args, registry, 0, 1, Objective(args, registry))
-    for changes, words in (({"model_converter_path": "a:b"}, "do not go with --model-converter-path"),):
+    refused = (
+        ({"model_converter_path": "a:b"}, "do not go with --model-converter-path"),
+        ({"lora_dropout": 0.1}, "no ratio begins at 1"),
+    )
+    for changes, words in refused:
         with pytest.raises(ConfigError, match=words):
             check_roles(options(model, **changes), PluginRegistry())
+
+
+def test_a_quantized_base_is_refused(model: str, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint: the weights in .* are quantized \(bitsandbytes\)"):
+        make_trainer(options(str(tmp_path / "base")))
 
 
 def test_a_learning_rate_of_full_training_is_said() -> None:
