@@ -146,7 +146,7 @@ class MemoryTurns:
         if self.engines_lack_weights:
             await self._move(Phase.PUBLISH, [ACTOR])
             await self._send()
-        await self._move(Phase.GENERATE, [])
+        await self._move(Phase.GENERATE, self._plan.roles.trained)
 
     async def _move(self, phase: Phase, trained: Collection[str]) -> None:
         """Go to a row of the table: first everything that is given up, then what is taken."""
@@ -158,14 +158,12 @@ class MemoryTurns:
 
     async def _change(self, methods: tuple[str, str], parts: Mapping[str, frozenset[str]]) -> None:
         of_trained, of_engines = methods
-        limits = self._plan.train_timeout_s, self._plan.publish_timeout_s
-        moves = [
-            self._call(
-                holder, of_engines if holder == ENGINES else of_trained, tags, timeout_s=limits[holder == ENGINES]
-            )
-            for holder, tags in parts.items()
-            if tags
-        ]
+        moves: list[Coroutine[Any, Any, object]] = []
+        for holder, tags in parts.items():
+            if tags and holder == ENGINES:
+                moves.append(self._call(ENGINES, of_engines, tags, timeout_s=self._plan.publish_timeout_s))
+            elif tags:
+                moves.append(self._call(holder, of_trained, tags, timeout_s=self._plan.train_timeout_s))
         if moves:
             with self._timed("offload"):
                 await all_of(moves)

@@ -81,7 +81,7 @@ class SharedDevice:
 
     @asynccontextmanager
     async def using(self, what: str, needs: Needs) -> AsyncIterator[None]:
-        """A call that needs memory, which stays for its length. What runs in engines is retracted if they release it."""
+        """A call that needs memory, which stays for its length, but for what runs in engines, which retract it."""
         self.calls.append(what)
         pairs = [(holder, tag) for holder, tags in needs.items() for tag in tags]
         lacks = [pair for pair in pairs if pair[1] not in self.held[pair[0]] or pair in self._moving]
