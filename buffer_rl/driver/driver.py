@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.environment import StopRequest
-from buffer_rl.driver.offload import MemoryTurns
+from buffer_rl.driver.offload import MemoryTurns, Phase
 from buffer_rl.driver.production import NothingLeft, Production
 from buffer_rl.driver.tasks import Calls, Runtime, StepTimes, Task, role_of, unbroken
 from buffer_rl.errors import (
@@ -46,7 +46,7 @@ from buffer_rl.errors import (
     WorkerDiedError,
 )
 from buffer_rl.observe.timeline import WorkSpan, clock_origin
-from buffer_rl.plan.roles import FIELD_OF_MODEL
+from buffer_rl.plan.roles import ACTOR, FIELD_OF_MODEL
 from buffer_rl.plan.schedule import RunPlan, RunResult
 from buffer_rl.rollout.production import task_group
 
@@ -70,7 +70,8 @@ class Driver:
     record, as the plan needs them.
 
     ``save.save(step)`` takes the state of one checkpoint: weights, optimizer, Buffer and random states after ``step``
-    optimizer steps; it is whole once ``save.seal()`` has returned. ``record.save(rollout_id)`` keeps the rows of a
+    optimizer steps, and ``save.save_next()`` what other trained roles than the actor have of it; it is whole once
+    ``save.seal()`` has returned. ``record.save(rollout_id)`` keeps the rows of a
     selection that is closed and not trained on yet. starved: the version that every engine lacks, if there is one.
     """
 
@@ -96,7 +97,7 @@ class Driver:
         self._step_under_way = plan.first_rollout
         self._times = StepTimes(runtime, observer)
         self._calls = calls = Calls(plan, runtime)
-        self._memory = MemoryTurns(plan, self._times.of, calls.on_trained, calls.call, self._publish)
+        self._memory = MemoryTurns(plan, self._times.of, calls.call, self._send_weights)
         self._production = Production(plan, calls, observer, self._times, self._memory)
 
     def run(self) -> RunResult:
@@ -123,7 +124,7 @@ class Driver:
             raise
         finally:
             self._stop.can_wait, self._stop.notify = False, lambda: None
-        await self._memory.trainer()
+        await self._memory.weights()
         return self._result
 
     def _admits(self, number: int) -> bool:
@@ -159,7 +160,6 @@ class Driver:
                     await self._end_short(why)
             await self._evaluated()
             if self._result.stopped_early and plan.saves_at(self._result.steps, stopped_early=True):
-                await self._memory.trainer()
                 await self._save(self._result.steps)
             await self._end_save()
         except StopNow:
@@ -213,8 +213,8 @@ class Driver:
                     metrics = await self._production.selected(rollout_id, self._until)
                     if self._plan.records:
                         await self._calls.call("record", "save", rollout_id, timeout_s=self._plan.save_timeout_s)
-                if self._plan.roles.trained:
-                    await self._memory.trainer()
+                if trained := self._plan.roles.trained:
+                    await self._memory.enter(Phase.LOG_PROBS, trained)
                     with self._times.of("train"):
                         self._observer.phase("train")
                         await self._prepare_update(rollout_id)
@@ -273,16 +273,21 @@ class Driver:
         with PayloadLostError; it is never retried."""
         plan = self._plan.roles
         method = "finish_stream" if plan.stream_gradients else "train"
-        with self._times.of("update", "train", rollout_id):
-            steps = plan.steps_on(rollout_id)
-            await self._calls.on_trained("discard", roles=[role for role in plan.trained if role not in steps])
-            answers = await self._calls.on_trained(method, roles=steps)
-            return {name: value for metrics in answers for name, value in metrics.items()}
+        steps = plan.steps_on(rollout_id)
+        found: dict[str, float] = {}
+        await self._calls.on_trained("discard", roles=[role for role in plan.trained if role not in steps])
+        for roles in self._memory.in_turn(steps):
+            await self._memory.enter(Phase.TRAIN, roles)
+            with self._times.of("update", "train", rollout_id):
+                for metrics in await self._calls.on_trained(method, roles=roles):
+                    found |= metrics
+        return found
 
     async def _update_reference(self, step: int) -> None:
         """Before the checkpoint, which holds the reference, and before the next rollout, which may be streamed."""
         interval = self._plan.ref_update_interval
         if interval is not None and step % interval == 0:
+            await self._memory.enter(Phase.LOG_PROBS, [ACTOR])
             with self._times.of("ref_update"):
                 await self._calls.call("reference", "update", step, timeout_s=self._plan.publish_timeout_s)
 
@@ -311,7 +316,7 @@ class Driver:
     async def _publish(self) -> None:
         is_there = self._published == self._version and not self._memory.engines_lack_weights
         if not is_there and self._plan.roles.trained:
-            await self._memory.publication()
+            await self._memory.enter(Phase.PUBLISH, [ACTOR])
             await self._send_weights()
 
     async def _send_weights(self) -> None:
@@ -423,7 +428,9 @@ class Driver:
         self._saved = step
 
     async def _write(self, step: int, owes_evaluation: bool) -> None:
-        await self._save_call("save", step, *[True] * owes_evaluation)
+        for index, role in enumerate(self._plan.roles.trained):
+            await self._memory.enter(Phase.TRAIN, [role])
+            await self._save_call(*["save_next"] if index else ["save", step, *[True] * owes_evaluation])
         if self._plan.async_save:
             self._sealing = self._calls.spawn(self._save_call("seal"))
         else:
@@ -453,7 +460,6 @@ class Driver:
             self._evaluating = None
         await self._production.end(self._result.steps, waits_for_workers=False)
         if self._plan.saves and self._result.steps > self._plan.first_rollout:
-            await self._memory.trainer()
             await self._save(self._result.steps, owes)
         await self._end_save()
 

@@ -35,6 +35,7 @@ from buffer_rl.driver.async_checks import staleness_notice
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
+from buffer_rl.driver.offload import begins_asleep
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime
@@ -42,6 +43,7 @@ from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.kinds.trainer import Memory
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.options.section import dump_args
 from buffer_rl.plan.algorithm import (
@@ -256,6 +258,8 @@ class _Run:
                 if role == ACTOR and self.reference is not None:  # first, as building a model may draw random numbers
                     self.reference.restore(self.checkpoint.folder / REFERENCE_FOLDER, self.checkpoint.step)
                 trained.call("load", str(self.checkpoint.folder / checkpoint_folder(role)), timeout_s=limit)
+            if self._offloads_train and begins_asleep(self.role_plan):
+                trained.call("sleep", tuple(Memory), timeout_s=limit)
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
             self.buffer.load(str(self.checkpoint.folder))
@@ -413,6 +417,10 @@ class _Run:
         """The same, as they are trained: for the run's own models."""
         self.trained[ACTOR].call("write_hf", path, timeout_s=self.args.train_timeout_s)
 
+    @property
+    def _offloads_train(self) -> bool:
+        return bool(self.args.offload_train and self.engines is not None)
+
     def _plan(self) -> RunPlan:
         args, trains, schedule = self.args, bool(self.trained), Schedule.of(self.args)
         drain_s = args.rollout_timeout_s if schedule.mixes_versions else 0.0
@@ -431,7 +439,7 @@ class _Run:
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
             owes_evaluation=self.session.owes_evaluation(self.checkpoint),
-            offload_train=args.offload_train and self.engines is not None,
+            offload_train=self._offloads_train,
             offload_rollout=args.offload_rollout and self.engines is not None,
             saves=bool(args.save) and trains,
             save_interval=args.save_interval,

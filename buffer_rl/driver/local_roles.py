@@ -55,8 +55,9 @@ class RunCheckpoints:
     _writing: Iterator[None] = field(default_factory=lambda: iter(()))
 
     def save(self, step: int, owes_evaluation: bool = False) -> None:
-        """Begin a checkpoint after ``step`` optimizer steps. When it returns, nothing that the next step changes is
-        read any more; ``seal`` ends it. owes_evaluation: the evaluation of the step is left to the run that resumes.
+        """Begin a checkpoint after ``step`` optimizer steps, with the part of the first trained role; ``save_next``
+        writes those of others. When all have returned, nothing that the next step changes is read any more; ``seal``
+        ends it. owes_evaluation: the evaluation of the step is left to the run that resumes.
 
         Raises CheckpointError, or what a rank or the Buffer raised, with the folder that it was to write to;
         DeadlineError after ``args.save_timeout_s`` for all ranks' parts."""
@@ -64,10 +65,15 @@ class RunCheckpoints:
         self._writing = self._written(step, {OWES_EVALUATION: True} if owes_evaluation else {})
         next(self._writing)
 
+    def save_next(self) -> None:
+        """Write the part of the next trained role. Raises as ``save``."""
+        next(self._writing)
+
     def seal(self) -> None:
         """Wait for what ranks still write under ``--async-save``; the checkpoint is whole then, and has its name.
         Earlier ones are removed, as ``--keep-last`` says. Raises as ``save``."""
-        next(self._writing, None)
+        for _ in self._writing:
+            pass
         retain(self.args)
 
     def _written(self, step: int, more: Mapping[str, Any]) -> Iterator[None]:
@@ -76,13 +82,12 @@ class RunCheckpoints:
         facts |= {"saved": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed_options(self.args)}
         root = self.args.save
         assert root is not None  # there would be no RunCheckpoints otherwise
-        with new_checkpoint(root, step, facts, self.args.run_dir) as folder:
-            with _naming(folder):
-                self._fill(folder)
-            yield
-            with _naming(folder):
-                for group in self.trained.values():
-                    self._wait_for(group)
+        with new_checkpoint(root, step, facts, self.args.run_dir) as folder, _naming(folder):
+            for role in self.trained:
+                self._fill(folder, role)
+                yield
+            for group in self.trained.values():
+                self._wait_for(group)
 
     def _wait_for(self, group: ActorGroup) -> None:
         """Return once the ranks of ``group`` have written; they answer between their calls."""
@@ -93,11 +98,12 @@ class RunCheckpoints:
                 raise DeadlineError(what, where=f"{group.role}.is_saved", hint="raise --save-timeout-s")
             time.sleep(SAVE_POLL_S)
 
-    def _fill(self, folder: Path) -> None:
-        for role, group in self.trained.items():
-            ranks = (folder / checkpoint_folder(role)).absolute()
-            ranks.mkdir()
-            group.call("save", str(ranks), timeout_s=self.time_left())
+    def _fill(self, folder: Path, role: str) -> None:
+        ranks = (folder / checkpoint_folder(role)).absolute()
+        ranks.mkdir()
+        self.trained[role].call("save", str(ranks), timeout_s=self.time_left())
+        if role != ACTOR:
+            return
         self.trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self.time_left())
         if self.reference is not None:
             self.reference.save(folder / REFERENCE_FOLDER)

@@ -1,28 +1,75 @@
-"""Who has the devices' memory in a run whose trainer and engines share it: ``--offload-train``, ``--offload-rollout``.
+"""Who holds the memory of shared devices, as a table: ``--offload-train``, ``--offload-rollout``.
 
-One turn follows another. In the trainer's it is awake, and the engines have released all of theirs. For a publication
-they take back the memory of the weights, without those weights: SGLang keeps none, so that each such publication is one
-of whole weights, of an old version too where a rollout is produced again. Then the trainer sleeps, and the engines take
-back the rest. No turn needs the memory of a trainer that trains and of a cache at the same time.
+``HELD`` says what trained roles and engines hold in each phase of a run. ``MemoryTurns`` goes from row to row: first
+each holder gives up what the next row does not have, then each takes what it lacks. So a device never has to hold more
+than one row. One trained role trains at a time, while others hold nothing. What a row does not name keeps its memory:
+processes of dedicated roles and of a reward model, and a side without its option.
 
-A run begins with the trainer's turn: engines release once they answer, before the trainer builds its models.
+SGLang keeps no weights that it releases, so that each publication after it is one of whole weights, of an old version
+too if a rollout is produced again.
+
+A run begins with the memory of its engines released, before the trainers build their models. A single trained role
+begins awake; of several, each sleeps once it is built, before the next one is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+from buffer_rl.driver.tasks import all_of, unbroken
 from buffer_rl.engines.protocol import CACHE, WEIGHTS
 from buffer_rl.errors import ConfigError
+from buffer_rl.kinds.trainer import Memory
 from buffer_rl.options.section import flag_of
-from buffer_rl.plan.schedule import RunPlan, Schedule
+from buffer_rl.plan.roles import ACTOR
+from buffer_rl.plan.schedule import RolePlan, RunPlan, Schedule
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
+
+ENGINES = "engines"
+"""The holder that is no trained role."""
+GIVE, TAKE = ("sleep", "release_memory"), ("wake_up", "resume_memory")
+"""Methods of trained roles and of engines."""
+
+
+class Phase(StrEnum):
+    """What a run does that needs memory of shared devices."""
+
+    TRAIN = "train"
+    LOG_PROBS = "log-probs"
+    PUBLISH = "publish"
+    GENERATE = "generate"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is held in a phase: by the trained roles that work in it, frozen models included, and by engines."""
+
+    trained: frozenset[Memory] = frozenset()
+    engines: frozenset[str] = frozenset()
+
+
+HELD: Mapping[Phase, Row] = MappingProxyType(
+    {
+        Phase.TRAIN: Row(trained=frozenset({Memory.WEIGHTS, Memory.OPTIMIZER})),
+        Phase.LOG_PROBS: Row(trained=frozenset({Memory.WEIGHTS, Memory.FROZEN})),
+        Phase.PUBLISH: Row(trained=frozenset({Memory.WEIGHTS}), engines=frozenset(WEIGHTS)),
+        Phase.GENERATE: Row(engines=frozenset({*WEIGHTS, *CACHE})),
+    }
+)
+"""Rollouts and evaluations are GENERATE. A checkpoint of a role is saved in its TRAIN."""
+
+
+def begins_asleep(roles: RolePlan) -> bool:
+    """Whether trained roles hold nothing when a run under ``--offload-train`` begins."""
+    return len(roles.trained) > 1
 
 
 def check_offload(args: Args) -> None:
@@ -46,69 +93,77 @@ def check_offload(args: Args) -> None:
         )
 
 
-class Turn(StrEnum):
-    """Who has the memory."""
-
-    TRAINER = "trainer"
-    PUBLICATION = "publication"
-    ENGINES = "engines"
-
-
 @dataclass(slots=True)
 class MemoryTurns:
-    """The turns of a run; without either option nothing is called.
+    """The phases of a run, one after another; without either option nothing is called.
 
-    timed: counts a block's seconds under a name. on_trained: calls a method of all trained roles. call: the same of
-    another role. publish: the newest version, after a call of ``publication``.
+    timed: counts a block's seconds under a name. call: a method of a role. send: publishes the newest version, in
+    PUBLISH.
     """
 
     _plan: RunPlan
     _timed: Callable[[str], AbstractContextManager[None]]
-    _on_trained: Callable[[str], Awaitable[object]]
-    _call: Callable[..., Awaitable[object]]
-    _publish: Callable[[], Awaitable[object]]
-    _turn: Turn = Turn.TRAINER
+    _call: Callable[..., Coroutine[Any, Any, object]]
+    _send: Callable[[], Awaitable[object]]
+    _held: dict[str, frozenset[str]] = field(default_factory=dict)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        roles = self._plan.roles
+        if self._plan.offload_train:
+            self._held = dict.fromkeys(roles.trained, frozenset(() if begins_asleep(roles) else Memory))
+        if self._plan.offload_rollout:
+            self._held[ENGINES] = frozenset()
 
     @property
     def engines_lack_weights(self) -> bool:
         """Whether a version that was published is not there any more."""
-        return self._plan.offload_rollout and self._turn is Turn.TRAINER
+        return not self._held.get(ENGINES, frozenset(WEIGHTS)) >= set(WEIGHTS)
 
-    @property
-    def trainer_is_awake(self) -> bool:
-        """Whether trained roles take calls."""
-        return not self._plan.offload_train or self._turn is not Turn.ENGINES
+    def in_turn(self, roles: Sequence[str]) -> list[Sequence[str]]:
+        """Trained roles as they train: all at once, or one after another if they take turns."""
+        return [[role] for role in roles] if self._plan.offload_train else [roles]
 
-    async def trainer(self) -> None:
-        """Before a call that needs the trainer. Weights that were just published stay where they are."""
-        if self._turn is Turn.ENGINES:
-            await self._of_engines("release_memory")
-            await self._of_trainer("wake_up")
-            self._turn = Turn.TRAINER
+    async def enter(self, phase: Phase, trained: Collection[str]) -> None:
+        """Before calls of a phase that need these trained roles."""
+        if self._held:
+            async with self._lock:
+                await unbroken(self._move(phase, trained))
 
-    async def publication(self) -> None:
-        """Before a publication."""
-        await self.trainer()
-        if self._turn is Turn.TRAINER:
-            await self._of_engines("resume_memory", WEIGHTS)
-        self._turn = Turn.PUBLICATION
+    async def weights(self) -> None:
+        """Before the actor's weights are read, by a call that needs nothing else."""
+        if not self._held.get(ACTOR, HELD[Phase.PUBLISH].trained) >= HELD[Phase.PUBLISH].trained:
+            await self.enter(Phase.LOG_PROBS, [ACTOR])
 
-    async def engines(self, *, evaluation: bool) -> None:
-        """Before a rollout or an evaluation: publishes once more where the engines have lost the weights."""
-        if self._turn is Turn.ENGINES or not (evaluation or self._plan.publish_each_step):
-            return  # rollouts that never ask an engine leave the memory where it is
+    async def generation(self, *, evaluation: bool) -> None:
+        """Before a rollout or an evaluation: publishes once more where the engines have lost the weights. Rollouts that
+        never ask an engine leave the memory where it is."""
+        if self._held and (evaluation or self._plan.publish_each_step):
+            async with self._lock:
+                await unbroken(self._generation())
+
+    async def _generation(self) -> None:
         if self.engines_lack_weights:
-            await self._publish()
-        await self._of_trainer("sleep")
-        await self._of_engines("resume_memory", CACHE)
-        self._turn = Turn.ENGINES
+            await self._move(Phase.PUBLISH, [ACTOR])
+            await self._send()
+        await self._move(Phase.GENERATE, self._plan.roles.trained)
 
-    async def _of_trainer(self, method: str) -> None:
-        if self._plan.offload_train:
-            with self._timed("offload"):
-                await self._on_trained(method)
+    async def _move(self, phase: Phase, trained: Collection[str]) -> None:
+        """Go to a row of the table: first everything that is given up, then what is taken."""
+        row, held = HELD[phase], self._held
+        rows = {role: row.trained if role in trained else frozenset[str]() for role in held} | {ENGINES: row.engines}
+        self._held = {holder: rows[holder] for holder in held}
+        await self._change(GIVE, {holder: tags - rows[holder] for holder, tags in held.items()})
+        await self._change(TAKE, {holder: rows[holder] - tags for holder, tags in held.items()})
 
-    async def _of_engines(self, method: str, *args: object) -> None:
-        if self._plan.offload_rollout:
+    async def _change(self, methods: tuple[str, str], parts: Mapping[str, frozenset[str]]) -> None:
+        of_trained, of_engines = methods
+        moves: list[Coroutine[Any, Any, object]] = []
+        for holder, tags in parts.items():
+            if tags and holder == ENGINES:
+                moves.append(self._call(ENGINES, of_engines, tags, timeout_s=self._plan.publish_timeout_s))
+            elif tags:
+                moves.append(self._call(holder, of_trained, tags, timeout_s=self._plan.train_timeout_s))
+        if moves:
             with self._timed("offload"):
-                await self._call("engines", method, *args, timeout_s=self._plan.publish_timeout_s)
+                await all_of(moves)

@@ -80,8 +80,10 @@ class Production:
         """Start every ticket that the schedule lets open, while the run ``allows`` it. Never ends by itself."""
         while True:
             await self._calls.until(lambda: allows(self._next) and self._may_open())
+            await self._memory.generation(evaluation=False)
+            if self._is_halted:  # meanwhile
+                continue
             number, self._next = self._next, self._next + 1
-            await self._memory.engines(evaluation=False)
             self._producing[number] = self._calls.spawn(self._produce(number))
 
     def _may_open(self) -> bool:
@@ -255,7 +257,7 @@ class Production:
     async def evaluate(self, version: int) -> Produced:
         """An evaluation of the published ``version``; one that is lost is made again, since its metrics are of all
         groups."""
-        await self._memory.engines(evaluation=True)
+        await self._memory.generation(evaluation=True)
         while True:
             ticket = await self._calls.buffer(BufferState.generate, version, True)
             try:
@@ -308,8 +310,7 @@ class Production:
         tickets = f"train_{step}" if newest == step else f"train_{step} to train_{newest}"
         await self._count_loss(tickets, self._incarnation, error)
         await self.end(step, waits_for_workers=True)
-        if self._memory.trainer_is_awake:  # else it has nothing of a step
-            await self._calls.on_trained("discard")
+        await self._calls.on_trained("discard")
         self.lost = None
         self._next = step
         self._is_halted = False

@@ -97,9 +97,9 @@ class EngineControlClient:
         """Have every engine forget what it cached. EngineError while requests run."""
         self._post("/flush_cache", {})
 
-    def release_memory(self) -> None:
-        """Have every engine free weights, cache and CUDA graphs; paused, and flushed. The weights are lost."""
-        self._post("/release_memory_occupation", {"tags": [*WEIGHTS, *CACHE]})
+    def release_memory(self, tags: Collection[str] = (*WEIGHTS, *CACHE)) -> None:
+        """Have every engine free memory of the kinds ``tags``; paused, and flushed. Weights are lost."""
+        self._post("/release_memory_occupation", {"tags": [tag for tag in (*WEIGHTS, *CACHE) if tag in tags]})
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every engine take the weights in the folder ``path`` and call them ``version``."""
@@ -295,17 +295,18 @@ class FleetControl(EngineControlClient):
                     replica.note(EngineEvent.HAS_WEIGHTS)
         self.end_publication()
 
-    def release_memory(self) -> None:
-        """Have the engines free their memory, whatever runs there retracted; waits for those that are being started.
-        One that fails it is dropped, where others do not; none is started before ``resume_memory`` of the cache."""
+    def release_memory(self, tags: Collection[str] = (*WEIGHTS, *CACHE)) -> None:
+        """Have the engines free memory of the kinds ``tags``, whatever runs there retracted; waits for those that are
+        being started. One that fails it is dropped, where others do not; none is started before ``resume_memory`` of
+        the cache."""
         self._registry.hold_starts(self._start_timeout_s + self.timeout_s)
         with self._turn():
             self._hold()
             self.pause()
             self.flush()
-            super().release_memory()
+            super().release_memory(tags)
             for replica in self._replicas():
-                replica.released = (*WEIGHTS, *CACHE)
+                replica.released = (*replica.released, *tags)
 
     def resume_memory(self, tags: Collection[str]) -> None:
         """Have the engines take back memory of the kinds ``tags`` that they released; those that serve and have all of
@@ -316,7 +317,7 @@ class FleetControl(EngineControlClient):
             self._in_publication = back = [replica for replica in self._replicas() if replica.released]
             if not self.targets():
                 return
-            self._post("/resume_memory_occupation", {"tags": list(tags)})
+            self._post("/resume_memory_occupation", {"tags": [tag for tag in (*WEIGHTS, *CACHE) if tag in tags]})
             for replica in back:
                 replica.released = tuple(tag for tag in replica.released if tag not in tags)
             serving = [r.url for r in back if not r.released and r.state in SERVES]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from buffer_rl.kinds.kind import PluginKind
@@ -81,15 +82,28 @@ class ReloadsReference(Protocol):
         """The model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote."""
 
 
+class Memory(StrEnum):
+    """The parts of a trainer's memory on its device: the weights that it trains; its gradients and the optimizer's
+    state; its frozen models, such as a reference or a teacher."""
+
+    WEIGHTS = "weights"
+    OPTIMIZER = "optimizer"
+    FROZEN = "frozen"
+
+
 @runtime_checkable
 class Sleeps(Protocol):
-    """A trainer for ``--offload-train``."""
+    """A trainer for ``--offload-train``. One whose methods take no ``tags`` moves everything: it sleeps once no part is
+    needed, and wakes up if one is."""
 
-    def sleep(self) -> None:
-        """Free the device's memory, and keep the state elsewhere. Called between two steps; no method but ``is_saved``
-        is called before ``wake_up``."""
+    def sleep(self, tags: Collection[Memory]) -> None:
+        """Free the device's memory of the parts ``tags``, and keep them elsewhere. Called between two steps.
 
-    def wake_up(self) -> None:
+        Until ``wake_up``, only what needs none of them is called: ``log_probs`` of the policy, ``values``, ``export``
+        and ``save_hf`` need WEIGHTS; ``log_probs`` of another model and ``load_ref`` FROZEN too; ``is_saved`` nothing;
+        all others WEIGHTS and OPTIMIZER."""
+
+    def wake_up(self, tags: Collection[Memory]) -> None:
         """The inverse of ``sleep``."""
 
 

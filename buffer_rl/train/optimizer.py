@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from buffer_rl.errors import CheckpointError, NonFiniteError
+from buffer_rl.errors import CheckpointError, NonFiniteError, TrainError
 from buffer_rl.train.learning_rate import learning_rate as learning_rate
 from buffer_rl.train.sharding import local, whole
 
@@ -99,6 +99,12 @@ class Optimizer:
         self.zero_grad()
         self.step_count += 1
         return {"grad_norm": grad_norm, "lr": lr}
+
+    def sleep(self) -> None:
+        """Move Adam's moments to the host. Raises TrainError if there are gradients."""
+        if self.has_gradients:
+            raise TrainError("there are gradients of an unfinished step", hint="sleep after optimizer_step")
+        self._move_moments(offload=True)
 
     def follow_parameters(self) -> None:
         """Move Adam's moments to the devices of their parameters, or with ``--optimizer-cpu-offload`` to the host."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
-from buffer_rl.kinds.trainer import HasValues, ReloadsReference, SavesLater, Sleeps, Trainer
+from buffer_rl.kinds.trainer import HasValues, Memory, ReloadsReference, SavesLater, Trainer
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import loss_of, role_args
@@ -35,6 +35,7 @@ from buffer_rl.plan.flops import RowCost, speed_metrics
 from buffer_rl.plan.roles import ACTOR, CRITIC, FIELD_OF_MODEL
 from buffer_rl.plugin.calls import construct, returned
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.plugin.signature import takes
 from buffer_rl.records.groups import Topology, TrainBatch
 from buffer_rl.train.logprob_gate import LogProbGap, batch_of, compare_log_probs
 from buffer_rl.train.options import TrainOptions
@@ -88,6 +89,7 @@ class TrainRank:
         self._rank, self._world_size = rank, world_size
         self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller=f"{role}-{rank}")
         self._built: Trainer | None = None
+        self._awake = frozenset(Memory)
         self._batches: list[TrainBatch] = []
         self._rendezvous = Rendezvous()
         self._streamed = 0
@@ -265,15 +267,26 @@ class TrainRank:
     def discard(self) -> None:
         """Forget what was fetched and accumulated of a step that was not taken: its rollout is produced again."""
         self._batches, self._sums = [], Sums()
-        self._trainer.zero_grad()
+        if Memory.OPTIMIZER in self._awake:  # else it has no gradients
+            self._trainer.zero_grad()
 
-    def sleep(self) -> None:
-        """Have the trainer free its device's memory until ``wake_up``."""
-        cast("Sleeps", self._trainer).sleep()
+    def sleep(self, tags: Collection[Memory]) -> None:
+        """Have the trainer free the parts ``tags`` of its device's memory until ``wake_up``."""
+        self._awake -= set(tags)
+        trainer: Any = self._trainer
+        if takes(trainer.sleep, 1):
+            trainer.sleep(tags)
+        elif not self._awake:
+            trainer.sleep()
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Collection[Memory]) -> None:
         """The inverse of ``sleep``."""
-        cast("Sleeps", self._trainer).wake_up()
+        slept, self._awake = not self._awake, self._awake | set(tags)
+        trainer: Any = self._trainer
+        if takes(trainer.wake_up, 1):
+            trainer.wake_up(tags)
+        elif slept:
+            trainer.wake_up()
 
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder in the number format of ``--save-dtype``."""

@@ -8,7 +8,7 @@ the whole group; a gradient that is not finite is seen by all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from buffer_rl.errors import TrainError
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.kinds.trainer import Memory
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plan.layout import layout_of
 from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
@@ -171,28 +172,31 @@ class TorchTrainer:
         self._frozen.pop("ref", None)  # so that there are never two of them
         self._frozen["ref"] = self._load_frozen("ref", path)
 
-    def sleep(self) -> None:
-        """Move models and the optimizer's state to the host's memory; on a CPU they are there. Raises TrainError in an
-        unfinished step."""
-        if self._optimizer.has_gradients:
-            raise TrainError("there are gradients of an unfinished step", hint="sleep after optimizer_step")
-        self._move(torch.device("cpu"))
+    def sleep(self, tags: Collection[Memory] = tuple(Memory)) -> None:
+        """Move models and the optimizer's state to the host's memory; on a CPU they are there. Raises TrainError for
+        the optimizer's part in an unfinished step."""
+        if Memory.OPTIMIZER in tags:
+            self._optimizer.sleep()
+        self._move(tags, torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake_up(self) -> None:
-        """The inverse of ``sleep``."""
-        self._move(self._device)
+    def wake_up(self, tags: Collection[Memory] = tuple(Memory)) -> None:
+        """The inverse of ``sleep``; the optimizer's state goes where the weights are."""
+        self._move(tags, self._device)
+        if Memory.OPTIMIZER in tags:
+            self._optimizer.follow_parameters()
 
     def _outputs(self, module: PreTrainedModel, batch: TrainBatch) -> list[np.ndarray]:
         found = batch_outputs(self._args, module, batch, self._device, self._objective, self._num_passes)
         reshard(module)
         return found
 
-    def _move(self, device: torch.device) -> None:
-        for model in (self._model, *self._frozen.values()):
+    def _move(self, tags: Collection[Memory], device: torch.device) -> None:
+        if Memory.WEIGHTS in tags:
+            self._model.move(device)
+        for model in self._frozen.values() if Memory.FROZEN in tags else ():
             model.move(device)
-        self._optimizer.follow_parameters()
 
     def _num_passes(self, own: int) -> int:
         """Of a call: as many as the rank that needs most, if passes wait for each other."""

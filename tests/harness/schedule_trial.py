@@ -16,6 +16,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.environment import StopRequest
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.errors import TrainError
@@ -173,6 +174,9 @@ class Saves:
     def save(self, step: int, owes_evaluation: bool = False) -> None:
         self.step, self.saved = step, saved_state(self._buffer.state)
 
+    def save_next(self) -> None:
+        pass
+
     def seal(self) -> None:
         pass
 
@@ -265,6 +269,7 @@ def world(
     train: Stopping,
     outcome: Outcome,
     changes: Mapping[str, Any] = MappingProxyType({}),
+    stop: StopRequest | None = None,
 ) -> tuple[VirtualRuntime, Driver, Silent]:
     """A driver with its surroundings. changes: of its plan."""
     runtime = VirtualRuntime({}, lambda role, method, args: {"train": setting.train_s, "save": 0.1}.get(method, 0.0))
@@ -305,7 +310,7 @@ def world(
         buffer_timeout_s=1e6,
     )
     observer = Silent()
-    return runtime, Driver(replace(plan, **changes), runtime, observer), observer  # type: ignore[arg-type]
+    return runtime, Driver(replace(plan, **changes), runtime, observer, stop), observer  # type: ignore[arg-type]
 
 
 def _schedule_deaths(setting: Setting, runtime: VirtualRuntime, rollouts: VirtualRollouts, buffer: TrialBuffer) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from harness.shared_device import ROWS, STEP, TRAINED
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -70,6 +72,31 @@ class Watching(TorchTrainer):
             found.append([info["lacks"], info["cache_bytes"] > 0])
         with open(f"{self.args.run_dir}/moments", "a") as file:
             print(json.dumps([moment, found]), file=file)
+"""
+TAGGED = """
+import json
+
+from buffer_rl.train.torch_trainer import TorchTrainer
+
+
+class Noting(TorchTrainer):
+    '''Writes down which parts it has given up, and which it takes back.'''
+
+    def __init__(self, args, rank, world_size, objective):
+        super().__init__(args, rank, world_size, objective)
+        self.args, self.role = args, "critic" if objective.critic else "train"
+
+    def sleep(self, tags):
+        super().sleep(tags)
+        self._note("-", tags)
+
+    def wake_up(self, tags):
+        self._note("+", tags)
+        super().wake_up(tags)
+
+    def _note(self, sign, tags):
+        with open(f"{self.args.run_dir}/moves", "a") as file:
+            print(json.dumps([self.role, sign, sorted(tags)]), file=file)
 """
 CACHE, WEIGHTS = ["cuda_graph", "kv_cache"], ["weights"]
 BUILT = ("built", [[[*CACHE, *WEIGHTS], False]])
@@ -147,3 +174,37 @@ def test_a_run_whose_trainer_dies_goes_on_from_its_checkpoint_with_the_memory_wh
     require_equal(args.run_dir, whole_run.run_dir)
     # It dies in the second step; after the restart come three rollouts, and the evaluation at the end.
     assert moments_of(args) == [BUILT, *[SLEEPS, AWAKE] * 2, BUILT, *[SLEEPS, AWAKE] * 4]
+
+
+def held_after_each(run_dir: Path) -> Iterator[dict[str, frozenset[str]]]:
+    """What policy and critic hold once one of them has taken something."""
+    held = dict.fromkeys(("train", "critic"), TRAINED)
+    for line in (run_dir / "moves").read_text().splitlines():
+        role, sign, tags = json.loads(line)
+        held[role] = held[role] | set(tags) if sign == "+" else held[role] - set(tags)
+        if sign == "+":
+            yield dict(held)
+
+
+@pytest.mark.slow
+def test_a_policy_and_a_critic_that_take_turns_on_one_device_end_as_if_both_kept_their_memory(
+    train: Callable[[Any], Any], options_in: Callable[..., Any], tmp_path: Path
+) -> None:
+    """With a reference beside the policy, which is updated, and a first step that the critic takes alone."""
+    (tmp_path / "tagged.py").write_text(TAGGED)
+    ppo = {"advantage_estimator": "ppo", "lambd": 0.9, "num_critic_only_steps": 1, "deterministic": True}
+    ppo |= {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2, "save_interval": 1, "num_rollout": 4}
+    own: dict[str, Any] = {"colocate": True, "offload_train": True, "offload_rollout": True}
+    own["train_backend"] = f"{tmp_path / 'tagged.py'}:Noting"
+    for name, more in (("kept", {}), ("turns", own)):
+        assert train(options_in(tmp_path / name, save=str(tmp_path / f"{name}_saves"), **ppo, **more)).steps == 4
+    require_equal(str(tmp_path / "turns"), str(tmp_path / "kept"))
+    kept, turns = (tmp_path / f"{name}_saves" / "step_000004" for name in ("kept", "turns"))
+    for part in ("trainer", "critic"):
+        files = sorted((kept / part).iterdir())
+        assert [file.read_bytes() == (turns / part / file.name).read_bytes() for file in files] == [True] * len(files)
+    parts = list(held_after_each(tmp_path / "turns"))
+    assert [held for held in parts if not any(all(held[r] <= row.get(r, set()) for r in held) for row in ROWS)] == []
+    # Of four steps, the policy takes three, and each is saved.
+    assert sum(held["critic"] == STEP for held in parts) == 4 + 4
+    assert sum(held["train"] == STEP for held in parts) == 3 + 4

@@ -110,6 +110,8 @@ def test_an_asynchronous_checkpoint_is_there_once_all_ranks_have_written(
     writer = checkpoints(tmp_path, actor, critic, async_save=True)
     writer.save(3)
     assert [path.name[:13] for path in tmp_path.iterdir()] == [".step_000003."]  # no run takes it for a checkpoint
+    assert (len(actor.limits), len(critic.limits)) == (2, 0)
+    writer.save_next()
     assert (len(actor.limits), len(critic.limits)) == (2, 1)
     writer.seal()
     assert open_checkpoint(tmp_path).step == 3

@@ -107,6 +107,9 @@ class Saves:
         assert step not in self.saved
         self.saved[step] = saved_state(self._state)
 
+    def save_next(self) -> None:
+        """Nothing: it notes the Buffer's state alone."""
+
     def seal(self) -> None:
         self.sealed.append(max(self.saved))
 

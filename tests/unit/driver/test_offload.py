@@ -1,25 +1,34 @@
-"""Trainer and engines that hold a device's memory in turn, on virtual time and over the real Buffer state."""
+"""Trained roles and engines that hold a device's memory in turn, on virtual time and over the real Buffer state."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import EvalSource, PromptDataSource
+from buffer_rl.driver import offload
 from buffer_rl.driver.driver import Driver
+from buffer_rl.driver.offload import GIVE, HELD, MemoryTurns, Phase, Row
+from buffer_rl.driver.tasks import Calls
 from buffer_rl.errors import PayloadLostError, TrainError, WorkerDiedError
+from buffer_rl.kinds.trainer import Memory
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, RunResult, Schedule, parse_early_stop
 from buffer_rl.records.groups import Ticket
 from harness.fake_roles import FakePublisher, FakeRollouts, FakeTrain
+from harness.memory_trial import References, drawn_trial, run_trial
+from harness.shared_device import ENGINES, PASSES, STEP, WEIGHTS, Needs, SharedDevice, on_device
 from harness.virtual_time import VirtualRuntime
 
 PLAN = RunPlan(
@@ -43,93 +52,31 @@ PLAN = RunPlan(
     save_timeout_s=50,
     buffer_timeout_s=5,
 )
-
-
-class Device:
-    """The memory of one device, which refuses what is not possible; ``calls`` in their order."""
-
-    def __init__(self, *, released: bool = True) -> None:
-        self.awake = True
-        self.released = {"weights", "kv_cache", "cuda_graph"} if released else set()
-        self.version: int | None = None if released else 0
-        self.calls: list[str] = []
-
-    def trains(self) -> None:
-        assert self.awake, "a trainer that sleeps was called"
-
-    def sleeps(self) -> None:
-        self.calls.append("sleep")
-        self.trains()
-        self.awake = False
-
-    def generates(self, version: int) -> None:
-        assert not self.released, f"the engines generate without {self.released}"
-        assert self.version == version, f"they serve version {self.version}, not {version}"
+TWO = RolePlan(
+    trained=("train", "critic"), passes=(("train", "ref"), ("critic", "critic")), estimates=True, max_restarts=3
+)
 
 
 class Train(FakeTrain):
-    """A trainer on the device. lost: errors of ``fetch``."""
+    """lost: errors of ``fetch``."""
 
-    def __init__(self, device: Device, *lost: Exception) -> None:
+    def __init__(self, *lost: Exception) -> None:
         super().__init__()
-        self._device, self._lost = device, list(lost)
+        self._lost = list(lost)
 
     def fetch(self, rollout_id: int) -> None:
         if self._lost:
             raise self._lost.pop(0)
 
-    def sleep(self) -> None:
-        self._device.sleeps()
-
-    def wake_up(self) -> None:
-        self._device.calls.append("wake_up")
-        assert not self._device.awake
-        self._device.awake = True
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("fetch", "discard", "train", "compare_log_probs"):
-            device = object.__getattribute__(self, "_device")
-            device.trains()
-            if name == "train":
-                device.calls.append("train")
-        return object.__getattribute__(self, name)
-
-
-class Engines(FakePublisher):
-    """The engines on the device, and the publisher to them."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self._device = device
-
-    def release_memory(self) -> None:
-        self._device.calls.append("release")
-        assert not self._device.released
-        self._device.released, self._device.version = {"weights", "kv_cache", "cuda_graph"}, None
-
-    def resume_memory(self, tags: tuple[str, ...]) -> None:
-        self._device.calls.append("weights" if "weights" in tags else "cache")
-        assert self._device.released >= set(tags)
-        self._device.released -= set(tags)
-
-    def publish(self, version: int) -> dict[str, float]:
-        self._device.calls.append("publish")
-        self._device.trains()
-        assert "weights" not in self._device.released
-        self._device.version = version
-        return super().publish(version)
-
 
 class Rollouts(FakeRollouts):
-    """Each takes part of the device's cache. dies_in: tasks in which the worker dies, once each."""
+    """dies_in: tasks in which the worker dies, once each."""
 
-    def __init__(self, state: BufferState, device: Device, scores: tuple[float, ...], dies_in: list[str]) -> None:
+    def __init__(self, state: BufferState, scores: tuple[float, ...], dies_in: list[str]) -> None:
         super().__init__(state, scores)
-        self._device, self._dies_in = device, dies_in
+        self._dies_in = dies_in
 
     def run(self, ticket: Ticket) -> Any:
-        self._device.calls.append("evaluate" if ticket.evaluation else "rollout")
-        self._device.generates(ticket.version)
         if ticket.task in self._dies_in:
             self._dies_in.remove(ticket.task)
             raise WorkerDiedError("the process died", where="rollout.run")
@@ -140,21 +87,11 @@ class Rollouts(FakeRollouts):
 
 
 class Saves:
-    """Notes the steps of checkpoints, and of the updates of the reference, which the trainer has a part in."""
+    """Keeps nothing."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.steps: list[int] = []
-
-    def save(self, step: int) -> None:
-        self._device.trains()
-        self._device.calls.append("save")
-        self.steps.append(step)
-
-    update = save
-
-    def seal(self) -> None:
-        pass  # what is written by then needs no device
+    def save(self, step: int) -> None: ...
+    def save_next(self) -> None: ...
+    def seal(self) -> None: ...
 
 
 class Observer:
@@ -176,8 +113,8 @@ def run(
     *lost: Exception,
     dies_in: tuple[str, ...] = (),
     scores: tuple[float, ...] = (0.0,),
-    device: Device | None = None,
-) -> tuple[Device, RunResult, Observer]:
+    device_class: type[SharedDevice] = SharedDevice,
+) -> tuple[SharedDevice, RunResult, Observer]:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(4)))
     args: Any = compose(CORE_SECTIONS)(
@@ -187,63 +124,88 @@ def run(
     state = BufferState(
         PromptDataSource(args), ledger=Ledger.in_memory(), groups_per_step=2, eval_groups=lambda: evals.groups("held")
     )
-    device = device or Device(released=plan.offload_rollout)
-    engines, saves, observer = Engines(device), Saves(device), Observer()
+    device = device_class(plan.roles.trained, train=plan.offload_train, rollout=plan.offload_rollout)
+    observer = Observer()
     roles: dict[str, Any] = {
         "buffer": state,
-        "rollout": Rollouts(state, device, scores, list(dies_in)),
-        "train": Train(device, *lost),
-        "publish": engines,
-        "engines": engines,
-        "save": saves,
-        "reference": saves,
+        "rollout": Rollouts(state, scores, list(dies_in)),
+        "train": Train(*lost),
+        "critic": Train(),
+        "publish": FakePublisher(),
+        "save": Saves(),
+        "reference": References(),
     }
-    costs = {"sleep": 3.0, "wake_up": 4.0, "release_memory": 5.0, "resume_memory": 6.0}
-    runtime = VirtualRuntime(roles, lambda role, method, args: costs.get(method, 0.0))
+    device.runtime = VirtualRuntime(on_device(device, roles, asks=plan.publish_each_step))
     watched: Any = observer
-    result = Driver(plan, runtime, watched).run()
-    assert device.awake, "the weights are exported when the driver has ended"
+    result = Driver(plan, device.runtime, watched).run()
+    assert device.faults == []
+    assert "weights" in device.held["train"], "the weights are exported when the driver has ended"
     return device, result, observer
 
 
-TO_ENGINES = ["weights", "publish", "sleep", "cache"]
-TO_TRAINER = ["release", "wake_up"]
-STEP = ["train", "save", "save"]
-"""The optimizer step, the update of the reference, the checkpoint."""
+BEGIN = ["train -frozen,optimizer", "engines +weights", "publish"]
+"""A single trained role begins with all of its memory."""
+GENERATE = ["train -weights", "engines +cuda_graph,kv_cache"]
+LOG_PROBS = ["engines -cuda_graph,kv_cache,weights", "train +frozen,weights"]
+UPDATE = ["train -frozen", "train +optimizer", "train"]
+REFERENCE = ["train -optimizer", "train +frozen", "update"]
+SAVE = ["train -frozen", "train +optimizer", "save"]
+PUBLISH = ["train -optimizer", "engines +weights", "publish"]
+STEP_OF = [*LOG_PROBS, *UPDATE, *REFERENCE, *SAVE, *PUBLISH, *GENERATE]
 
 
-def test_the_memory_changes_hands_before_each_generation_and_before_each_step(tmp_path: Path) -> None:
+def test_the_memory_changes_hands_before_each_phase_and_stays_between(tmp_path: Path) -> None:
     device, result, observer = run(tmp_path)
-    one = ["rollout", *TO_TRAINER, *STEP, *TO_ENGINES]
-    assert device.calls == [*TO_ENGINES, "evaluate", *one, *one, "evaluate", *one, "evaluate", *TO_TRAINER]
+    first = ["rollout", *LOG_PROBS, "compare", *STEP_OF[len(LOG_PROBS) :]]
+    later = ["rollout", *STEP_OF]
+    begin, end = [*BEGIN, *GENERATE, "evaluate"], ["evaluate", *LOG_PROBS]
+    assert device.calls == [*begin, *first, *later, "evaluate", *later, *end]
     assert result.steps == 3
-    # Release and wake up before a step, the weights' memory before its publication; the first and the last step begin
-    # after an evaluation, for which the trainer slept and the engines took their cache.
-    assert [metrics["perf/offload_time"] for metrics in observer.metrics] == [15, 15 + 3 + 6, 15]
-    assert [metrics["perf/step_time"] for metrics in observer.metrics] == [15, 24, 15]
+    # Engines release and the trainer wakes up, and three times one of its parts goes and another one comes; then the
+    # optimizer's part goes, and the engines take back the memory of weights. What the first and the last step add to
+    # this, sleep and the cache, is before an evaluation; the second rollout has it in its step.
+    first_s = 5 + 4 + 3 * (3 + 4) + 3 + 6
+    assert [metrics["perf/offload_time"] for metrics in observer.metrics] == [first_s, first_s + 3 + 6, first_s]
 
 
 def test_each_side_alone_frees_its_own_memory_and_without_either_nothing_is_called(tmp_path: Path) -> None:
-    plan = replace(PLAN, num_rollouts=1, evaluate=False)
-    step = ["rollout", "wake_up", *STEP, "publish"]
+    plan = replace(PLAN, num_rollouts=1, evaluate=False, ref_update_interval=None)
     device, _, _ = run(tmp_path, replace(plan, offload_rollout=False))
-    assert device.calls == ["publish", "sleep", *step]
-    step = ["rollout", "release", *STEP, "weights", "publish"]
+    wakes, step = ["train +frozen,weights", "compare"], [*UPDATE, "save", "train -optimizer", "publish"]
+    assert device.calls == ["train -frozen,optimizer", "publish", "train -weights", "rollout", *wakes, *step]
     device, _, _ = run(tmp_path, replace(plan, offload_train=False))
-    assert device.calls == ["weights", "publish", "cache", *step]
+    step = ["engines -cuda_graph,kv_cache,weights", "compare", "train", "save", "engines +weights", "publish"]
+    assert device.calls == ["engines +weights", "publish", "engines +cuda_graph,kv_cache", "rollout", *step]
     device, _, observer = run(tmp_path, replace(plan, offload_train=False, offload_rollout=False))
-    assert device.calls == ["publish", "rollout", *STEP, "publish"]
+    assert device.calls == ["publish", "rollout", "compare", "train", "save", "publish"]
     assert "perf/offload_time" not in observer.metrics[0]
+
+
+def test_while_the_critic_trains_or_is_saved_the_policy_holds_nothing_and_the_other_way_round(tmp_path: Path) -> None:
+    plan = replace(PLAN, num_rollouts=1, evaluate=False, compare_log_probs=False, roles=TWO)
+    device, _, observer = run(tmp_path, plan)
+    begin = ["train +weights", "engines +weights", "publish", *GENERATE, "rollout"]  # each slept once it was built
+    passes = [*LOG_PROBS, "critic +frozen,weights", "train ref", "critic critic"]
+    policy = ["train -frozen", "critic -frozen,weights", "train +optimizer", "train"]
+    critic = ["train -optimizer,weights", "critic +optimizer,weights", "critic"]
+    reference = ["critic -optimizer,weights", "train +frozen,weights", "update"]
+    saves = [*SAVE, *critic[:2], "save next"]
+    publish = ["critic -optimizer,weights", "train +weights", "engines +weights", "publish"]
+    assert device.calls == [*begin, *passes, *policy, *critic, *reference, *saves, *publish]
+    apart, _, _ = run(tmp_path, replace(plan, offload_train=False, offload_rollout=False))
+    assert [call for call in device.calls if "+" not in call and "-" not in call] == apart.calls
+    assert observer.metrics[0]["perf/update_time"] == 2 * 2.0  # one after another
 
 
 def test_a_rollout_that_was_lost_in_the_trainers_turn_is_produced_again_from_weights_that_are_published_again(
     tmp_path: Path,
 ) -> None:
-    plan = replace(PLAN, num_rollouts=1, evaluate=False)
+    plan = replace(PLAN, num_rollouts=1, evaluate=False, ref_update_interval=None, compare_log_probs=False)
     lost = [PayloadLostError("gone", where="storage-0"), PayloadLostError("gone", where="storage-0")]
     device, result, _ = run(tmp_path, plan, *lost)
-    again = [*TO_ENGINES, "rollout", *TO_TRAINER]
-    assert device.calls == [*again, *again, *again, *STEP, "weights", "publish"]
+    produced = [*GENERATE, "rollout", *LOG_PROBS]
+    again = ["train -frozen", "engines +weights", "publish", *produced]
+    assert device.calls == [*BEGIN, *produced, *again, *again, *UPDATE, "save", *PUBLISH]
     assert result.steps == 1
 
 
@@ -251,8 +213,8 @@ def test_a_rollout_that_was_lost_in_the_trainers_turn_is_produced_again_from_wei
 def test_a_generation_whose_worker_died_is_made_again_while_the_trainer_sleeps(tmp_path: Path, task: str) -> None:
     device, result, _ = run(tmp_path, replace(PLAN, num_rollouts=1), dies_in=(task,))
     generated = ["evaluate", "rollout", "rollout"] if task == "train_0" else ["evaluate", "evaluate", "rollout"]
-    assert device.calls[:7] == [*TO_ENGINES, *generated]
-    assert device.calls[7:9] == TO_TRAINER
+    begin = [*BEGIN, *GENERATE, *generated, *LOG_PROBS]
+    assert device.calls[: len(begin)] == begin
     assert result.steps == 1
 
 
@@ -261,27 +223,147 @@ def test_a_run_that_stops_early_saves_with_the_trainer_awake(tmp_path: Path) -> 
     plan = replace(PLAN, save_interval=None, early_stop=stop, ref_update_interval=None)
     device, result, _ = run(tmp_path, plan, scores=(0.0, 0.0, 0.9))
     assert (result.steps, result.stopped_early) == (2, True)
-    assert device.calls[-4:] == ["evaluate", *TO_TRAINER, "save"]
-
-
-class Supervised(Device):
-    """Rollouts read data alone; evaluations generate."""
-
-    def generates(self, version: int) -> None:
-        if self.calls[-1] == "evaluate":
-            super().generates(version)
+    assert device.calls[-4:] == ["evaluate", LOG_PROBS[0], "train +optimizer,weights", "save"]
 
 
 def test_rollouts_that_never_ask_an_engine_leave_the_memory_to_the_trainer(tmp_path: Path) -> None:
-    plan = replace(PLAN, num_rollouts=2, publish_each_step=False, eval_before_train=False)
-    device, _, _ = run(tmp_path, plan, device=Supervised())
-    assert device.calls == ["rollout", *STEP, "rollout", *STEP, *TO_ENGINES, "evaluate", *TO_TRAINER]
+    plan = replace(PLAN, num_rollouts=2, publish_each_step=False, eval_before_train=False, compare_log_probs=False)
+    plan = replace(plan, ref_update_interval=None)
+    device, _, _ = run(tmp_path, plan)
+    first, later = ["train -optimizer", *UPDATE, "save"], ["train -optimizer", "train +frozen", *UPDATE, "save"]
+    end = [*PUBLISH, *GENERATE, "evaluate", *LOG_PROBS]
+    assert device.calls == ["rollout", *first, "rollout", *later, *end]
 
 
 def test_an_error_in_a_turn_ends_the_run(tmp_path: Path) -> None:
-    class Insomniac(Device):
-        def sleeps(self) -> None:
+    class Insomniac(SharedDevice):
+        async def give(self, *args: Any) -> None:
             raise TrainError("there are gradients of an unfinished step")
 
     with pytest.raises(TrainError, match="unfinished step"):
-        run(tmp_path, device=Insomniac())
+        run(tmp_path, device_class=Insomniac)
+
+
+# -- whole runs, and any order of phases ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", range(0, 30, 10))
+def test_whatever_happens_in_a_run_a_device_never_holds_more_than_one_row(tmp_path: Path, first: int) -> None:
+    for seed in range(first, first + 10):
+        devices = run_trial(drawn_trial(seed), tmp_path)
+        assert [fault for device in devices for fault in device.faults] == [], seed
+
+
+WORK: dict[Phase, Needs] = {
+    Phase.LOG_PROBS: {"train": PASSES, "critic": PASSES},
+    Phase.PUBLISH: {"train": WEIGHTS, "engines": WEIGHTS},
+    Phase.GENERATE: {"engines": ENGINES},
+}
+"""What the work of a phase needs; that of TRAIN is one role's."""
+Walk = Sequence[tuple[Phase, str]]
+"""Phases, one after another; of TRAIN with the role that trains."""
+
+
+def walk(
+    phases: Walk, roles: RolePlan = TWO, turns_class: type[MemoryTurns] = MemoryTurns, **options: bool
+) -> SharedDevice:
+    """Go through the phases, each with its work."""
+    plan = replace(PLAN, roles=roles, **options)
+    device = SharedDevice(roles.trained, train=plan.offload_train, rollout=plan.offload_rollout)
+    device.runtime = runtime = VirtualRuntime(on_device(device, dict.fromkeys(roles.trained)))
+
+    async def send() -> None:
+        device.version = 1
+        async with device.using("publish", WORK[Phase.PUBLISH]):
+            await device.wait(1.0)
+
+    turns = turns_class(plan, lambda name: nullcontext(), Calls(plan, runtime).call, send)
+    takes_part = {Phase.LOG_PROBS: roles.trained, Phase.PUBLISH: ("train",)}
+
+    async def main() -> None:
+        for phase, role in phases:
+            if phase is Phase.GENERATE:
+                await turns.generation(evaluation=True)
+                assert device.version is not None
+            else:
+                await turns.enter(phase, takes_part.get(phase, (role,)))
+            if phase is Phase.PUBLISH:
+                await send()
+            needs = {holder: tags for holder, tags in WORK.get(phase, {role: STEP}).items() if holder in device.held}
+            async with device.using(phase, needs):
+                await device.wait(1.0)
+
+    runtime.run(main, lambda error: None)
+    assert device.faults == []
+    return device
+
+
+TWO_TRAINED = st.tuples(st.sampled_from(Phase), st.sampled_from(["train", "critic"]))
+ONE_TRAINED = st.tuples(st.sampled_from(Phase), st.just("train"))
+SIDES = st.sampled_from([(True, True), (True, False), (False, True)])
+
+
+@settings(deadline=None)
+@given(st.lists(TWO_TRAINED, max_size=12), SIDES)
+def test_in_any_order_of_phases_two_trained_roles_hold_no_more_than_one_row(walked: Walk, sides: Any) -> None:
+    walk(walked, offload_train=sides[0], offload_rollout=sides[1])
+
+
+@settings(deadline=None)
+@given(st.lists(ONE_TRAINED, max_size=12), SIDES)
+def test_in_any_order_of_phases_one_trained_role_holds_no_more_than_one_row(walked: Walk, sides: Any) -> None:
+    walk(walked, PLAN.roles, offload_train=sides[0], offload_rollout=sides[1])
+
+
+PLACES = [(phase, role) for phase in Phase for role in ("train", "critic") if phase is Phase.TRAIN or role == "train"]
+EVERYWHERE = [place for start in PLACES for end in PLACES for place in (start, end)]
+"""Each way from a row to another one, and back to it."""
+
+
+class Swapped(MemoryTurns):
+    """Takes, and gives up then."""
+
+    given: Mapping[str, frozenset[str]]
+
+    async def _change(self, methods: tuple[str, str], parts: Mapping[str, frozenset[str]]) -> None:
+        if methods == GIVE:
+            self.given = parts
+        else:
+            await super()._change(methods, parts)
+            await super()._change(GIVE, self.given)
+
+
+def forgetting(tag: str) -> type[MemoryTurns]:
+    """One that gives up all but a tag."""
+
+    class Forgetful(MemoryTurns):
+        async def _change(self, methods: tuple[str, str], parts: Mapping[str, frozenset[str]]) -> None:
+            kept = {holder: tags - {tag} if methods == GIVE else tags for holder, tags in parts.items()}
+            await super()._change(methods, kept)
+
+    return Forgetful
+
+
+MUTANTS = {"swapped": Swapped, **{tag: forgetting(tag) for tag in ("optimizer", "frozen", "weights", "kv_cache")}}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_one_that_swaps_the_order_or_forgets_a_tag_is_refused(mutant: str) -> None:
+    walk(EVERYWHERE)
+    with pytest.raises(AssertionError, match=r"no row has all|has (frozenset|Memory)"):
+        walk(EVERYWHERE, turns_class=MUTANTS[mutant])
+
+
+CELLS = [(phase, tag) for phase in Phase for tag in (*Memory, *(f"engines {tag}" for tag in sorted(ENGINES)))]
+
+
+@pytest.mark.parametrize(("phase", "tag"), CELLS)
+def test_a_table_with_another_cell_is_refused(phase: Phase, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = HELD[phase]
+    if isinstance(tag, Memory):
+        changed = Row(row.trained ^ {tag}, row.engines)
+    else:
+        changed = Row(row.trained, row.engines ^ {tag.split()[1]})
+    monkeypatch.setattr(offload, "HELD", {**HELD, phase: changed})
+    with pytest.raises(AssertionError, match=r"no row has all|lacks"):
+        walk(EVERYWHERE)

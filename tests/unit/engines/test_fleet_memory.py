@@ -116,6 +116,20 @@ def test_engines_are_paused_and_flushed_before_they_release_and_go_on_once_they_
         assert first.asked[-1] == second.asked[-1] == "/continue_generation"
 
 
+def test_engines_release_the_kinds_that_are_named_and_go_on_once_they_have_all_of_them(fleet: Fleet) -> None:
+    with Noting() as engine:
+        control, registry = fleet(Process(engine.url))
+        control.release_memory(frozenset(CACHE))
+        assert not registry.has_memory
+        control.release_memory(frozenset(WEIGHTS))
+        control.resume_memory(frozenset(WEIGHTS))
+        assert "/continue_generation" not in engine.asked
+        control.resume_memory(frozenset(CACHE))
+        assert engine.asked[-2:] == [RESUME, "/continue_generation"]
+        wanted = [("release", CACHE), ("release", WEIGHTS), ("resume", WEIGHTS), ("resume", CACHE)]
+        assert engine.log.memory == wanted
+
+
 def test_an_engine_that_came_between_is_asked_for_nothing_that_it_did_not_release(fleet: Fleet) -> None:
     with Noting() as old, Noting() as new:
         control, registry = fleet(Process(old.url))

@@ -13,6 +13,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, TrainError
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Reduction, Sums, Total
+from buffer_rl.kinds.trainer import Memory
 from buffer_rl.options.section import compose
 from buffer_rl.plan.flops import RowCost, TrainWork
 from buffer_rl.records.groups import GroupUid, RowId, Topology, TrainBatch
@@ -97,6 +98,54 @@ def test_replicas_get_shares_of_equal_cost_unless_they_work_in_step(in_step: boo
     rank._built = SimpleNamespace(topology=Topology(dp_rank=0, dp_size=2, in_step=in_step))
     rank.fetch(0)
     assert asked == [None if in_step else cost]
+
+
+class Sleeper:
+    """A backend that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def sleep(self, tags: Any) -> None:
+        self.calls.append(("sleep", *sorted(tags)))
+
+    def wake_up(self, tags: Any) -> None:
+        self.calls.append(("wake up", *sorted(tags)))
+
+    def zero_grad(self) -> None:
+        self.calls.append("zero_grad")
+
+
+class Whole(Sleeper):
+    """Its methods take no tags."""
+
+    def sleep(self) -> None:  # type: ignore[override]
+        self.calls.append("sleep")
+
+    def wake_up(self) -> None:  # type: ignore[override]
+        self.calls.append("wake up")
+
+
+def asked(backend: Sleeper) -> list[Any]:
+    """What a backend is asked on the way from a step to a rollout and back."""
+    rank: Any = object.__new__(TrainRank)
+    rank._built, rank._awake = backend, frozenset(Memory)
+    rank.discard()
+    rank.sleep({Memory.OPTIMIZER, Memory.FROZEN})
+    rank.sleep({Memory.WEIGHTS})
+    rank.discard()
+    rank.wake_up({Memory.WEIGHTS, Memory.FROZEN})
+    rank.sleep({Memory.FROZEN})
+    rank.wake_up({Memory.OPTIMIZER})
+    rank.discard()
+    return backend.calls
+
+
+def test_a_backend_moves_the_parts_that_are_named_and_one_without_tags_all_of_them_once_none_is_needed() -> None:
+    parts = [("sleep", "frozen", "optimizer"), ("sleep", "weights"), ("wake up", "frozen", "weights")]
+    parts += [("sleep", "frozen"), ("wake up", "optimizer")]
+    assert asked(Sleeper()) == ["zero_grad", *parts, "zero_grad"]
+    assert asked(Whole()) == ["zero_grad", "sleep", "wake up", "zero_grad"]
 
 
 def test_a_ranks_work_is_that_of_its_rows_in_each_pass() -> None:

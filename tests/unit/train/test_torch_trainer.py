@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from buffer_rl.errors import NonFiniteError, PluginError, TrainError
 from buffer_rl.kinds.token_loss import Sums
+from buffer_rl.kinds.trainer import Memory
 from buffer_rl.options.section import Options
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.torch_trainer import TorchTrainer
@@ -290,6 +291,32 @@ def test_a_trainer_does_not_sleep_in_an_unfinished_step(make_args: MakeArgs, mak
     accumulate(trainer, make_batch())
     with pytest.raises(TrainError, match="unfinished step"):
         trainer.sleep()
+    trainer.sleep({Memory.FROZEN})  # has no part in it
+
+
+def test_only_the_parts_that_are_named_move(make_args: MakeArgs, make_batch: MakeBatch) -> None:
+    """A device from which nothing can be moved stands for one that is not there."""
+    trainer = make_trainer(make_args(use_kl_loss=True, kl_loss_coef=0.1))
+    trained = make_batch()
+    trained.columns["ref_log_probs"] = trainer.log_probs("ref", trained)
+    step(trainer, trained)
+    trainer._device = torch.device("meta")
+    (frozen,) = trainer._frozen.values()
+
+    def moved() -> set[Memory]:
+        parts = {
+            Memory.WEIGHTS: next(trainer._actor.parameters()),
+            Memory.OPTIMIZER: trainer._optimizer.state_tensors()["exp_avg.model.norm.weight"],
+            Memory.FROZEN: next(frozen.module.parameters()),
+        }
+        return {part for part, tensor in parts.items() if tensor.device.type == "meta"}
+
+    for number, part in enumerate((Memory.FROZEN, Memory.WEIGHTS, Memory.OPTIMIZER), 1):
+        trainer.wake_up({part})
+        assert (part in moved(), len(moved())) == (True, number)
+        trainer.sleep(set(Memory) - moved())
+        with pytest.raises(NotImplementedError, match="meta"):
+            trainer.sleep({part})
 
 
 def test_policy_losses_need_advantages(make_args: MakeArgs, make_batch: MakeBatch) -> None:
