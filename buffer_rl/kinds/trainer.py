@@ -81,6 +81,18 @@ class ReloadsReference(Protocol):
         """The model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote."""
 
 
+class TrainsAdapters(Protocol):
+    """A trainer for ``--lora-rank``, whose ``trains_adapters`` is true. Its ``log_probs`` has the model "base": the
+    policy without adapters."""
+
+    def write_adapter(self, path: str) -> None:
+        """Write the adapters into the folder ``path``, in peft's format. Called in all ranks; one of them writes."""
+
+    def unchanged_share(self) -> float:
+        """Of merged adapters, the share of the elements of the matrices that are adapted which round to the same number
+        of ``args.engine_dtype`` as at the last call. Called in all ranks, after each publication."""
+
+
 @runtime_checkable
 class Sleeps(Protocol):
     """A trainer for ``--offload-train``."""
