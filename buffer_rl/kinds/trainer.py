@@ -81,9 +81,13 @@ class ReloadsReference(Protocol):
         """The model "ref" takes the weights in the Hugging Face folder ``path``, which ``save_hf`` wrote."""
 
 
+@runtime_checkable
 class TrainsAdapters(Protocol):
-    """A trainer for ``--lora-rank``, whose ``trains_adapters`` is true. Its ``log_probs`` has the model "base": the
-    policy without adapters."""
+    """A trainer for ``--lora-rank``. Its ``log_probs`` has the model "base": the policy without adapters."""
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters alone are trained."""
 
     def write_adapter(self, path: str) -> None:
         """Write the adapters into the folder ``path``, in peft's format. Called in all ranks; one of them writes."""

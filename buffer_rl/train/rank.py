@@ -365,7 +365,7 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             expected="--train-backend torch, or a class that is derived from its",
             hint="take --fsdp-size out",
         )
-    if args.lora_rank and not getattr(built, "trains_adapters", False):
+    if args.lora_rank and not (isinstance(built, TrainsAdapters) and built.trains_adapters):
         raise ConfigError(
             f"the trainer {name!r} trains all weights",
             where="--lora-rank",

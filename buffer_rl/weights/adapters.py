@@ -148,6 +148,8 @@ class AdapterCheck(LogProbCheck):
 
         config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
         allowed = tolerance(args.engine_dtype, int(config["num_hidden_layers"]))
+        if args.max_logprob_diff is not None:
+            allowed = min(allowed, args.max_logprob_diff)
         temperature = check_temperature(args)
         return cls(log_probs(ACTOR), log_probs("base"), newest, temperature=temperature, max_diff=allowed)
 
