@@ -152,6 +152,8 @@ class ActorGroup:
                 _kill(actor)
                 self.actors[rank] = self._start_member(rank)
         if self._independent:
+            with contextlib.suppress(WorkerDiedError):  # the next call finds who died
+                self._kept()
             return
         self.call("ready", timeout_s=self._timeout_s)
         self._kept()

@@ -78,8 +78,9 @@ from buffer_rl.train.learning_rate import with_decay_iters
 from buffer_rl.train.rank import start_train_group
 from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
 from buffer_rl.train.role_worker import start_roles
+from buffer_rl.weights.adapters import AdapterCheck, AdapterTransport, MergedShare
 from buffer_rl.weights.follow import FollowFolder
-from buffer_rl.weights.options import engines_may_differ
+from buffer_rl.weights.options import engines_may_differ, publishes_adapters
 from buffer_rl.weights.publish import LogProbCheck, Publisher
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts, RolePublisher
 from buffer_rl.weights.sender import Senders
@@ -380,22 +381,31 @@ class _Run:
     def _engine_publisher(self, engines: EngineControlClient, senders: Senders, train: ActorGroup) -> Publisher:
         args, schedule = self.args, Schedule.of(self.args)
         follow = FollowFolder.from_args(args, self.save_hf)
+        transport, check = self._transport(), LogProbCheck.from_args(args, train)
+        more: dict[str, Any] = {}
+        if publishes_adapters(args):
+            transport = adapters = AdapterTransport.of(args, train, lambda: self.rollout)
+            check = AdapterCheck.of(args, train, lambda: adapters.newest)
+            more["announce"] = adapters.announce
+        elif args.lora_rank:
+            more["measure"] = MergedShare(args, train, self.observer.notice)
         publisher = Publisher(
-            self._transport(),
+            transport,
             senders,
             engines,
             compare=args.check_weight_update_equal,
-            check=LogProbCheck.from_args(args, train),
+            check=check,
             timeout_s=2 * args.update_weights_timeout_s + args.engine_start_timeout_s,
             notice=self.observer.notice,
             hold=lambda: self._of_workers("hold", float(args.rollout_timeout_s)),
             unhold=lambda: self._of_workers("unhold"),
             drains=schedule.by_window and schedule.drains,
             follow=None if follow is None else follow.write,
+            **more,
         )
         if schedule.max_staleness:
             self.observer.notice(staleness_notice(args))
-            if schedule.by_window and not schedule.drains:
+            if schedule.by_window and not schedule.drains and not publishes_adapters(args):
                 publisher.try_retraction()
         return publisher
 

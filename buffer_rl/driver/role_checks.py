@@ -190,6 +190,8 @@ def _check_memory_options(args: Args) -> None:
             where=f"--lora-dropout {args.lora_dropout:g}",
             hint="take it out",
         )
+    if args.lora_publish == "adapter":
+        _check_adapter_publication(args)
     if not args.lora_rank:
         if args.lora_adapter_path is not None:
             raise ConfigError("all weights would be trained", where="--lora-adapter-path", hint="add --lora-rank")
@@ -204,6 +206,23 @@ def _check_memory_options(args: Args) -> None:
             where="--lora-rank",
             hint="pip install 'buffer-rl[scale]'",
         )
+
+
+def _check_adapter_publication(args: Args) -> None:
+    """What engines that keep their base, and read adapters from a folder, do not go with."""
+    where = "--lora-publish adapter"
+    if not args.lora_rank:
+        raise ConfigError("all weights would be trained, and no adapter", where=where, hint="add --lora-rank")
+    refused = {
+        f"--weight-sync-mode {args.weight_sync_mode}": args.weight_sync_mode != "disk",
+        "--offload-rollout": args.offload_rollout,
+        "--check-weight-update-equal": args.check_weight_update_equal,
+    }
+    reasons = ("engines read adapters from a folder", "an engine's base goes with its memory", "the base is not sent")
+    for (flag, is_given), reason in zip(refused.items(), reasons, strict=True):
+        if is_given:
+            hint = f"take {flag} out, or {where}"
+            raise ConfigError(f"{reason}: it does not go with {flag}", where=where, hint=hint)
 
 
 def _check_sharding(args: Args) -> None:

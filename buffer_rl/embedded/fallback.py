@@ -8,16 +8,19 @@ probabilities is checked when the decoder is made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from buffer_rl.embedded.adapter import read_adapter
 from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 from buffer_rl.embedded.decode_check import UnsupportedModelError as UnsupportedModelError
 from buffer_rl.embedded.decode_check import check_decoding, unsupported
 from buffer_rl.embedded.fast_decoder import PROMPT_LOGITS_ROWS, ROW_BLOCK, pad_vocab
+from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import length_problem
 
 
@@ -32,6 +35,7 @@ class FallbackDecoder:
 
     def __init__(self, module: Any, context_length: int, *, deterministic: bool = False, check: bool = True) -> None:
         self.module = module
+        self._adapter: str | None = None
         self.deterministic = deterministic
         self.block = 1 if _has_experts(module) else ROW_BLOCK
         config = module.config.get_text_config(decoder=True)
@@ -57,6 +61,37 @@ class FallbackDecoder:
     def load(self, module: Any) -> None:
         """Take the weights of ``module``, a model of the same sizes."""
         self.module = module
+
+    def with_adapter(self, folder: str, name: str) -> Self:
+        """A decoder over the same module with the adapter in ``folder``, in peft's format, which the module has as
+        ``name`` until ``forget_adapter``. Raises EngineError if it is none, or of another model."""
+        try:
+            layers = read_adapter(folder).keys()
+            self.module.load_adapter(folder, adapter_name=name)
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise EngineError(f"the adapter cannot be loaded: {error}", where=folder) from error
+        has = {at for at, part in self.module.named_modules() if name in getattr(part, "lora_A", ())}
+        if has != layers:
+            self.forget_adapter(name)
+            raise EngineError("the adapter is of another model", where=folder)
+        self.module.requires_grad_(False)
+        adapted = copy(self)
+        adapted._adapter = name
+        return adapted
+
+    def forget_adapter(self, name: str) -> None:
+        """Free what ``with_adapter`` loaded."""
+        self.module.delete_adapter(name)
+
+    def _forward(self, **inputs: Any) -> Any:
+        """The module's, with the adapter of this decoder or without any."""
+        if getattr(self.module, "_hf_peft_config_loaded", False):
+            if self._adapter is None:
+                self.module.disable_adapters()
+            else:
+                self.module.enable_adapters()
+                self.module.set_adapter(self._adapter)
+        return self.module(**inputs)
 
     def drop_weights(self) -> None:
         """Free the weights, until the next ``load``."""
@@ -103,7 +138,7 @@ class FallbackDecoder:
         length, device = len(sequence), self.shape.device
         cache = _RecordingCache(self.shape.num_layers)
         ids = torch.tensor([list(sequence)], device=device)
-        out = self.module(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = self._forward(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return Prefix(
             length=length,
             keys=torch.stack([k[0] for k in cache.stored_keys]),
@@ -116,7 +151,7 @@ class FallbackDecoder:
         """Logits ``[rows, V]`` float32 behind the positions of ``sequence`` from ``start`` on."""
         ids = torch.tensor([list(sequence)], device=self.shape.device)
         kept = len(sequence) - start
-        logits = self.module(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0, -kept:]
+        logits = self._forward(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0, -kept:]
         for block in logits.split(PROMPT_LOGITS_ROWS):
             yield pad_vocab(block)
 
@@ -139,7 +174,7 @@ class FallbackDecoder:
         positions = torch.tensor([row.length for row in rows] + [0] * missing, device=self.shape.device)
         width = pool.capacity if self.deterministic else int(positions.max()) + 1
         view = _SlotView(pool, start, len(rows), positions, width)
-        out = self.module(
+        out = self._forward(
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=self._masks(positions, width),

@@ -11,12 +11,14 @@ L positions, V vocabulary padded to a multiple of 128, P prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
 
+from buffer_rl.embedded.adapter import LowRank, joined, read_adapter, require_none_left
 from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 
 VOCAB_BLOCK = 128
@@ -34,6 +36,7 @@ class _Layer:
     out: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    low: dict[str, LowRank] = field(default_factory=dict)  # of an adapter, by the matrix
 
 
 def pad_vocab(logits: torch.Tensor) -> torch.Tensor:
@@ -104,7 +107,7 @@ class FastDecoder:
         yield from (("embed", self.embed), ("head", self.head))
         for index, layer in enumerate(self.layers):
             for part in fields(layer):
-                if (tensor := getattr(layer, part.name)) is not None:
+                if isinstance(tensor := getattr(layer, part.name), torch.Tensor):
                     yield f"layers.{index}.{part.name}", tensor
 
     # ------------------------------------------------------------------ weights
@@ -119,6 +122,35 @@ class FastDecoder:
         padding = embed.new_zeros((-self.vocab_size % VOCAB_BLOCK, embed.shape[1]))
         head = self._fold([weights.get("lm_head.weight", weights[name]), padding], weights["model.norm.weight"])
         self.embed, self.layers, self.head = embed, layers, head
+        self._norms = {
+            name: self._own(weight).clone() for name, weight in weights.items() if name.endswith("norm.weight")
+        }
+
+    @torch.inference_mode()
+    def with_adapter(self, folder: str) -> Self:
+        """A decoder over the same weights with the adapter in ``folder``, in peft's format. Raises EngineError if it
+        is none, or of another model."""
+        pairs, adapted, hidden = read_adapter(folder), copy(self), self.embed.shape[1]
+        dim, num_kv = self.shape.head_dim, self.shape.num_kv_heads
+        parts = {
+            "qkv": ("self_attn", "qkv", [self.num_heads * dim, num_kv * dim, num_kv * dim], "input_layernorm"),
+            "out": ("self_attn", "o", [hidden], None),
+            "gate_up": ("mlp", ("gate", "up"), [], "post_attention_layernorm"),
+            "down": ("mlp", ("down",), [hidden], None),
+        }
+        adapted.layers = []
+        for index, layer in enumerate(self.layers):
+            at, low = f"model.layers.{index}.", {}
+            for part, (block, own, sizes, norm) in parts.items():
+                names = [f"{at}{block}.{each}_proj" for each in own]
+                weight = getattr(layer, part)
+                sizes = sizes or [weight.shape[1] // 2] * 2
+                folded = None if norm is None else self._norms[f"{at}{norm}.weight"]
+                if (found := joined(pairs, names, sizes, weight.shape[0], folded)) is not None:
+                    low[part] = (found[0].to(self.shape.device), found[1].to(self.shape.device))
+            adapted.layers.append(replace(layer, low=low))
+        require_none_left(pairs)
+        return adapted
 
     def drop_weights(self) -> None:
         """Free the weights, until the next ``load`` or ``load_weights``."""
@@ -172,6 +204,20 @@ class FastDecoder:
         for i in range(0, x_RH.shape[0], ROW_BLOCK):
             x_RH[i : i + ROW_BLOCK].addmm_(a[i : i + ROW_BLOCK], weight)
 
+    def _low_rank(self, x: torch.Tensor, low: LowRank, blocked: bool) -> torch.Tensor:
+        return self._mm(self._mm(x.float(), low[0], blocked), low[1], blocked)
+
+    def _product(self, x_RH: torch.Tensor, layer: _Layer, part: str, blocked: bool) -> torch.Tensor:
+        found = self._mm(x_RH, getattr(layer, part), blocked)
+        if (low := layer.low.get(part)) is not None:
+            found = (found + self._low_rank(x_RH, low, blocked)).to(found.dtype)
+        return found
+
+    def _add_product(self, x_RH: torch.Tensor, a: torch.Tensor, layer: _Layer, part: str, blocked: bool) -> None:
+        self._add_mm(x_RH, a, getattr(layer, part), blocked)
+        if (low := layer.low.get(part)) is not None:
+            x_RH += self._low_rank(a, low, blocked)
+
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), eps=self.eps)
 
@@ -181,7 +227,7 @@ class FastDecoder:
         """Rotated queries and keys ``[R, Q + K, D]`` and values ``[R, K * D]``."""
         head_dim = self.shape.head_dim
         rotated = (self.num_heads + self.shape.num_kv_heads) * head_dim
-        qkv = self._mm(self._norm(x_RH), layer.qkv, blocked)
+        qkv = self._product(self._norm(x_RH), layer, "qkv", blocked)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         qk = qkv[:, :rotated].reshape(qkv.shape[0], -1, head_dim)
@@ -192,8 +238,8 @@ class FastDecoder:
         return torch.addcmul(qk * cos_R1D, swapped, sin_R1D), qkv[:, rotated:]
 
     def _mlp(self, layer: _Layer, x_RH: torch.Tensor, blocked: bool) -> None:
-        gate, up = self._mm(self._norm(x_RH), layer.gate_up, blocked).chunk(2, dim=-1)
-        self._add_mm(x_RH, functional.silu(gate).mul_(up), layer.down, blocked)
+        gate, up = self._product(self._norm(x_RH), layer, "gate_up", blocked).chunk(2, dim=-1)
+        self._add_product(x_RH, functional.silu(gate).mul_(up), layer, "down", blocked)
 
     def _logits(self, x_RH: torch.Tensor, blocked: bool) -> torch.Tensor:
         logits = self._mm(self._norm(x_RH), self.head, blocked).float()
@@ -237,7 +283,7 @@ class FastDecoder:
             attended = functional.scaled_dot_product_attention(
                 q_PQLD, k_PKLD, v_PKLD, is_causal=True, enable_gqa=num_heads != shape.num_kv_heads
             )
-            self._add_mm(x, attended.transpose(1, 2).reshape(x.shape[0], -1), layer.out, False)
+            self._add_product(x, attended.transpose(1, 2).reshape(x.shape[0], -1), layer, "out", False)
             self._mlp(layer, x, False)
             keys.append(k_PKLD)
             values.append(v_PKLD)
@@ -289,7 +335,7 @@ class FastDecoder:
                 start = end
             if padding:
                 attended.append(x.new_zeros((len(padding), self.num_heads * self.shape.head_dim)))
-            self._add_mm(x, attended[0] if len(attended) == 1 else torch.cat(attended), layer.out, blocked)
+            self._add_product(x, attended[0] if len(attended) == 1 else torch.cat(attended), layer, "out", blocked)
             self._mlp(layer, x, blocked)
         for row in rows:
             row.length += 1

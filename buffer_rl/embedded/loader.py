@@ -146,6 +146,17 @@ class LoadedModel:
             )
         self.decoder.load(module)
 
+    def with_adapter(self, folder: str, name: str) -> FastDecoder | FallbackDecoder:
+        """A decoder over the same weights with the adapter in ``folder``. Raises EngineError."""
+        if isinstance(self.decoder, FastDecoder):
+            return self.decoder.with_adapter(folder)
+        return self.decoder.with_adapter(folder, name)
+
+    def forget_adapter(self, name: str) -> None:
+        """Free an adapter, whose decoder is no longer used."""
+        if isinstance(self.decoder, FallbackDecoder):
+            self.decoder.forget_adapter(name)
+
     def replace_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take weights under the names of a Hugging Face checkpoint, all of them. Raises EngineError, with the old
         weights still in place, if a tensor is missing, unknown or of the wrong shape."""

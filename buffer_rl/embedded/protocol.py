@@ -39,14 +39,14 @@ _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
             *("max_dynamic_patch", "min_dynamic_patch"),
             *("image_max_dynamic_patch", "video_max_dynamic_patch", "multi_item_delimiter_indices"),
             *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "return_indexer_topk"),
-            *("return_bytes", "return_entropy", "lora_path", "lora_id", "custom_logit_processor", "session_params"),
+            *("return_bytes", "return_entropy", "lora_id", "custom_logit_processor", "session_params"),
             *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
         ),
         (),
     ),
 }
 _FIELDS = (
-    *("rid", "input_ids", "text", "sampling_params", "stream"),
+    *("rid", "input_ids", "text", "sampling_params", "stream", "lora_path"),
     *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
 )
 
@@ -156,8 +156,11 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     names_rows = limits.refuses or len(prompts) == 1 or params[0].n == 1  # SGLang makes up the ids of n samples
     rids = _rids(body.get("rid") if names_rows else None, len(prompts), batched)
     seeds = _seeds(rids, params, batched and one_for_all, limits)
+    adapter = body.get("lora_path") or ""
+    if not isinstance(adapter, str):
+        raise BadRequestError("'lora_path' must be the name of an adapter")
     requests = [
-        Request(rid=rid, prompt_ids=prompt, params=own, seed=seed, details=more)
+        Request(rid=rid, prompt_ids=prompt, params=own, seed=seed, adapter=adapter, details=more)
         for rid, prompt, own, seed, more in zip(rids, prompts, params, seeds, details, strict=True)
     ]
     return GenerateCall(

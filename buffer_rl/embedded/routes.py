@@ -64,6 +64,9 @@ def build_app(service: EngineService) -> Starlette:
         (("/destroy_weights_update_group",), handlers.destroy_weights_update_group, ["POST"], _failed),
         (("/end_weight_update",), handlers.end_weight_update, ["POST"], _failed),
         (("/weights_checker",), handlers.weights_checker, ["POST"], _failed),
+        (("/load_lora_adapter",), handlers.load_lora_adapter, ["POST"], _adapter_failed),
+        (("/unload_lora_adapter",), handlers.unload_lora_adapter, ["POST"], _adapter_failed),
+        (("/update_weight_version",), handlers.update_weight_version, ["POST"], _failed),
     ]
     routes = [
         Route(path, endpoint if shape is None else _answering_errors(endpoint, shape), methods=methods)
@@ -206,6 +209,32 @@ class _Handlers:
         if (action := (await _object(request)).get("action")) != "checksum":
             raise BadRequestError(f"unknown action {action!r}; known: checksum")
         return json_response(await self.service.checksums())
+
+    async def load_lora_adapter(self, request: HttpRequest) -> Response:
+        body = await _object(request)
+        name, folder = body.get("lora_name"), body.get("lora_path")
+        if not (isinstance(name, str) and name and isinstance(folder, str)):
+            raise BadRequestError("'lora_name' must be a name, and 'lora_path' a folder")
+        await self.service.load_adapter(name, folder, weight_version(body))
+        return json_response({"success": True, "error_message": ""})
+
+    async def unload_lora_adapter(self, request: HttpRequest) -> Response:
+        await self.service.unload_adapter(str((await _object(request)).get("lora_name")))
+        return json_response({"success": True, "error_message": ""})
+
+    async def update_weight_version(self, request: HttpRequest) -> Response:
+        body = await _object(request)
+        version = body.get("new_version")
+        if not isinstance(version, str):
+            raise BadRequestError("'new_version' must be a string")
+        if body.get("abort_all_requests", True):
+            await self.service.abort()
+        self.service.label = version
+        return json_response({"success": True, "message": f"Weight version updated to {version}"})
+
+
+def _adapter_failed(message: str) -> Any:
+    return {"success": False, "error_message": message}
 
 
 def _failed(message: str) -> Any:

@@ -19,6 +19,7 @@ import torch
 
 from buffer_rl.embedded.cache import CacheShape, Prefix, PrefixCache, Row, SlotCache
 from buffer_rl.embedded.sampling import LogProbDetails, SamplingParams, draw, uniforms
+from buffer_rl.errors import EngineError
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Request:
     """prompt and the tokens drawn so far; ``log_probs[i]`` and ``kept[i]`` (see ``draw``) belong to ``output_ids[i]``.
 
     version_marks: (version, number of tokens drawn before it): the weights that later tokens come from.
+    adapter: the name of the adapter that it runs with; empty: none.
     tag: whatever the caller wants to find the request by; the engine never looks at it.
     """
 
@@ -35,6 +37,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    adapter: str = ""
     details: LogProbDetails | None = None
     tag: Any = None
     output_ids: list[int] = field(default_factory=list)
@@ -91,8 +94,18 @@ class Decoder(Protocol):
     def prompt_logits(self, sequence: Sequence[int], start: int) -> Iterator[torch.Tensor]: ...
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lane:
+    """An adapter, whose requests run beside those of others: its decoder, what was computed with it, its version."""
+
+    decoder: Decoder
+    cache: SlotCache
+    prefixes: PrefixCache
+    version: str
+
+
 class Scheduler:
-    """The requests of one engine and the memory that they hold.
+    """The requests of one engine and the memory that they hold. By itself it is the lane of the model without adapters.
 
     stop_string: called for requests with stop strings after each token; returns the one that was found.
     version: the name of the weights that tokens are drawn from now; set it with ``weights_changed``.
@@ -121,6 +134,8 @@ class Scheduler:
         self.draining = False  # an unpaused weight update waits for the running requests; nothing new is admitted
         self.cache = SlotCache(decoder.shape)
         self.prefixes = PrefixCache(prefix_cache_tokens)
+        self._prefix_cache_tokens = prefix_cache_tokens
+        self._adapters: dict[str, Lane] = {}
         self._stop_string = stop_string
         self._waiting: deque[Request] = deque()
         self._running: OrderedDict[int, Request] = OrderedDict()  # id(row) -> request
@@ -150,7 +165,12 @@ class Scheduler:
     @property
     def cache_bytes(self) -> int:
         """Of keys and values: of running requests, and of prefixes."""
-        return self.cache.num_bytes + self.prefixes.num_bytes
+        return sum(lane.cache.num_bytes + lane.prefixes.num_bytes for lane in self._lanes())
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters, the oldest first."""
+        return tuple(self._adapters)
 
     @property
     def has_work(self) -> bool:
@@ -161,9 +181,26 @@ class Scheduler:
 
     # ------------------------------------------------------------------ commands, between steps
 
+    def add_adapter(self, name: str, decoder: Decoder, version: str) -> None:
+        """Requests may run with the adapter ``name`` from now on, which ``decoder`` has; their tokens are of
+        ``version``. Raises EngineError if there is one of that name."""
+        if name in self._adapters:
+            raise EngineError(f"Failed to load LoRA adapter {name} because it is already loaded")
+        prefixes = PrefixCache(self._prefix_cache_tokens)
+        lane = Lane(decoder=decoder, cache=SlotCache(decoder.shape), prefixes=prefixes, version=version)
+        self._adapters[name] = lane
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises EngineError if there is none of that name, or if requests have it."""
+        if name not in self._adapters:
+            raise EngineError(f"LoRA with name {name} does not exist", expected=", ".join(self._adapters))
+        if any(request.adapter == name for request in (*self._running.values(), *self._waiting)):
+            raise EngineError(f"requests run with the adapter {name}", hint="unload it once they have ended")
+        del self._adapters[name]
+
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self.prefixes.pin(request.sequence)
+        self._lane(request).prefixes.pin(request.sequence)
         self._waiting.append(request)
 
     def abort(self, chosen: Callable[[Request], bool], message: str = "aborted by request") -> list[Request]:
@@ -173,7 +210,7 @@ class Scheduler:
         self._release(running)
         for request in waiting:
             self._waiting.remove(request)
-            self.prefixes.unpin(request.sequence)
+            self._lane(request).prefixes.unpin(request.sequence)
         for request in (gone := running + waiting):
             request.finish({"type": "abort", "message": message, "status_code": None, "err_type": None})
         return gone
@@ -189,7 +226,7 @@ class Scheduler:
             self._release(running)
             for request in running:
                 request.num_retractions += 1
-                self.prefixes.pin(request.sequence)
+                self._lane(request).prefixes.pin(request.sequence)
                 self._waiting.appendleft(request)
         return []
 
@@ -202,8 +239,9 @@ class Scheduler:
         paused, wait for it."""
         if self._running or (self._waiting and not self.paused):
             return False
-        self.prefixes.clear()
-        self.cache.drop_empty()
+        for lane in self._lanes():
+            lane.prefixes.clear()
+            lane.cache.drop_empty()
         return True
 
     def weights_changed(self, version: str) -> None:
@@ -211,13 +249,26 @@ class Scheduler:
         self.version = version
         self.prefixes.clear()
         for request in self._running.values():
-            request.mark_version(version)
+            if not request.adapter:
+                request.mark_version(version)
+
+    def _lanes(self) -> list[Scheduler | Lane]:
+        return [self, *self._adapters.values()]
+
+    def _lane(self, request: Request) -> Scheduler | Lane:
+        return self._adapters[request.adapter] if request.adapter else self
+
+    def _by_lane(self, requests: Iterable[Request]) -> Iterator[tuple[Scheduler | Lane, list[Request]]]:
+        own: dict[str, list[Request]] = {}
+        for request in requests:
+            own.setdefault(request.adapter, []).append(request)
+        return ((self._lane(each[0]), each) for each in own.values())
 
     def _release(self, requests: list[Request]) -> None:
-        if requests:
-            for request in requests:
-                del self._running[id(request.row)]
-            self.cache.leave([request.row for request in requests])
+        for request in requests:
+            del self._running[id(request.row)]
+        for lane, own in self._by_lane(requests):
+            lane.cache.leave([request.row for request in own])
 
     # ------------------------------------------------------------------ one step
 
@@ -226,10 +277,10 @@ class Scheduler:
         if self.paused:
             return []
         finished = [] if self.draining else self._admit()
-        if self._running:
-            logits = self.decoder.decode(self.cache)
-            batch = [self._running[id(row)] for row in self.cache.rows()]
-            finished += self._draw(logits, batch)
+        for lane in self._lanes():
+            if len(lane.cache):
+                logits = lane.decoder.decode(lane.cache)
+                finished += self._draw(logits, [self._running[id(row)] for row in lane.cache.rows()])
         return finished
 
     def _admit(self) -> list[Request]:
@@ -237,38 +288,41 @@ class Scheduler:
         joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         for request in joining:
             if request.details is not None and request.details.start is not None:
-                blocks = self.decoder.prompt_logits(request.prompt_ids, request.details.start)
+                blocks = self._lane(request).decoder.prompt_logits(request.prompt_ids, request.details.start)
                 request.details.read_prompt(request.prompt_ids, blocks)
         finished = [request for request in joining if not request.params.max_new_tokens]
         for request in finished:
-            self.prefixes.unpin(request.sequence)
-            request.mark_version(self.version)
+            lane = self._lane(request)
+            lane.prefixes.unpin(request.sequence)
+            request.mark_version(lane.version)
             request.finish({"type": "length", "length": 0})
-        if len(finished) == len(joining):
-            return finished
+        for lane, own in self._by_lane(request for request in joining if request.finish_reason is None):
+            finished += self._begin(lane, own)
+        return finished
+
+    def _begin(self, lane: Scheduler | Lane, joining: list[Request]) -> list[Request]:
         groups: dict[tuple[int, ...], list[Request]] = {}
         for request in joining:
-            if request.finish_reason is None:
-                groups.setdefault(request.sequence, []).append(request)
+            groups.setdefault(request.sequence, []).append(request)
         logits = []
-        for prefix, requests in zip(self._prefill(groups), groups.values(), strict=True):
-            self.cache.join(prefix, [request.row for request in requests])
+        for prefix, requests in zip(self._prefill(lane, groups), groups.values(), strict=True):
+            lane.cache.join(prefix, [request.row for request in requests])
             logits.append(prefix.logits.expand(len(requests), -1))
         batch = [request for requests in groups.values() for request in requests]
         for request in batch:
-            self.prefixes.unpin(request.sequence)
+            lane.prefixes.unpin(request.sequence)
             self._running[id(request.row)] = request
-            request.mark_version(self.version)
-        return finished + self._draw(torch.cat(logits), batch)
+            request.mark_version(lane.version)
+        return self._draw(torch.cat(logits), batch)
 
-    def _prefill(self, groups: dict[tuple[int, ...], list[Request]]) -> list[Prefix]:
-        found = {key: self.prefixes.get(key) for key in groups}
+    def _prefill(self, lane: Scheduler | Lane, groups: dict[tuple[int, ...], list[Request]]) -> list[Prefix]:
+        found = {key: lane.prefixes.get(key) for key in groups}
         missing = [key for key, prefix in found.items() if prefix is None]
         for key, requests in groups.items():
             for request in requests[found[key] is None :]:
                 request.cached_tokens = len(key)
-        for key, prefix in zip(missing, self.decoder.prefill(missing) if missing else [], strict=True):
-            self.prefixes.put(key, prefix)
+        for key, prefix in zip(missing, lane.decoder.prefill(missing) if missing else [], strict=True):
+            lane.prefixes.put(key, prefix)
             found[key] = prefix
         return [prefix for prefix in found.values() if prefix is not None]
 
@@ -309,10 +363,11 @@ class Scheduler:
     def _take(self, request: Request, token: int, log_prob: float, kept: bytes) -> dict[str, object] | None:
         """Add a drawn token; why the request ends with it, or None."""
         if not math.isfinite(log_prob):
-            self.prefixes.drop(request.sequence)  # nothing computed for its prompt is used again
+            lane = self._lane(request)
+            lane.prefixes.drop(request.sequence)  # nothing computed for its prompt is used again
             return _failed(
                 f"request {request.rid!r}: the log-probability of its output token {len(request.output_ids)} is "
-                f"{log_prob}; the weights (version {self.version}) or what they compute for this input are not finite"
+                f"{log_prob}; the weights (version {lane.version}) or what they compute for this input are not finite"
             )
         request.output_ids.append(token)
         request.log_probs.append(log_prob)

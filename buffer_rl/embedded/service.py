@@ -41,6 +41,7 @@ class EngineService:
     """Everything behind the HTTP routes of one embedded engine.
 
     on_failure: set it to be called once if the engine thread fails; every waiting request has been failed by then.
+    label: what the newest weights are called where adapters have versions of their own; None: as those of the model.
     imitate: the server that it answers as, if another one.
     """
 
@@ -81,6 +82,8 @@ class EngineService:
             longest_sequence=context_length,
             padded_vocab=vocab_size,
         )
+        self.label: str | None = None
+        self._adapters: set[str] = set()
         self.counts = Counts()
         self.on_failure: Callable[[], None] = lambda: None
         self._replace_weights = model.replace_weights
@@ -112,6 +115,8 @@ class EngineService:
         parse = partial(parse_generate, body, self.codec, self.limits)
         call = await self.aside(parse) if has_long_text(body) else parse()
         for request in call.requests:
+            if request.adapter and request.adapter not in self._adapters:
+                raise BadRequestError(f"Got LoRA adapter that has never been loaded: {request.adapter}")
             if request.rid in self._in_flight:
                 raise BadRequestError(f"Duplicate request ID detected: {request.rid}")
         if self.failure is not None:
@@ -230,6 +235,8 @@ class EngineService:
         next update. Raises EngineError, with nothing changed, while requests hold cache."""
 
         def run() -> None:
+            if WEIGHTS[0] in tags:
+                self._require_no_adapter()
             if not self.scheduler.flush():
                 raise EngineError("requests hold the memory", hint="pause with mode 'retract' or 'abort' first")
             self.scheduler.lacks |= set(tags)
@@ -270,6 +277,38 @@ class EngineService:
             await self.abort()
         return await self._thread.call(run, when_drained=True)
 
+    async def load_adapter(self, name: str, folder: str, version: str | None) -> None:
+        """Requests may name the adapter in ``folder``, in peft's format, from now on; others go on. version: of its
+        tokens; None: that of the weights. Raises EngineError if there is one of that name, or it does not fit."""
+
+        def run() -> None:
+            if name in self.scheduler.adapters:
+                raise EngineError(f"Failed to load LoRA adapter {name} because it is already loaded")
+            decoder = self.model.with_adapter(folder, name)
+            self.scheduler.add_adapter(name, decoder, self.scheduler.version if version is None else version)
+
+        await self._thread.call(run)
+        self._adapters.add(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """The inverse of ``load_adapter``. Raises EngineError if requests run with it, or there is none."""
+
+        def run() -> None:
+            self.scheduler.remove_adapter(name)
+            self.model.forget_adapter(name)
+
+        own = {name} & self._adapters
+        self._adapters -= own
+        try:
+            await self._thread.call(run)
+        except EngineError:
+            self._adapters |= own
+            raise
+
+    def _require_no_adapter(self) -> None:
+        if names := self.scheduler.adapters:
+            raise EngineError(f"adapters of these weights are loaded: {', '.join(names)}", hint="unload them first")
+
     async def part_arrived(self) -> None:
         """Called after each part of an update: it is staged until the end."""
 
@@ -296,6 +335,7 @@ class EngineService:
                 "cannot flush the cache: requests are paused in place",
                 hint="pause with mode 'retract', or update with flush_cache false",
             )
+        self._require_no_adapter()
         if WEIGHTS[0] in self.scheduler.lacks:
             raise EngineError("the memory of the weights was released", hint="/resume_memory_occupation first")
         try:
@@ -305,6 +345,7 @@ class EngineService:
             raise
         self.scheduler.lacks.discard(NEW_WEIGHTS)
         self.scheduler.weights_changed(self.scheduler.version if version is None else version)
+        self.label = None
         gc.collect()
 
     # ------------------------------------------------------------------ information
@@ -324,7 +365,7 @@ class EngineService:
             "model_path": self.model_path,
             "tokenizer_path": self.model.options.model_path if self.codec.tokenizer is not None else None,
             "is_generation": True,
-            "weight_version": self.scheduler.version,
+            "weight_version": self.label or self.scheduler.version,
             "model_type": self.model.config.model_type,
             "architectures": getattr(self.model.config, "architectures", None),
             "max_context_length": self.limits.context_length,
@@ -359,7 +400,8 @@ class EngineService:
             "deterministic": options.deterministic,
             "context_length": self.limits.context_length,
             "max_running_requests": self.scheduler.max_running_requests,
-            "weight_version": self.scheduler.version,
+            "weight_version": self.label or self.scheduler.version,
+            "adapters": self.scheduler.adapters,
             "paused": self.scheduler.paused,
             "lacks": sorted(self.scheduler.lacks),
             "cache_bytes": self.scheduler.cache_bytes,

@@ -23,7 +23,7 @@ import orjson
 
 from buffer_rl.args import Args
 from buffer_rl.engines.http import EngineFanOut, HttpSession, RequestGate, decode_json, status_error
-from buffer_rl.engines.protocol import ROWS, RowSeeds, row_rid
+from buffer_rl.engines.protocol import ROWS, Adapter, RowSeeds, row_rid
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.section import required
@@ -136,6 +136,8 @@ _RETRYABLE_STATUS = (429, 500, 502, 503, 504)
 # A real engine refuses a rid that it has: some milliseconds after an abort still, a second after a lost connection, and
 # one that came in a pause, which no abort reaches, until the pause ends.
 _TAKEN = b"Duplicate request ID"
+# It replaced one that had the adapter which the request named: the next try names the newest.
+_NO_ADAPTER = (b"LoRA adapter that has never been loaded", b"requested LoRA adapters are not loaded")
 # The sampling parameters that sglang-router 0.3.2 forwards. It drops all others in silence.
 _FORWARDED = frozenset(
     (
@@ -155,6 +157,7 @@ class EngineClient:
     control_timeout_s: deadline of one abort. api_key: see ``EngineFanOut``. vocab_size: rows of the model's embedding;
     None if that is not known. waits_for_engine: a router without an engine is asked until ``timeout_s``, since the run
     replaces its engines; its retries do not count. ``gate``: closed, requests are held back, and running ones end.
+    ``adapter``: what requests name from now on; None: none.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class EngineClient:
         self._row_seeds: asyncio.Task[RowSeeds] | None = None
         self._generate_url = f"{self.router_url}/generate"
         self.gate = RequestGate()
+        self.adapter: Adapter | None = None
         self._http = HttpSession(timeout_s, api_key)
         urls = tuple(url.rstrip("/") for url in engine_urls)
         self._engines = EngineFanOut(lambda: urls, control_timeout_s, router_url=self.router_url, api_key=api_key)
@@ -286,7 +290,7 @@ class EngineClient:
         self._check_forwarded(sampling_params)
         request = {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
         try:
-            body = orjson.dumps(request)
+            orjson.dumps(request)
         except TypeError as error:
             expected = "sampling parameters of JSON values, and text that UTF-8 can encode"
             raise _refusal(f"it cannot be sent as JSON: {error}", f"request {rid!r}", expected) from error
@@ -294,7 +298,7 @@ class EngineClient:
         headers = {ROUTING_KEY_HEADER: format(zlib.crc32(key), "08x")}
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                return await self._with_retries(rid, rows, body, headers, limit)
+                return await self._with_retries(rid, rows, request, headers, limit)
         except TimeoutError as error:
             await self._abort_quietly(rows)
             raise DeadlineError(
@@ -323,26 +327,30 @@ class EngineClient:
             raise _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
 
     async def _with_retries(
-        self, rid: str, rows: list[str], body: bytes, headers: Mapping[str, str], limit: asyncio.Timeout
+        self, rid: str, rows: list[str], request: Mapping[str, Any], headers: Mapping[str, str], limit: asyncio.Timeout
     ) -> Any:
         attempt = num_refused = 0
         while True:
             failure: EngineError
             try:
-                async with (
-                    self.gate.passed(limit),
-                    self._http.session().post(self._generate_url, data=body, headers=headers) as response,
-                ):
-                    raw = await response.read()
-                    status = response.status
+                async with self.gate.passed(limit):
+                    adapter = self.adapter
+                    body = orjson.dumps(request if adapter is None else adapter.named_in(request))
+                    async with self._http.session().post(self._generate_url, data=body, headers=headers) as response:
+                        raw = await response.read()
+                        status = response.status
                 if status == 200:
-                    return decode_json(raw, self._generate_url)
+                    answer = decode_json(raw, self._generate_url)
+                    if adapter is not None:
+                        adapter.set_version(answer)
+                    return answer
                 failure = status_error(self._generate_url, status, raw)
                 if self._waits_for_engine and status == 503 and NO_ENGINE in raw:
                     await asyncio.sleep(MAX_BACKOFF_S)
                     continue
                 is_taken = status == 400 and _TAKEN in raw
-                if status not in _RETRYABLE_STATUS and not is_taken:
+                lacks_adapter = status == 400 and any(text in raw for text in _NO_ADAPTER)
+                if status not in _RETRYABLE_STATUS and not is_taken and not lacks_adapter:
                     raise failure
             except aiohttp.ClientError as error:
                 failure = EngineError(f"{type(error).__name__}: {error}", where=self._generate_url)

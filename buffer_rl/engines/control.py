@@ -105,6 +105,17 @@ class EngineControlClient:
         """Have every engine take the weights in the folder ``path`` and call them ``version``."""
         self._post("/update_weights_from_disk", {"model_path": path, "weight_version": str(version)})
 
+    def load_adapter(self, name: str, path: str, version: int) -> None:
+        """Have every engine take the adapter in the folder ``path`` beside others, and call its tokens ``version``."""
+        body = {"lora_name": name, "lora_path": path, "weight_version": str(version)}
+        self._post("/load_lora_adapter", body)  # SGLang's has no version, and ignores it
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def unload_adapter(self, name: str) -> None:
+        """Have every engine forget an adapter. EngineError if one has none of that name; SGLang's waits for the end of
+        requests that run with it."""
+        self._post("/unload_lora_adapter", {"lora_name": name})
+
     def begin_weight_update(self) -> None:
         """Have every engine stage what ``update_weights_from_tensor`` sends."""
         self._post("/begin_weight_update", {"selector": "all"})
@@ -220,6 +231,7 @@ class FleetControl(EngineControlClient):
         self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
         self._in_publication: list[Replica] | None = None
         self._folder: str | None = None
+        self._adapter: str | None = None
         self._versions: dict[str, str] = {}
         self._drops_failed = False
 
@@ -261,7 +273,7 @@ class FleetControl(EngineControlClient):
     def pause(self, mode: str = "retract") -> int | None:
         """Begin a publication, or another attempt of it: stop decoding on every engine that answers."""
         self._hold()
-        self._folder, self._versions = None, {}
+        self._folder, self._adapter, self._versions = None, None, {}
         return super().pause(mode)
 
     def _hold(self) -> None:
@@ -276,6 +288,11 @@ class FleetControl(EngineControlClient):
         super().update_weights_from_disk(path, version)
         self._folder = path
 
+    def load_adapter(self, name: str, path: str, version: int) -> None:
+        """Have every engine take the adapter in the folder ``path`` beside others, and call its tokens ``version``."""
+        super().load_adapter(name, path, version)
+        self._folder, self._adapter = path, name
+
     def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
         self._versions = super().versions()
@@ -289,7 +306,8 @@ class FleetControl(EngineControlClient):
         super().resume([url for url in ready if urls is None or url in urls])
         found = {url: version for url, version in self._versions.items() if urls is None or url in urls}
         if len(set(found.values())) == 1:  # versions() was asked for, and all have the same
-            self._registry.published = Published(version=next(iter(found.values())), folder=self._folder)
+            version = next(iter(found.values()))
+            self._registry.published = Published(version=version, folder=self._folder, adapter=self._adapter)
             for replica in self._replicas():
                 if replica.url in found:
                     replica.note(EngineEvent.HAS_WEIGHTS)

@@ -6,6 +6,7 @@ rows of an embedded engine draw under seeds that are mixed from the request's se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -56,6 +57,32 @@ def mix64(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A published adapter, which requests name: an engine applies none that a request does not name.
+
+    A request has the one that it began with to its end, also if another one is published meanwhile. SGLang calls the
+    tokens after that by the newer version, so the version is set here.
+
+    Example:
+        Adapter(name="v12-9f3a", version=12)
+    """
+
+    name: str
+    version: int
+
+    def named_in(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of ``/generate`` that asks for it."""
+        return {**request, "lora_path": self.name}
+
+    def set_version(self, answer: Any) -> None:
+        """Say in an answer of ``/generate``, or in several, that all tokens are of its version."""
+        for row in answer if isinstance(answer, list) else [answer]:
+            if isinstance(row, dict) and isinstance(meta := row.get("meta_info"), dict):
+                span = {"version": str(self.version), "start": 0, "end": len(row.get("output_ids") or ())}
+                meta["weight_versions"] = [span]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,10 +145,12 @@ POLL_INTERVAL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """The weights that the engines serve. folder: None where they did not come by disk."""
+    """The weights that the engines serve. folder: None where they did not come by disk. adapter: its name, if it has an
+    adapter."""
 
     version: str
     folder: str | None
+    adapter: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

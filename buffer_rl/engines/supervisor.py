@@ -238,7 +238,10 @@ class Supervisor:
                     # There is one where a publication failed, and no new process.
                     with contextlib.suppress(EngineError):
                         control.end_weight_update()
-                    control.update_weights_from_disk(published.folder, int(published.version))
+                    if published.adapter is not None:
+                        control.load_adapter(published.adapter, published.folder, int(published.version))
+                    else:
+                        control.update_weights_from_disk(published.folder, int(published.version))
                     if (found := control.versions()[replica.url]) != published.version:
                         what = f"its weights are of version {found}"
                         raise EngineError(what, where=replica.url, expected=published.version)

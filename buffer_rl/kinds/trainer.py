@@ -92,6 +92,22 @@ class Memory(StrEnum):
 
 
 @runtime_checkable
+class TrainsAdapters(Protocol):
+    """A trainer for ``--lora-rank``. Its ``log_probs`` has the model "base": the policy without adapters."""
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters alone are trained."""
+
+    def write_adapter(self, path: str) -> None:
+        """Write the adapters into the folder ``path``, in peft's format. Called in all ranks; one of them writes."""
+
+    def unchanged_share(self) -> float:
+        """Of merged adapters, the share of the elements of the matrices that are adapted which round to the same number
+        of ``args.engine_dtype`` as at the last call. Called in all ranks, after each publication."""
+
+
+@runtime_checkable
 class Sleeps(Protocol):
     """A trainer for ``--offload-train``. One whose methods take no ``tags`` moves everything: it sleeps once no part is
     needed, and wakes up if one is."""

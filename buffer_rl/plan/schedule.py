@@ -361,3 +361,8 @@ class RunResult:
     evaluation: dict[str, float] = field(default_factory=dict)
     stopped_early: bool = False
     signal: int | None = None
+
+
+def num_adapters(args: Args) -> int:
+    """The most adapters that an engine has at the same time, under ``--lora-publish adapter``."""
+    return Schedule.of(args).max_staleness + 3

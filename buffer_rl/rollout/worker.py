@@ -25,6 +25,7 @@ from buffer_rl.cluster.environment import direct_variables
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.engines.client import EngineClient
+from buffer_rl.engines.protocol import Adapter
 from buffer_rl.errors import WorkerError
 from buffer_rl.observe.run_folder import sample_record
 from buffer_rl.options.section import load_args
@@ -168,6 +169,11 @@ class RolloutWorker:
         """Send what ``hold`` held back; nothing without one."""
         if (engine := self._context().engine) is not None:
             engine.gate.open()
+
+    async def use_adapter(self, adapter: Adapter) -> None:
+        """Requests name the adapter from now on; those that run go on with the one that they named."""
+        if (engine := self._context().engine) is not None:
+            engine.adapter = adapter
 
     @dispatch(To.ONE)
     async def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:

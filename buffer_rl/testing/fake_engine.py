@@ -77,6 +77,8 @@ class FakeEngine(FaultyServer):
     time of a queue is known. A request of several rows (``rows_of``) is answered when all of them are; respond,
     latency, slots and aborts are of each row. fault: what happens instead of an answer, by request body and number of
     the request (from 0). version: of the weights that tokens are drawn from now; their log-probability is ``log_prob``.
+    adapter_log_prob: that of tokens with an adapter; None: adapters are loaded, and change nothing. ``adapters``: the
+    names of those that are loaded.
     aborted_after: how many tokens a row has that is aborted before its answer.
     In a pause the time of latencies stands still, and new rows wait; ``abort`` ends those that there are.
     update_s: seconds that ``/update_weights_from_disk`` takes; it sets ``version`` and reads nothing. Rows that a pause
@@ -98,6 +100,7 @@ class FakeEngine(FaultyServer):
         fault: Callable[[dict[str, Any], int], Fault | None] | None = None,
         version: int = 0,
         log_prob: float = -0.5,
+        adapter_log_prob: float | None = None,
         aborted_after: int = 0,
         update_s: float = 0.0,
         point: FaultPoint = FaultPoint.ACCEPT,
@@ -119,6 +122,8 @@ class FakeEngine(FaultyServer):
         self.fault = fault
         self.version = version
         self.log_prob = log_prob
+        self.adapter_log_prob = adapter_log_prob
+        self.adapters: list[str] = []
         self.aborted_after = aborted_after
         self.update_s = update_s
         self.strike_fault = strike_fault
@@ -144,6 +149,9 @@ class FakeEngine(FaultyServer):
             web.post("/flush_cache", self._flush),
             web.post("/release_memory_occupation", self._release_memory),
             web.post("/resume_memory_occupation", self._resume_memory),
+            web.post("/load_lora_adapter", self._load_adapter),
+            web.post("/unload_lora_adapter", self._unload_adapter),
+            web.post("/update_weight_version", self._set_version),
             web.get("/ready", self._is_ready),
             *(web.get(path, self._info) for path in infos),
         ]
@@ -153,6 +161,7 @@ class FakeEngine(FaultyServer):
         self.version = self.version if self.back_version is None else self.back_version
         self.released.clear()
         self._clock.resume()
+        self.adapters.clear()
         if self.sglang is not None:
             self.sglang.forget()
 
@@ -163,6 +172,9 @@ class FakeEngine(FaultyServer):
         self.log.routing_keys.append(request.headers.get("X-SMG-Routing-Key", ""))
         rows = rows_of(body, one_seed=self.sglang is not None)
         self.log.requests += rows
+        if (name := body.get("lora_path")) and name not in self.adapters:
+            what = f"Got LoRA adapter that has never been loaded: {name}"
+            return web.json_response({"error": {"message": what}}, status=400)
         if self.sglang is None:
             return (await self._answer(request, body, rows, number))[0]
         if any(self.sglang.is_deadly(row["input_ids"]) for row in rows):
@@ -281,7 +293,9 @@ class FakeEngine(FaultyServer):
         }
         if body.get("return_logprob"):
             meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [[self.log_prob, token, None] for token in output_ids]
+            has_adapter = bool(body.get("lora_path")) and self.adapter_log_prob is not None
+            log_prob = self.adapter_log_prob if has_adapter else self.log_prob
+            meta["output_token_logprobs"] = [[log_prob, token, None] for token in output_ids]
             meta["output_token_logprobs_length"] = len(output_ids)
         return {"text": self.decode(output_ids), "output_ids": output_ids, "meta_info": meta}
 
@@ -308,6 +322,29 @@ class FakeEngine(FaultyServer):
         for decoding in self._decoding if self._clock.paused else ():
             decoding.mark(self.version, self._clock.time())
         return web.json_response({"success": True, "message": "done"})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        name: str = (await request.json())["lora_name"]
+        if name in self.adapters:
+            return self._refused_adapter(f"Failed to load LoRA adapter {name} because it is already loaded")
+        self.adapters.append(name)
+        return web.json_response({"success": True, "error_message": ""})
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name: str = (await request.json())["lora_name"]
+        if name not in self.adapters:
+            return self._refused_adapter(f"LoRA with name {name} does not exist")
+        self.adapters.remove(name)
+        return web.json_response({"success": True, "error_message": ""})
+
+    def _refused_adapter(self, why: str) -> web.Response:
+        return web.json_response({"success": False, "error_message": why}, status=400)
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        self.version = int((await request.json())["new_version"])
+        for decoding in self._decoding:
+            decoding.mark(self.version, self._clock.time())
+        return web.json_response({"success": True})
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode: str = (await request.json()).get("mode", "abort")

@@ -173,8 +173,35 @@ def layers_with_adapter(module: torch.nn.Module) -> dict[str, Any]:
 def merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     """``W + s B A`` in float32."""
     with torch.no_grad():
-        delta: torch.Tensor = layer.get_delta_weight(layer.active_adapters[0])
-        return weight.detach().float() + delta.float()
+        return weight.detach().float() + _delta(layer)
+
+
+def _delta(layer: Any) -> torch.Tensor:
+    delta: torch.Tensor = layer.get_delta_weight(layer.active_adapters[0])
+    return delta.float()
+
+
+class MergedChange:
+    """How much of merged adapters an engine's number format leaves unchanged, from one call to the next."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def share(self, module: torch.nn.Module, dtype: str) -> float:
+        """The share of the elements of matrices with an adapter whose ``W + s B A`` rounds to the same number of
+        ``dtype`` as at the last call, at the first: as without adapters. All ranks call it."""
+        rounded, equal, total = getattr(torch, dtype), 0, 0
+        for name, layer in layers_with_adapter(module).items():
+            weight, delta = whole(layer.base_layer.weight).float(), _delta(layer)
+            now = (weight + delta).to(rounded)
+            before = weight + self._before[name][1] @ self._before[name][0] if name in self._before else weight
+            equal += int((now == before.to(rounded)).sum())
+            total += now.numel()
+            own = layer.active_adapters[0]
+            down, up = layer.lora_A[own].weight, layer.lora_B[own].weight
+            self._before[name] = (down.detach().clone(), layer.scaling[own] * up.detach())
+        return equal / total
 
 
 @contextmanager

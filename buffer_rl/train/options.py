@@ -164,6 +164,10 @@ class LoraOptions(Section):
     target_modules: list[str] = option(
         ["all-linear"], "names of the linear layers with an adapter; all-linear: all but the output layer"
     )
+    lora_publish: Literal["merged", "adapter"] = option(
+        "merged",
+        "what engines get: whole weights with the adapters merged, or adapters alone, which they apply beside the base",
+    )
     lora_adapter_path: str | None = option(
         None, "initial adapters, a folder in peft's format; if not set: new ones, which begin with 0", metavar="PATH"
     )

@@ -27,7 +27,7 @@ from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
-from buffer_rl.kinds.trainer import HasValues, Memory, ReloadsReference, SavesLater, Trainer
+from buffer_rl.kinds.trainer import HasValues, Memory, ReloadsReference, SavesLater, Trainer, TrainsAdapters
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import loss_of, role_args
@@ -200,10 +200,12 @@ class TrainRank:
         return gap if place.is_head else LogProbGap()
 
     @dispatch(collect=answer_of_head)
-    def log_probs_of(self, sequences: Sequence[Sequence[int]], num_tokens: int) -> list[np.ndarray] | None:
-        """Log-probabilities ``[num_tokens]`` of the last tokens of each sequence of token ids, under the actor; None on
+    def log_probs_of(
+        self, sequences: Sequence[Sequence[int]], num_tokens: int, model: str = "actor"
+    ) -> list[np.ndarray] | None:
+        """Log-probabilities ``[num_tokens]`` of the last tokens of each sequence of token ids, under ``model``; None on
         a rank that is no head."""
-        computed = self._trainer.log_probs("actor", batch_of(sequences, num_tokens))
+        computed = self._trainer.log_probs(model, batch_of(sequences, num_tokens))
         return computed if self._trainer.topology.is_head else None
 
     @dispatch(collect=joined_reports)
@@ -300,6 +302,16 @@ class TrainRank:
         """Write the weights as a Hugging Face folder, as they are trained."""
         self._trainer.save_hf(path)
 
+    def write_adapter(self, path: str) -> None:
+        """Write the adapters that are trained in peft's format."""
+        cast("TrainsAdapters", self._trainer).write_adapter(path)
+
+    @dispatch(collect=answer_of_head)
+    def unchanged_share(self) -> float | None:
+        """See ``TrainsAdapters``; None on a rank that is no head."""
+        share = cast("TrainsAdapters", self._trainer).unchanged_share()
+        return share if self._trainer.topology.is_head else None
+
     @dispatch(collect=all_answers)
     def send_weights(self, method: str, *arguments: Any) -> Any:
         """Have this rank's side of the weight transport do ``method`` with the weights."""
@@ -366,7 +378,7 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             expected="--train-backend torch, or a class that is derived from its",
             hint="take --fsdp-size out",
         )
-    if args.lora_rank and not getattr(built, "trains_adapters", False):
+    if args.lora_rank and not (isinstance(built, TrainsAdapters) and built.trains_adapters):
         raise ConfigError(
             f"the trainer {name!r} trains all weights",
             where="--lora-rank",

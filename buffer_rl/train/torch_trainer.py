@@ -9,6 +9,7 @@ the whole group; a gradient that is not finite is seen by all.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.forward import batch_outputs, passes, response_log_probs, response_values
-from buffer_rl.train.lora import add_adapters, as_at_the_start
+from buffer_rl.train.lora import MergedChange, add_adapters, as_at_the_start, write_adapter
 from buffer_rl.train.model import Model, ModelFactory, weight_buckets
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.peers import most_of
@@ -61,6 +62,7 @@ class TorchTrainer:
         if objective.critic:
             self._model.add_value_head()
         self._start = add_adapters(self._model.module, args) if args.lora_rank else {}
+        self._change = MergedChange()
         if args.recompute_granularity:
             self._model.recompute_layers()
         self._actor = self._model.module
@@ -86,9 +88,12 @@ class TorchTrainer:
         return self._model.has_adapters
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray]:
-        """Log-probabilities of the response tokens under ``model``: "actor", or "ref" or "teacher", which are
-        loaded when they are first needed. Per row ``[response_length]`` float32, in nats, at the sampling
-        temperature."""
+        """Log-probabilities of the response tokens under ``model``: "actor", "base", which is that without adapters, or
+        "ref" or "teacher", which are loaded when they are first needed. Per row ``[response_length]`` float32, in nats,
+        at the sampling temperature."""
+        if model == "base" and self._model.has_adapters:
+            with as_at_the_start(self._actor, {}):
+                return self._outputs(self._actor, batch)
         if model == "ref" and self._model.has_adapters and self._args.ref_load is None and "ref" not in self._frozen:
             with as_at_the_start(self._actor, self._start):
                 return self._outputs(self._actor, batch)
@@ -144,6 +149,15 @@ class TorchTrainer:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. Only rank 0 writes."""
         if self._rank == 0 or self._splits:
             self._model.save_hf(self._tokenizer, path, writes=self._rank == 0)
+
+    def write_adapter(self, path: str) -> None:
+        """Write the adapters in peft's format. Only rank 0 writes: they are whole and equal on all."""
+        if self._rank == 0:
+            write_adapter(self._actor, Path(path))
+
+    def unchanged_share(self) -> float:
+        """Of merged adapters: see ``MergedChange``."""
+        return self._change.share(self._actor, self._args.engine_dtype)
 
     def save(self, path: str) -> None:
         """Write this rank's part of a checkpoint into the folder ``path`` (see ``buffer_rl.train.rank_files``); under

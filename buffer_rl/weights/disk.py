@@ -85,7 +85,7 @@ class DiskTransport:
         target = self._target(version)
         temporary = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        self._trainer.send("write", str(temporary))
+        self._write_version(str(temporary))
         shutil.rmtree(target, ignore_errors=True)
         try:
             temporary.rename(target)
@@ -108,6 +108,9 @@ class DiskTransport:
 
     def close(self) -> None:
         """Nothing to free: the newest version stays for engines that join."""
+
+    def _write_version(self, folder: str) -> None:
+        self._trainer.send("write", folder)
 
     def _target(self, version: int) -> Path:
         return self._folder / f"v{version:06d}"

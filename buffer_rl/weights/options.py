@@ -45,6 +45,12 @@ class WeightOptions(Section):
 def engines_may_differ(args: Args) -> bool:
     """Whether engines may have started with other weights than the trainer, or call them otherwise: those behind
     ``--router-url`` were not started by the run, those of a plugin's launcher not by this package, a model provider or
-    converter may change what is in ``--hf-checkpoint``, and ``--trainer-load`` does."""
+    converter may change what is in ``--hf-checkpoint``, and ``--trainer-load`` and adapters do."""
     foreign = args.engine_urls or args.rollout_engine != "embedded"  # the run sets --router-url of its own engines too
-    return any((foreign, args.custom_model_provider_path, args.model_converter_path, args.trainer_load))
+    own = (args.custom_model_provider_path, args.model_converter_path, args.trainer_load, args.lora_adapter_path)
+    return any((foreign, *own)) or publishes_adapters(args)
+
+
+def publishes_adapters(args: Args) -> bool:
+    """Whether engines get adapters alone: none has one before the first publication."""
+    return args.lora_publish == "adapter"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.engines.client import GenerateResult, parse_answer
@@ -62,6 +62,8 @@ class Publisher:
     hold, unhold: have the rollout workers send no request, and return when none runs; have them send again. Called
     around each publication if it ``drains``; what they wait for does not count for ``timeout_s``.
     follow: called with each version that the engines have, while the trainer has it (``FollowFolder.write``).
+    announce: called once all engines that will go on have the version, before they do. measure: called after that for
+    more metrics.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class Publisher:
         unhold: Callable[[], object] = lambda: None,
         drains: bool = False,
         follow: Callable[[int], object] | None = None,
+        announce: Callable[[], object] = lambda: None,
+        measure: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._compare = compare
         self._hold, self._unhold = hold, unhold
         self._drains = drains
-        self._follow = follow
+        self._follow, self._announce, self._measure = follow, announce, measure
         self._check = check
         self._transport = transport
         self._trainer = trainer
@@ -119,7 +123,7 @@ class Publisher:
                     self._unhold()
         if isinstance(self._transport, Releases):
             self._transport.release(version)
-        metrics = self._metrics(started)
+        metrics = self._metrics(started) | dict(self._measure())
         if self._follow is not None:
             ended = time.monotonic()
             self._follow(version)
@@ -204,12 +208,16 @@ class Publisher:
             self._prepared, self._prepared_at = version, time.monotonic()
             self._drain()
             self._paused_at = time.monotonic()
-        if (retracted := self._engines.pause("retract")) is not None:
+        keeps_requests = getattr(self._transport, "keeps_requests", False)
+        if (retracted := self._engines.pause("in_place" if keeps_requests else "retract")) is not None:
             self._retracted = retracted + (self._retracted or 0)
         self._connect()  # after the pause: it has found engines that hang, and has those that waited for weights
-        self._engines.flush()
+        if not keeps_requests:
+            self._engines.flush()
         self._update(version)
-        self._engines.resume(self._sampled(version, self._confirmed(version)))
+        serving = self._sampled(version, self._confirmed(version))
+        self._announce()
+        self._engines.resume(serving)
 
     def _drain(self) -> None:
         """If publications drain: return when no request runs, and none is sent."""
@@ -226,7 +234,8 @@ class Publisher:
             self._connected = None
             self._transport.connect(self._trainer, self._engines)
             if self._check is not None:
-                self._doubtful = {url for url, info in self._engines.server_info().items() if not info.is_ours}
+                everyone, infos = self._check.checks_all, self._engines.server_info()
+                self._doubtful = {url for url, info in infos.items() if everyone or not info.is_ours}
             self._connected = receivers
 
     def _update(self, version: int) -> None:
@@ -267,7 +276,7 @@ class Publisher:
             raise
         if wrong:
             self._halt(doubtful)
-            if len(wrong) == len(urls) or not self._engines.drop(wrong):
+            if self._check.ends_run or len(wrong) == len(urls) or not self._engines.drop(wrong):
                 raise EngineError(
                     f"engines do not sample from the weights of version {version}: {wrong}", where="publish"
                 )
@@ -290,11 +299,21 @@ def _in_short(error: EngineError) -> str:
     return " ".join(str(error).split())[:MAX_REASON_CHARS]
 
 
+def check_temperature(args: Args) -> float:
+    """That of the actor's objective."""
+    samples = not is_supervised(args) and args.rollout_temperature > 0
+    return args.rollout_temperature if samples else 1.0
+
+
 class LogProbCheck:
     """Compares engines with the trainer.
 
     log_probs: the trainer's, at ``temperature``. max_diff: the most that they may be apart, in nats a token on average.
+    checks_all: embedded engines, too. ends_run: an engine that differs is not replaced.
     """
+
+    checks_all = False
+    ends_run = False
 
     def __init__(self, log_probs: TrainerLogProbs, *, temperature: float, max_diff: float) -> None:
         self._log_probs = log_probs
@@ -312,9 +331,7 @@ class LogProbCheck:
         def log_probs(sequences: Sequence[Sequence[int]], num_tokens: int) -> Any:
             return train.call("log_probs_of", sequences, num_tokens, timeout_s=args.train_timeout_s)
 
-        samples = not is_supervised(args) and args.rollout_temperature > 0  # as the actor's objective
-        temperature = args.rollout_temperature if samples else 1.0
-        return cls(log_probs, temperature=temperature, max_diff=args.max_logprob_diff)
+        return cls(log_probs, temperature=check_temperature(args), max_diff=args.max_logprob_diff)
 
     def differing(self, engines: EngineControlClient, urls: Collection[str], version: int) -> dict[str, str]:
         """Those of the engines at ``urls`` that do not sample from the trainer's weights as ``version``, with what was
@@ -327,13 +344,16 @@ class LogProbCheck:
             if url not in whole
         }
         sequences = [[*PROMPT, *answer.output_ids] for answer in whole.values()]
-        expected = self._log_probs(sequences, NUM_TOKENS) if sequences else []
+        expected = self._expected(sequences, NUM_TOKENS) if sequences else []
         for (url, answer), own in zip(whole.items(), expected, strict=True):
             if found := self._difference(answer, own, version):
                 wrong[url] = found
         return wrong
 
-    def _difference(self, answer: GenerateResult, expected: Sequence[float], version: int) -> str:
+    def _expected(self, sequences: Sequence[Sequence[int]], num_tokens: int) -> Sequence[Any]:
+        return self._log_probs(sequences, num_tokens)
+
+    def _difference(self, answer: GenerateResult, expected: Any, version: int) -> str:
         named = sorted({span.version for span in answer.spans})
         if named != [version]:
             return f"tokens of version {named}"

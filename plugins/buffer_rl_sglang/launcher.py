@@ -14,6 +14,7 @@ from buffer_rl.cluster.process import ServerProcess, key_environment
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import max_positions
 from buffer_rl.options.section import required
+from buffer_rl.plan.schedule import num_adapters
 from buffer_rl_sglang.options import SERVER, check_server, environment, on_cpu, server_arguments
 
 if TYPE_CHECKING:
@@ -105,6 +106,13 @@ def _arguments(args: SglangArgs, index: int, port: int) -> list[str]:
         found += ["--context-length", str(length + MARGIN)]
     if args.trust_remote_code:
         found.append("--trust-remote-code")
+    if args.lora_publish == "adapter":
+        most = str(num_adapters(args))
+        targets = ["all"] if args.target_modules == ["all-linear"] else args.target_modules
+        found += ["--enable-lora", "--max-lora-rank", str(args.lora_rank), "--lora-target-modules", *targets]
+        found += ["--max-loaded-loras", most, "--max-loras-per-batch", most]
+        if on_cpu(args):
+            found += ["--lora-backend", "torch_native"]
     if on_cpu(args):
         # An idle server polls otherwise, and takes a core from the trainer; its memory pool would be most of the
         # machine's.

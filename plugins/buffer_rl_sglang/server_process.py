@@ -86,6 +86,16 @@ def run_on_cpu() -> None:
     triton.__version__ = "3.0.0"
     triton.cdiv = lambda a, b: -(-a // b)
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
+    import torch  # imported with the modules above
+
+    # Its LoRA layers ask for pinned memory on every device, which torch without a GPU refuses.
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *values, pin_memory=False, **options: make(*values, **options)
 
 
 def _kernel_of_cpu(name: str) -> Callable[..., Any]:

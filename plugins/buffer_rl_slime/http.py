@@ -45,7 +45,7 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     if is_generation and _is_stopped():
         return ABORTED
     with running(body) if is_generation else contextlib.nullcontext():
-        return await _tries(url, orjson.dumps(body, default=_plain), max_retries, headers, held=is_generation)
+        return await _tries(url, body, max_retries, headers, held=is_generation)
 
 
 async def get(url: str, headers: Mapping[str, str] | None = None) -> Any:
@@ -60,13 +60,18 @@ ABORTED: dict[str, Any] = {
 }
 
 
-async def _tries(url: str, body: bytes, max_retries: int, headers: Mapping[str, str] | None, *, held: bool) -> Any:
-    """held: with the run's own requests, by a publication that drains."""
+async def _tries(url: str, body: Any, max_retries: int, headers: Mapping[str, str] | None, *, held: bool) -> Any:
+    """held: with the run's own requests, by a publication that drains; they name its adapter, too."""
     engine = current_context().engine if held else None
     for left in reversed(range(max(1, max_retries))):
         try:
             async with engine.gate.passed() if engine is not None else contextlib.nullcontext():
-                return await _request("POST", url, body, headers)
+                adapter = None if engine is None or body.get("lora_path") else engine.adapter
+                asked = body if adapter is None else adapter.named_in(body)
+                answer = await _request("POST", url, orjson.dumps(asked, default=_plain), headers)
+                if adapter is not None:
+                    adapter.set_version(answer)
+                return answer
         except (aiohttp.ClientError, RequestError, TimeoutError) as error:
             if not left or (isinstance(error, RequestError) and error.status in FINAL):
                 raise

@@ -29,6 +29,7 @@ def weights_of(run_dir: str) -> dict[str, torch.Tensor]:
 DISTRIBUTED = "buffer_rl.weights.distributed:DistributedTransport"
 
 
+GAP = "train/train_rollout_logprob_abs_diff"
 IMITATING = "harness.sglang_service:launch_imitating_sglang"
 
 
@@ -84,6 +85,14 @@ def test_engines_serve_what_is_trained_in_parts_after_each_step_in_every_way(
     }
     for name, way in ways.items():
         assert train(options_in(tmp_path / name, **same, **way)).steps == 3
+    if "lora_rank" in parts:
+        alone = same | {"lora_publish": "adapter", "check_weight_update_equal": False}
+        for name in "disk", "async":
+            folder = tmp_path / f"{name}, adapters alone"
+            assert train(options_in(folder, **alone, **ways[name])).steps == 3
+            gaps = [row[GAP] for row in metrics_of(str(folder)) if GAP in row]
+            assert gaps
+            assert max(gaps) < 1e-5
     first = weights_of(str(tmp_path / "disk"))
     for name in "tensor", "distributed":
         assert metrics_of(str(tmp_path / name)) == metrics_of(str(tmp_path / "disk"))

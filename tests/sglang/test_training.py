@@ -63,6 +63,26 @@ def test_the_quickstart_trains_and_engine_and_trainer_agree(
     assert mean(rewards[-LAST:]) > rewards[0]
 
 
+@pytest.mark.parametrize(
+    "schedule", [(), ("--schedule", "async", "--max-staleness", "2", "--use-tis")], ids=["lockstep", "async"]
+)
+@pytest.mark.usefixtures("nothing_left")
+def test_adapters_beside_the_base_are_what_the_trainer_has_after_each_step(
+    schedule: tuple[str, ...], start: Start, tmp_path: Path
+) -> None:
+    """Each publication compares each engine with the trainer, with the adapter and without."""
+    adapters = ("--lora-rank", "8", "--lr", "1e-3", "--lora-publish", "adapter", "--weight-sync-mode", "disk")
+    folder = tmp_path / "run"
+    ended(start(folder, *adapters, *schedule, "--rollout-num-engines", "2"))
+    assert num_steps(folder) == STEPS
+    differences = metrics_of(folder, "train/train_rollout_logprob_abs_diff")
+    assert differences
+    assert max(differences) < 1e-4
+    rewards = metrics_of(folder, REWARD)
+    assert mean(rewards[-LAST:]) > rewards[0]
+    assert len(list((folder / "weights").iterdir())) == (4 if schedule else 2)
+
+
 @pytest.mark.parametrize("mode", ["disk", "tensor", "distributed"])
 @pytest.mark.usefixtures("nothing_left")
 def test_servers_that_are_killed_and_stopped_are_replaced_and_no_group_is_lost(

@@ -16,9 +16,11 @@ from buffer_rl.embedded.launcher import launch
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.fleet import EngineFleet
+from buffer_rl.engines.protocol import Adapter
 from buffer_rl.engines.router import Router
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from harness.adapters import with_random_adapter
 from harness.processes import holds_within
 
 
@@ -143,6 +145,29 @@ def test_a_replacement_takes_the_weights_of_the_newest_version_and_the_last_deat
     assert "none is started in its place (--engine-max-restarts 1)" in notices[2]
     assert "no engine is left: embedded engine 0 was killed by signal 9; " in str(raised[0])
     assert "engine_0_restart_1.log" in str(raised[0])
+
+
+@pytest.mark.slow
+def test_a_replacement_takes_the_newest_adapter(engine_args, closing, model_folder, tmp_path):
+    notices: list[str] = []
+    with EngineFleet(engine_args(rollout_num_engines=2), str(tmp_path), launch, notices.append) as fleet:
+        fleet.wait_ready()
+        control = closing(fleet.control(30.0))
+        for version in (6, 7):
+            with_random_adapter(model_folder("qwen3"), tmp_path / str(version), version)
+            control.pause("in_place")
+            control.load_adapter(f"v{version}", str(tmp_path / str(version)), version)
+            assert set(control.versions().values()) == {str(version)}
+            control.resume()
+        lost = kill(fleet, 0)
+        assert holds_within(60, both_serve_without(fleet, lost))
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "temperature": 0}, "return_logprob": True}
+        urls = list(fleet.router.workers())
+        direct = closing(EngineControlClient(urls))
+        answers = direct.sample(urls, Adapter("v7", 7).named_in(body))
+        assert len({str(answer["meta_info"]["output_token_logprobs"]) for answer in answers.values()}) == 1
+        assert {answer["meta_info"]["weight_versions"][0]["version"] for answer in answers.values()} == {"7"}
+        assert set(direct.versions().values()) == {"7"}
 
 
 @pytest.mark.slow

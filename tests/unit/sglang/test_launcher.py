@@ -76,6 +76,24 @@ def test_on_a_gpu_its_memory_can_be_released_and_on_a_cpu_it_would_not_start_so(
     assert not saves(offload_train=True)
 
 
+def test_it_takes_adapters_where_they_are_published_alone(options: Callable[..., Any]) -> None:
+    def after(flag: str, number: int, **changes: Any) -> list[str]:
+        words = _arguments(options(lora_rank=8, **changes), 0, 1)
+        return words[words.index(flag) + 1 :][:number] if flag in words else []
+
+    alone = {"lora_publish": "adapter", "engine_device": "cpu"}
+    assert after("--max-lora-rank", 1, **alone) == ["8"]
+    assert after("--lora-target-modules", 2, **alone) == ["all", "--max-loaded-loras"]
+    chosen = after("--lora-target-modules", 2, **alone, target_modules=["q_proj", "v_proj"])
+    assert chosen == ["q_proj", "v_proj"]
+    for flag in "--max-loaded-loras", "--max-loras-per-batch":  # two, and one that is being loaded
+        assert after(flag, 1, **alone) == ["3"]
+        assert after(flag, 1, **alone, schedule="async", max_staleness=2) == ["5"]
+    assert after("--lora-backend", 1, **alone) == ["torch_native"]
+    assert not after("--lora-backend", 1, lora_publish="adapter", engine_device="cuda")
+    assert not after("--max-lora-rank", 1)
+
+
 def test_without_a_limit_of_its_own_it_is_the_models(start: Callable[..., SglangServer]) -> None:
     server = start()
     model = Path(told(server)["model_path"], "config.json")

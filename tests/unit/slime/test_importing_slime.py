@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, server: ScriptedServer) -> None:
         self.server = server
-        self.gate, self.timeout_s = RequestGate(), 60.0
+        self.gate, self.timeout_s, self.adapter = RequestGate(), 60.0, None
         self.seeds: list[int] = []
 
     async def row_seeds(self) -> RowSeeds:

@@ -21,6 +21,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.forward import batch_outputs
+from buffer_rl.train.lora import layers_with_adapter
 from buffer_rl.train.objective import Objective
 from buffer_rl.train.packing import is_packed
 from buffer_rl.train.pretrained import load_model
@@ -203,3 +204,59 @@ def test_a_learning_rate_of_full_training_is_said() -> None:
     told = [text for text in notices(options("m", lr=1e-6, num_rollout=1)) if "adapters learn" in text]
     assert len(told) == 1
     assert not [text for text in notices(options("m", lr=1e-4, num_rollout=1)) if "adapters learn" in text]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora_rank": 0}, "no adapter\n  hint: add --lora-rank"),
+        ({"weight_sync_mode": "tensor"}, "a folder: it does not go with --weight-sync-mode tensor"),
+        ({"weight_sync_mode": "distributed"}, "a folder: it does not go with --weight-sync-mode distributed"),
+        ({"offload_rollout": True}, "goes with its memory: it does not go with --offload-rollout"),
+        ({"check_weight_update_equal": True}, "the base is not sent: it does not go with --check-weight-update-equal"),
+    ],
+)
+def test_what_does_not_go_with_adapters_alone_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--lora-publish adapter: .*{words}"):
+        check_roles(options("m", lora_publish="adapter", **changes), PluginRegistry())
+    check_roles(options("m", lora_publish="adapter"), PluginRegistry())
+
+
+def test_adapters_alone_are_written_and_the_policy_without_them_is_the_base(model: str, tmp_path: Path) -> None:
+    trainer, rows = after(2, options(model)), recorded_rows(0, 3)
+    trainer.write_adapter(str(tmp_path / "alone"))
+    trainer.save_hf(str(tmp_path / "whole"))
+    alone, saved = (
+        load_file(at / "adapter_model.safetensors") for at in (tmp_path / "alone", tmp_path / "whole/adapter")
+    )
+    assert alone.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in alone.items())
+    base = make_trainer(options(model, lora_rank=0)).log_probs("actor", rows)
+    begun = after(0, options(model, lora_adapter_path=str(tmp_path / "alone")))
+    for each in (trainer, begun):
+        own = each.log_probs("actor", rows)
+        assert equal(each.log_probs("base", rows), base)
+        assert equal(each.log_probs("actor", rows), own)
+        assert apart(own, base) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_share_that_rounding_leaves_unchanged_is_that_of_the_merged_weights(model: str, dtype: torch.dtype) -> None:
+    trainer = after(0, options(model, lr=1e-4, engine_dtype=str(dtype).removeprefix("torch.")))
+
+    def merged() -> dict[str, torch.Tensor]:
+        names = layers_with_adapter(trainer._actor)
+        return {name: tensor.to(dtype).clone() for name, tensor in trainer._model.weights() if name in names}
+
+    before, shares = merged(), []
+    assert trainer.unchanged_share() == 1.0  # new adapters are 0
+    for number in range(3):
+        rows = recorded_rows(number, 3)
+        rows.columns["ref_log_probs"] = trainer.log_probs("ref", rows)
+        step(trainer, rows)
+        now = merged()
+        expected = sum(int((now[name] == before[name]).sum()) for name in now) / sum(map(torch.numel, now.values()))
+        shares.append(trainer.unchanged_share())
+        assert shares[-1] == pytest.approx(expected, abs=0.01)  # B A is summed in another order
+        before = now
+    assert (shares[-1] > 0.5) is (dtype is torch.bfloat16)

@@ -1,0 +1,206 @@
+"""Publication of adapters alone: ``--lora-publish adapter``. The base stays as engines loaded it from
+``--hf-checkpoint``.
+
+Each version is a folder in peft's format, which engines load beside those before it, under a name of its own. Requests
+name the newest. What runs in the pause goes on with the adapter that it began with, over the cache of that: nothing is
+retracted, and no cache is flushed, as engines key it by adapter. So adapters stay until no request can name them: a
+group that is leased at version v is trained at the latest in step v + M (``--max-staleness``), so that the publication
+of v + M + 1 finds no request of version v. Engines have M + 2 adapters, one of them to spare, and one more while they
+load it (``num_adapters``).
+
+A server may confirm an adapter and serve the base. So after each publication every engine, whatever its kind, samples
+with the adapter, and the trainer computes the same log-probabilities with it and without.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from buffer_rl.engines.client import GenerateResult
+from buffer_rl.engines.protocol import Adapter
+from buffer_rl.errors import EngineError
+from buffer_rl.files.hf_config import read_config, text_config
+from buffer_rl.options.section import required
+from buffer_rl.plan.roles import ACTOR
+from buffer_rl.plan.schedule import num_adapters
+from buffer_rl.weights.disk import VERSION_GLOB, DiskTransport
+from buffer_rl.weights.publish import LogProbCheck, TrainerLogProbs, check_temperature
+from buffer_rl.weights.tensor import tensor_parallel_ranks
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+    from buffer_rl.cluster.actor_group import ActorGroup
+    from buffer_rl.engines.control import EngineControlClient
+    from buffer_rl.weights.sender import Senders
+
+EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+"""Distance from 1 to the next number, by ``--engine-dtype``."""
+
+
+def tolerance(dtype: str, num_layers: int) -> float:
+    """How far the log-probabilities of an engine may be from the trainer's, in nats a token on average.
+
+    A residual stream is rounded twice a layer, each time by at most half an epsilon, independently: relative to it, the
+    error after L layers is of the order of ``epsilon sqrt(2 L) / 2``, and that of a logit is this times its size, which
+    is 10 and less. Four times that is allowed for other orders of summation."""
+    return 20.0 * EPSILON[dtype] * math.sqrt(2 * num_layers)
+
+
+class AdapterTransport(DiskTransport):
+    """Brings adapters to the engines.
+
+    write: has the trainer write its adapter into a folder. announce: has requests name the adapter from now on; called
+    once all engines have it, before they go on.
+    """
+
+    staged = False
+    keeps_requests = True
+
+    def __init__(self, args: Args, write: Callable[[str], object], announce: Callable[[Adapter], object]) -> None:
+        super().__init__(args)
+        self._num_kept = num_adapters(args) - 1
+        self._write = write
+        self._announce = announce
+        self._loaded: list[Adapter] = []
+
+    @classmethod
+    def of(cls, args: Args, trainer: ActorGroup, workers: Callable[[], ActorGroup | None]) -> Self:
+        """From the actor's ranks to the requests of the rollout workers, and of those that replace them."""
+
+        def write(folder: str) -> None:
+            trainer.call("write_adapter", folder, timeout_s=args.train_timeout_s)
+
+        def announce(adapter: Adapter) -> None:
+            if (group := workers()) is not None:
+                group.call_and_keep("use_adapter", adapter)
+
+        return cls(args, write, announce)
+
+    @property
+    def newest(self) -> Adapter:
+        """What was loaded last."""
+        return self._loaded[-1]
+
+    def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
+        """Note both sides. Raises ConfigError for an engine of several data-parallel ones, which takes no adapter."""
+        super().connect(trainer, engines)
+        tensor_parallel_ranks(engines.server_info())
+
+    def publish(self, version: int) -> None:
+        """Have the engines load the version, under another name at each attempt: one that failed may be there."""
+        self._loaded.append(Adapter(f"v{version}-{secrets.token_hex(4)}", version))
+        self._engines.load_adapter(self.newest.name, str(self._target(version)), version)
+
+    def announce(self) -> None:
+        """All engines have the newest adapter."""
+        self._announce(self.newest)
+
+    def release(self, version: int) -> None:
+        """All engines have the version: unload those that no request can name, and what attempts that failed left."""
+        kept = {adapter.version: adapter for adapter in self._loaded if adapter.version > version - self._num_kept}
+        for adapter in self._loaded:
+            if kept.get(adapter.version) != adapter:
+                with suppress(EngineError):  # an engine that replaced another one never had it
+                    self._engines.unload_adapter(adapter.name)
+        self._loaded = list(kept.values())
+        wanted = {self._target(each) for each in kept}
+        for folder in (*self._folder.glob(VERSION_GLOB), *self._folder.glob(f".{VERSION_GLOB}.tmp")):
+            if folder not in wanted:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _write_version(self, folder: str) -> None:
+        self._write(folder)
+
+
+class AdapterCheck(LogProbCheck):
+    """Compares every engine with the trainer, with the adapter and without.
+
+    newest: what engines have to serve. base_log_probs: the trainer's without adapter. max_diff: see ``tolerance``.
+    """
+
+    checks_all = True
+    ends_run = True
+
+    def __init__(
+        self,
+        log_probs: TrainerLogProbs,
+        base_log_probs: TrainerLogProbs,
+        newest: Callable[[], Adapter],
+        *,
+        temperature: float,
+        max_diff: float,
+    ) -> None:
+        super().__init__(log_probs, temperature=temperature, max_diff=max_diff)
+        self._base_log_probs = base_log_probs
+        self._newest = newest
+
+    @classmethod
+    def of(cls, args: Args, trainer: ActorGroup, newest: Callable[[], Adapter]) -> Self:
+        """With the actor's ranks."""
+
+        def log_probs(model: str) -> TrainerLogProbs:
+            return lambda *asked: trainer.call("log_probs_of", *asked, model, timeout_s=args.train_timeout_s)
+
+        config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
+        allowed = tolerance(args.engine_dtype, int(config["num_hidden_layers"]))
+        if args.max_logprob_diff is not None:
+            allowed = min(allowed, args.max_logprob_diff)
+        temperature = check_temperature(args)
+        return cls(log_probs(ACTOR), log_probs("base"), newest, temperature=temperature, max_diff=allowed)
+
+    def differing(self, engines: EngineControlClient, urls: Collection[str], version: int) -> dict[str, str]:
+        """Those of the engines at ``urls`` that do not sample with the newest adapter, with what was found."""
+        self._body = self._newest().named_in(self._body)
+        return super().differing(engines, urls, version)
+
+    def _expected(self, sequences: Sequence[Sequence[int]], num_tokens: int) -> list[Any]:
+        with_adapter = super()._expected(sequences, num_tokens)
+        return list(zip(with_adapter, self._base_log_probs(sequences, num_tokens), strict=True))
+
+    def _difference(self, answer: GenerateResult, expected: Any, version: int) -> str:
+        """Also of an adapter whose effect is smaller than the tolerance, an engine has to be nearer to the trainer with
+        it than without, unless it is smaller than a quarter: rounding may be as large."""
+        own, base = expected
+        if found := super()._difference(answer, own, version):
+            return f"{found}{_means(answer.log_probs, own, base)}"
+        effect, to_base = _gap(own, base), _gap(answer.log_probs, base)
+        if effect > self._max_diff / 4 and to_base < _gap(answer.log_probs, own):
+            return f"log-probabilities of the base, not of the adapter{_means(answer.log_probs, own, base)}"
+        return ""
+
+
+def _gap(some: Sequence[float], others: Sequence[float]) -> float:
+    return sum(abs(float(a) - float(b)) for a, b in zip(some, others, strict=True)) / len(some)
+
+
+def _means(engine: Sequence[float], trainer: Sequence[float], base: Sequence[float]) -> str:
+    found = {"the engine": engine, "the trainer": trainer, "the trainer without adapter": base}
+    return "; on average " + ", ".join(f"{sum(map(float, v)) / len(v):.7g} by {name}" for name, v in found.items())
+
+
+MOSTLY = 0.5
+
+
+class MergedShare:
+    """Measures, after each publication of merged adapters, how much of them the engines' number format drops. notice:
+    called once with a line if it is most of it."""
+
+    def __init__(self, args: Args, trainer: ActorGroup, notice: Callable[[str], None]) -> None:
+        self._args = args
+        self._trainer = trainer
+        self._notice: Callable[[str], None] | None = notice
+
+    def __call__(self) -> dict[str, float]:
+        """The share of the elements of adapted matrices that are the same numbers to the engines as before."""
+        share: float = self._trainer.call("unchanged_share", timeout_s=self._args.train_timeout_s)
+        if share > MOSTLY and self._notice is not None:
+            numbers = f"the same {self._args.engine_dtype} numbers as before"
+            what = f"{share:.0%} of the elements of adapted matrices are to the engines {numbers}"
+            self._notice(f"{what}: --lora-publish adapter publishes adapters without that rounding")
+            self._notice = None
+        return {"publish/unchanged_share": share}
