@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,14 @@ from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.queue import check_versions
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
-from buffer_rl.records.groups import Column, GroupUid, QueueHeader, RowId, SampleGroup, Ticket
+from buffer_rl.errors import RolloutError
+from buffer_rl.kinds.rollout import as_leased_group, check_statuses
+from buffer_rl.records.groups import NO_UID, Column, GroupUid, QueueHeader, RowId, Sample, SampleGroup, Ticket
+from buffer_rl.records.utf8 import lone_surrogate
+
+FOREIGN = "foreign"
+"""The source in the uid of a group that the rollout function made without one: its row counts those of the rollout, its
+epoch is the rollout's number."""
 
 
 class GroupEncoder(Protocol):
@@ -45,9 +53,12 @@ class BatchSource(Protocol):
 class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.kinds.rollout.RolloutBuffer``).
 
-    source: where the batches come from that the Buffer asks for, if it does not read its data itself.
-    finished: the groups that were reported. versions: by uid, the version at the newest lease; rollout functions may
-    report groups that they built themselves. progressed_at: see ``RolloutBuffer``.
+    It records its leases, so that plain lists of samples can become groups again, marks foreign groups, and checks the
+    status of each reported sample.
+
+    source: where the batches come from that the Buffer asks for, if it does not read its data itself. where: names the
+    rollout function in errors. on_lease: called with each leased group.
+    groups: by uid, the newest lease. finished: by uid, what was reported. progressed_at: see ``RolloutBuffer``.
     """
 
     def __init__(
@@ -57,14 +68,20 @@ class RolloutClient:
         encoder: GroupEncoder,
         choose: ChooseQueued | None = None,
         source: BatchSource | None = None,
+        *,
+        where: str = "",
+        on_lease: Callable[[SampleGroup], None] | None = None,
     ) -> None:
         self._client = client
         self._ticket = ticket
         self._encoder = encoder
         self._choose = None if ticket.evaluation else choose
         self._source = source
+        self._where = where or ticket.task
+        self._on_lease = on_lease
+        self._unnamed = itertools.count()
+        self.groups: dict[GroupUid, SampleGroup] = {}
         self.finished: dict[GroupUid, SampleGroup] = {}
-        self.versions: dict[GroupUid, int | None] = {}
         self.progressed_at = 0.0
 
     @property
@@ -80,8 +97,7 @@ class RolloutClient:
         while True:  # each round delivers a batch, which is not empty, or has the source restored
             try:
                 groups = await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
-                self.versions.update((group.uid, group.version) for group in groups)
-                self._progressed()
+                self._record(groups)
                 return groups
             except DeliveryNeeded as needed:
                 if self._source is None:
@@ -90,20 +106,24 @@ class RolloutClient:
             if delivery is not None:
                 await self._client.acall(BufferState.deliver, delivery)
 
-    async def aadd_samples(self, groups: Sequence[SampleGroup]) -> None:
-        """Give leased groups back."""
-        leases = [(group.uid, group.attempt) for group in groups]
-        kept = for_queue(groups) if self._ticket.keeps_tokens else ()
+    async def aadd_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
+        """Give leased groups back; a list of a group's samples stands for the group."""
+        found = [self._leased(group) for group in groups]
+        leases = [(group.uid, group.attempt) for group in found]
+        kept = for_queue(found) if self._ticket.keeps_tokens else ()
         await self._client.acall(BufferState.add_samples, self._ticket, leases, kept)
 
     def encode(self, group: SampleGroup) -> EncodedGroup:
         """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
-        check_versions(self._ticket, group, self.versions.get(group.uid))
+        check_statuses(group, where=self._where)
+        leased = self.groups.get(self.marked(group).uid)
+        check_versions(self._ticket, group, None if leased is None else leased.version)
         row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
         return EncodedGroup(row_ids=RowIds(row_ids), columns=Columns(columns), sizes=RowSizes.of(columns, len(row_ids)))
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
+        check_statuses(self.marked(group), where=self._where)
         rows = encoded or self.encode(group)
         await self._client.acall(
             BufferState.finish, self._ticket, group.uid, group.attempt, rows.row_ids, rows.columns, rows.sizes
@@ -128,6 +148,40 @@ class RolloutClient:
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
         return await self._client.acall(BufferState.count_failure, self._ticket, group.uid, kind)
+
+    def marked(self, group: SampleGroup) -> SampleGroup:
+        """The group, marked in place as foreign if this rollout did not lease it. One without a uid gets one, and so do
+        its samples, which are numbered in order if all have one number."""
+        if group.uid in self.groups:
+            return group
+        group.foreign = True
+        if group.uid == NO_UID:
+            group.uid = GroupUid(FOREIGN, next(self._unnamed), self._ticket.rollout_id)
+        same = len({(sample.sample_index, sample.part) for sample in group}) == 1
+        if surrogate := lone_surrogate(group.uid.source):
+            raise RolloutError(f"the uid of a group holds {surrogate}, a lone surrogate", where=self._where)
+        for number, sample in enumerate(group):
+            sample.uid = sample.uid or group.uid
+            sample.sample_index = number if same else sample.sample_index
+        return group
+
+    def _record(self, groups: Sequence[SampleGroup]) -> None:
+        for group in groups:
+            if self._on_lease is not None:
+                self._on_lease(group)
+            self.groups[group.uid] = group
+        self._progressed()
+
+    def _leased(self, group: object) -> SampleGroup:
+        found = as_leased_group(group, self.groups)
+        if found is None:
+            raise RolloutError(
+                f"{type(group).__name__} is no leased group",
+                where="buffer.add_samples",
+                expected="groups of this rollout",
+            )
+        check_statuses(found, where=self._where)
+        return found
 
     def _progressed(self) -> None:
         self.progressed_at = asyncio.get_running_loop().time()

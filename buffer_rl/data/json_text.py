@@ -1,9 +1,11 @@
-"""JSON text in data files: a line of JSONL, and the texts of JSON that fields of a row may hold."""
+"""JSON text: a line of JSONL, the texts of JSON that fields of a row may hold, and the bodies of requests."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, NoReturn
+
+import orjson
 
 MAX_DEPTH = 128
 """Levels of a value. What is written of samples later is limited too, to some 250."""
@@ -22,6 +24,27 @@ def json_value(text: str) -> Any:
     # Counting is quick, and hardly a row has so many brackets at all.
     if text.count("{") + text.count("[") > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise ValueError(_TOO_DEEP)
+    return value
+
+
+class JSONError(ValueError):
+    """A body that is no JSON, or is nested too deeply (``is_deep``)."""
+
+    def __init__(self, what: str, *, is_deep: bool = False) -> None:
+        super().__init__(what)
+        self.is_deep = is_deep
+
+
+def read_json(raw: bytes | bytearray | str) -> Any:
+    """The value of a JSON text. Raises JSONError."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise JSONError(str(error), is_deep="depth" in error.msg) from error
+    open_list, open_object = ("[", "{") if isinstance(raw, str) else (b"[", b"{")
+    # Counting is quick, and hardly a body has so many brackets at all.
+    if raw.count(open_list) + raw.count(open_object) > MAX_DEPTH and depth(value) > MAX_DEPTH:  # type: ignore[arg-type]
+        raise JSONError(f"it has more than {MAX_DEPTH} levels", is_deep=True)
     return value
 
 

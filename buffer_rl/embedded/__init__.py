@@ -4,7 +4,6 @@ launcher       starts the engine as a child process; the plugin entry ``embedded
 server         ``python -m buffer_rl.embedded.server``, the process itself
 routes         SGLang's HTTP routes, and the check of the API key
 generation_routes  ``/generate`` and OpenAI's routes, their streams, and clients that go away
-openai         OpenAI's chat and text completions to the body of ``/generate``, and back
 protocol       the body of ``/generate`` to engine requests, and finished ones to its answer
 streams        text and tokens of requests that are answered while they run
 metrics        what ``/metrics`` says

@@ -11,11 +11,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from buffer_rl.embedded import openai
-from buffer_rl.embedded.protocol import BadRequestError, GenerateCall, meta_info
+from buffer_rl.data.json_text import JSONError, read_json
+from buffer_rl.embedded.protocol import GenerateCall, meta_info
 from buffer_rl.embedded.service import EngineService
 from buffer_rl.embedded.streams import Piece
-from buffer_rl.engines.http_server import JSONError, read_json
+from buffer_rl.engines import openai
+from buffer_rl.engines.protocol import BadRequestError
 from buffer_rl.errors import EngineError
 
 _JSON = [(b"content-type", b"application/json")]
@@ -126,7 +127,7 @@ class OpenAIRoutes:
             generate, reply = await self.service.aside(lambda: read(body))  # a template takes its time
             call = await self.service.begin(generate, done.set)
         except (BadRequestError, JSONError) as error:
-            return json_response(openai.error_body(str(error)), 400)
+            return json_response(openai.error_body(str(error), code=getattr(error, "code", None)), 400)
         except EngineError as error:
             return json_response(openai.error_body(str(error), 503), 503)
         if reply.stream:

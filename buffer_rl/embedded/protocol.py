@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.embedded.sampling import MAX_ROWS, LogProbDetails, Pair, SamplingError, SamplingParams, is_neutral
+from buffer_rl.embedded.sampling import MAX_ROWS, LogProbDetails, Pair, SamplingError, SamplingParams
 from buffer_rl.embedded.scheduler import Request
-from buffer_rl.engines.protocol import row_rid, row_seeds
+from buffer_rl.engines.protocol import CONTEXT_LENGTH_EXCEEDED, BadRequestError, is_neutral, row_rid, row_seeds
 from buffer_rl.engines.text import TextCodec
 
 # Fields of SGLang's request that name or trace a request and change no answer of one engine.
@@ -57,10 +57,6 @@ MAX_TOP = 1024
 
 LONG_TEXT = 10_000
 """Characters that are encoded in a few milliseconds."""
-
-
-class BadRequestError(ValueError):
-    """What a client sent is wrong: answered with status 400 and this text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,13 +249,15 @@ def _fitted(prompt: tuple[int, ...], params: SamplingParams, limits: Limits) -> 
     if len(prompt) > limits.longest_prompt:
         raise BadRequestError(
             f"the input ({len(prompt)} tokens) is longer than the model's context length "
-            f"({limits.context_length} tokens) allows"
+            f"({limits.context_length} tokens) allows",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     total = len(prompt) + params.max_new_tokens
     if total > limits.context_length:
         raise BadRequestError(
             f"{len(prompt)} input tokens and {params.max_new_tokens} new tokens are {total}, more than the "
-            f"context length of {limits.context_length}; lower max_new_tokens or shorten the prompt"
+            f"context length of {limits.context_length}; lower max_new_tokens or shorten the prompt",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     if total <= limits.longest_sequence:
         return params

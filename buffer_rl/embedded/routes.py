@@ -15,12 +15,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from buffer_rl.cluster.process import auth_headers
+from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.embedded import metrics
 from buffer_rl.embedded.generation_routes import GenerateRoute, OpenAIRoutes, json_response
-from buffer_rl.embedded.protocol import BadRequestError, weight_version
+from buffer_rl.embedded.protocol import weight_version
 from buffer_rl.embedded.service import EngineService
-from buffer_rl.engines.http_server import Front, JSONError, read_json
-from buffer_rl.engines.protocol import CACHE, WEIGHTS
+from buffer_rl.engines.http_server import Front
+from buffer_rl.engines.protocol import CACHE, WEIGHTS, BadRequestError
 from buffer_rl.errors import EngineError
 
 PROBE_TIMEOUT_S = 20.0

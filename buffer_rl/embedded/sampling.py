@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from buffer_rl.embedded.fast_decoder import VOCAB_BLOCK
-from buffer_rl.engines.protocol import GOLDEN, mix64
+from buffer_rl.engines.protocol import GOLDEN, is_neutral, mix64
 
 GREEDY_BELOW = 1e-6  # SGLang's threshold for "temperature 0"
 MAX_ROWS = 4096
@@ -97,11 +97,6 @@ class SamplingParams:
             wrong.append(f"stop must be at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
         if wrong:
             raise SamplingError("; ".join(wrong))
-
-
-def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether what is asked for changes nothing: None, False, something empty, or one of the ``neutral`` values."""
-    return value is None or value is False or value in ("", [], {}) or value in neutral
 
 
 def _integer(value: Any) -> int:

@@ -16,7 +16,6 @@ from buffer_rl.embedded.engine_thread import EngineThread
 from buffer_rl.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
 from buffer_rl.embedded.metrics import PREFIX, Counts, Metric, render
 from buffer_rl.embedded.protocol import (
-    BadRequestError,
     GenerateCall,
     Limits,
     answers,
@@ -27,7 +26,7 @@ from buffer_rl.embedded.protocol import (
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.embedded.streams import Piece, Stream
 from buffer_rl.embedded.weight_groups import WeightGroups
-from buffer_rl.engines.protocol import WEIGHTS
+from buffer_rl.engines.protocol import WEIGHTS, BadRequestError
 from buffer_rl.engines.text import TextCodec
 from buffer_rl.errors import EngineError
 

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from buffer_rl.embedded.loader import StagedUpdate
-from buffer_rl.embedded.protocol import BadRequestError, weight_version
+from buffer_rl.embedded.protocol import weight_version
+from buffer_rl.engines.protocol import BadRequestError
 from buffer_rl.errors import EngineError
 from buffer_rl.weights.process_group import FLATTENED, WeightGroup, join
 from buffer_rl.weights.shared_bucket import DTYPES

@@ -8,6 +8,7 @@ external        engines that run elsewhere
 fleet           starts and stops the engines and the router of a run
 host            engines behind actors, on the nodes and devices that Ray gives them
 http_server     limits of HTTP servers for their clients: sizes, deadlines, idle connections
+openai          OpenAI's chat and text completions to the body of ``/generate``, and back
 registry        the states of one engine, and the engines of a fleet now
 router          the router and its list of workers
 router_process  ``python -m buffer_rl.engines.router_process``, the router's process

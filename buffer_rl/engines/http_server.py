@@ -14,13 +14,10 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import orjson
 import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from buffer_rl.data.json_text import MAX_DEPTH, depth
 
 MAX_HEADER_BYTES = 64 << 10
 HEADER_TIMEOUT_S = 60.0
@@ -36,27 +33,6 @@ LINGER_S = 5.0
 
 Refusal = Callable[[Scope, int, str], Response]
 """``(scope, status, what is wrong) -> answer``, in the words of one server."""
-
-
-class JSONError(ValueError):
-    """A body that is no JSON, or is nested too deeply (``is_deep``)."""
-
-    def __init__(self, what: str, *, is_deep: bool = False) -> None:
-        super().__init__(what)
-        self.is_deep = is_deep
-
-
-def read_json(raw: bytes | bytearray | str) -> Any:
-    """The value of a JSON text. Raises JSONError."""
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise JSONError(str(error), is_deep="depth" in error.msg) from error
-    open_list, open_object = ("[", "{") if isinstance(raw, str) else (b"[", b"{")
-    # Counting is quick, and hardly a body has so many brackets at all.
-    if raw.count(open_list) + raw.count(open_object) > MAX_DEPTH and depth(value) > MAX_DEPTH:  # type: ignore[arg-type]
-        raise JSONError(f"it has more than {MAX_DEPTH} levels", is_deep=True)
-    return value
 
 
 class Front:

@@ -59,6 +59,23 @@ def mix64(x: np.ndarray) -> np.ndarray:
     return mixed
 
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code of a request that has more tokens than the model's context."""
+
+
+class BadRequestError(ValueError):
+    """What a client sent is wrong: answered with status 400 and this text. code: OpenAI's, if it has one for it."""
+
+    def __init__(self, what: str, *, code: str | None = None) -> None:
+        super().__init__(what)
+        self.code = code
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether what is asked for changes nothing: None, False, something empty, or one of the ``neutral`` values."""
+    return value is None or value is False or value in ("", [], {}) or value in neutral
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A published adapter, which requests name: an engine applies none that a request does not name.

@@ -16,6 +16,7 @@ PACKAGE = "buffer_rl."
 
 _MOVED: Mapping[str, str] = {
     "cluster": "engine.process environment",
+    "engines": "embedded.openai",
     "files": "buffer.row_file checkpoint remote",
     "kinds": "token_loss",
     "observe": "terminal",

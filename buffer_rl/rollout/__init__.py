@@ -19,7 +19,8 @@ user_rollout    calls a user's rollout function and reads its answer, slime's ev
 user_functions  calls the user's filters and log functions
 conversion      one finished group to columns
 stats           counts of a rollout, and its metrics
-context         what user functions reach in a rollout: tokenizer, engine, scorer, places for samples in flight
+context         what rollout functions share: tokenizer, engine, scorer, places for samples in flight
+lease           what generating code works on: ticket, group, attempt, requests; current_lease() for user functions
 worker          the process of a rollout worker
 data_source     the process of a user's data source
 options         the options of rollouts, rewards and evaluation

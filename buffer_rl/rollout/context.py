@@ -1,5 +1,4 @@
-"""The context of a rollout for user functions: tokenizer, engine, scorer, places for samples in flight; held in a
-ContextVar."""
+"""What the rollout functions of a worker share: tokenizer, engine, scorer, places for samples in flight."""
 
 from __future__ import annotations
 
@@ -7,15 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.data.eval_sets import eval_datasets
-from buffer_rl.errors import RolloutError
 from buffer_rl.options.user_args import user_args
 from buffer_rl.rollout.baseline import needs_baseline
+from buffer_rl.rollout.lease import Lease, current_lease
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.reward_model_client import RewardModelClient
 from buffer_rl.rollout.scoring import Scorer
@@ -24,11 +22,8 @@ from buffer_rl.rollout.user_functions import resolve_function
 if TYPE_CHECKING:
     from buffer_rl.args import Args
     from buffer_rl.engines.client import EngineClient
+    from buffer_rl.kinds.rollout import RolloutBuffer
     from buffer_rl.plugin.registry import PluginRegistry
-
-
-NO_CONTEXT = "there is no rollout context here"
-_CONTEXT: ContextVar[RolloutContext | None] = ContextVar("buffer_rl_rollout_context", default=None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,13 +108,11 @@ class RolloutContext:
         )
 
     @contextmanager
-    def active(self) -> Iterator[RolloutContext]:
-        """Make this the context that ``current_context()`` returns, here and in tasks started from here."""
-        token = _CONTEXT.set(self)
-        try:
+    def active(self, buffer: RolloutBuffer | None = None) -> Iterator[RolloutContext]:
+        """Make this the context that ``current_context()`` returns, here and in tasks started from here. buffer: that
+        of the rollout, for ``current_lease()``."""
+        with Lease(context=self, ticket=None if buffer is None else buffer.ticket, buffer=buffer).active():
             yield self
-        finally:
-            _CONTEXT.reset(token)
 
     async def aclose(self) -> None:
         """Stop the reward processes. The caller of ``build`` closes the engine client."""
@@ -134,22 +127,9 @@ def _any_for_others(registry: PluginRegistry, references: Mapping[str, Sequence[
     return any(function is not None and registry.is_written_for_others(function) for function in functions)
 
 
-def context_or_none() -> RolloutContext | None:
-    """The running rollout's context; None outside a rollout."""
-    return _CONTEXT.get()
-
-
 def current_context() -> RolloutContext:
     """The running rollout's context. Raises RolloutError outside a rollout."""
-    context = _CONTEXT.get()
-    if context is None:
-        raise RolloutError(
-            NO_CONTEXT,
-            expected="a call from a rollout, generate or evaluation function that buffer_rl runs",
-            hint="in a script or test: with RolloutContext.build(args, registry=..., engine=...).active(): ...; "
-            "a thread of your own needs contextvars.copy_context()",
-        )
-    return context
+    return current_lease().context
 
 
 class Places:

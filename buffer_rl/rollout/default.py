@@ -36,6 +36,7 @@ from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.failure_policy import FailurePolicy
 from buffer_rl.rollout.failures import GROUP_ERRORS, STALE_WEIGHTS, AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.generate import sampling_params_for
+from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.production import generate_group, run_all, score_group, task_group, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.requests import Requests
@@ -232,7 +233,7 @@ class _Run:
 
     async def _generate(self, group: SampleGroup) -> None:
         params = self._params | group.sampling_params
-        await generate_group(self.context, self.buffer.ticket, group, params, self.stats, self._requests)
+        await generate_group(Lease.of(self.context, self.buffer, group, self._requests), params, self.stats)
         check_spans(group)
 
     def _encode(self, group: SampleGroup) -> Any:

@@ -15,6 +15,7 @@ from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
 from buffer_rl.rollout.failures import GROUP_ERRORS, AttemptFailure, Domain, failure_of
 from buffer_rl.rollout.generate import sampling_params_for
+from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.production import generate_group, run_all, score_group, within_deadline
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
@@ -96,7 +97,7 @@ class _Evaluation:
         """Generate, score and finish the group. Returns its failure, if any. Raises errors that must end the run."""
         params = self._params | group.sampling_params
         try:
-            await generate_group(self._context, self._buffer.ticket, group, params, self.stats, Requests())
+            await generate_group(Lease.of(self._context, self._buffer, group, Requests()), params, self.stats)
             failures = await score_group(self._context, group, self.stats)
         except BufferRLError as error:
             if (failure := failure_of(error)) is None:

@@ -19,9 +19,9 @@ from buffer_rl.engines.text import stop_window, text_before_stop
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import Sample, SampleGroup, Status, VersionSpan
 from buffer_rl.records.sample import STATUS_OF_REASON
-from buffer_rl.rollout.context import current_context
+from buffer_rl.rollout.lease import Lease, current_lease
 from buffer_rl.rollout.prompts import data_errors
-from buffer_rl.rollout.requests import answer_for, is_stopped, shared_answers
+from buffer_rl.rollout.requests import answer_for
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -55,49 +55,36 @@ def sampling_params_for(args: Args, evaluation: bool) -> dict[str, Any]:
     return params
 
 
-async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], lease: Lease | None = None) -> Sample:
     """Fill ``sample`` with one response to its prompt, sampled by the engine behind the router.
 
     Sets tokens, response, response_length, rollout_log_probs, weight_versions and status; loss_mask None (all
     tokens). Under ``--partial-rollout`` a response that was aborted is continued: its tokens are sent after the
     prompt, and keep their log-probabilities, versions and loss mask. Any other response that the sample had is
-    replaced. Raises RolloutError if the prompt leaves no room in ``--rollout-max-context-len``, EngineError if the
-    answer breaks the protocol.
+    replaced. lease: the current one if it is left out.
+    Raises RolloutError if the prompt leaves no room in ``--rollout-max-context-len``, EngineError if the answer breaks
+    the protocol.
     """
-    context = current_context()
+    lease = lease or current_lease()
     before = partial_response(args, sample)
-    if is_stopped():
+    if lease.stopped:
         if not before:
             sample.response_length = 0
         sample.status = Status.ABORTED
         return sample
-    prompt_ids = sample.tokens[: -len(before)] if before else context.prompts.encode(sample)
+    prompt_ids = sample.tokens[: -len(before)] if before else lease.context.prompts.encode(sample)
     params = dict(sampling_params)
     params["max_new_tokens"] = room_for(args, sample, len(prompt_ids), params["max_new_tokens"]) - len(before)
     if before and params["max_new_tokens"] <= 0:  # the abort came with its last token
         sample.status = Status.TRUNCATED
         return sample
     sample.response_length = len(before)
-    result = await answer_for(sample, prompt_ids + before.ids, params, gather=not before)
+    result = await answer_for(sample, prompt_ids + before.ids, params, gather=not before, lease=lease)
     _fill(sample, prompt_ids, before, result)
     if before:
         with data_errors("the tokenizer cannot decode the response", f"row {sample.row_id}"):
-            _fix_end(context.tokenizer, sample, len(before), params, getattr(result, "matched", None))
+            _fix_end(lease.context.tokenizer, sample, len(before), params, getattr(result, "matched", None))
     return sample
-
-
-async def generate_shared(args: Args, samples: Sequence[Sample], sampling_params: dict[str, Any]) -> None:
-    """``generate`` for samples that share a request (``num_sharing``), in place."""
-    if is_stopped():
-        for sample in samples:
-            sample.response_length, sample.status = 0, Status.ABORTED
-        return
-    prompt_ids = current_context().prompts.encode(samples[0])
-    room = room_for(args, samples[0], len(prompt_ids), sampling_params["max_new_tokens"])
-    results = await shared_answers(samples, prompt_ids, {**sampling_params, "max_new_tokens": room})
-    nothing = PartialResponse()
-    for sample, result in zip(samples, results, strict=True):
-        _fill(sample, prompt_ids, nothing, result)
 
 
 def room_for(args: Args, sample: Sample, prompt_length: int, max_new_tokens: int) -> int:
@@ -167,11 +154,14 @@ class PartialResponse:
         return len(self.ids)
 
 
+_NOTHING = PartialResponse()
+
+
 def partial_response(args: Args, sample: Sample) -> PartialResponse:
     """The part of the sample's response to continue: under ``--partial-rollout``, that of an aborted one."""
     length = sample.response_length
     if not args.partial_rollout or sample.status is not Status.ABORTED or length == 0:
-        return PartialResponse()
+        return _NOTHING
     return PartialResponse(
         ids=list(sample.tokens[-length:]),
         log_probs=list(sample.rollout_log_probs or ()),
@@ -222,29 +212,30 @@ def response_text(tokenizer: Any, ids: Sequence[int], params: dict[str, Any], ma
     return text_before_stop(decode, shown, stops_of(params), skip_special_tokens)
 
 
-async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> str:
+async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any], lease: Lease | None = None) -> str:
     """Have the engine continue the sample's tokens (the prompt, on the first turn), and return the new text.
 
     Appends to tokens, response, rollout_log_probs, rollout_kept_tokens, loss_mask (1) and weight_versions, and sets
     status: ``completed`` if the model ended the turn, also by a stop string; ``truncated`` if there is no room;
     ``aborted`` if the rollout does not need the sample any more (``--over-sampling-batch-size``): end there.
     ``max_new_tokens`` bounds the whole response, all turns and observations together, and so does
-    ``--rollout-max-context-len`` with the prompt.
+    ``--rollout-max-context-len`` with the prompt. lease: the current one if it is left out.
     Raises RolloutError if a prompt alone fills the context, EngineError if the engine refuses or its answer breaks the
     protocol.
     """
-    if is_stopped():
+    lease = lease or current_lease()
+    if lease.stopped:
         sample.status = Status.ABORTED
         return ""
     if not sample.response_length:
-        sample.tokens, sample.response = current_context().prompts.encode(sample), ""
+        sample.tokens, sample.response = lease.context.prompts.encode(sample), ""
         sample.rollout_log_probs, sample.loss_mask, sample.weight_versions = [], [], []
         sample.rollout_kept_tokens = []
     most = room_for(args, sample, sample.prompt_length, sampling_params["max_new_tokens"])
     if (room := most - sample.response_length) < 1:
         sample.status = Status.TRUNCATED
         return ""
-    answer = await answer_for(sample, sample.tokens, {**sampling_params, "max_new_tokens": room})
+    answer = await answer_for(sample, sample.tokens, {**sampling_params, "max_new_tokens": room}, lease=lease)
     start = sample.response_length
     sample.weight_versions += [replace(s, start=s.start + start, end=s.end + start) for s in answer.spans]
     _append(sample, list(answer.output_ids), list(answer.log_probs), answer.text, getattr(answer, "kept", None), mask=1)
@@ -252,9 +243,9 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, An
     return answer.text
 
 
-def add_observation(sample: Sample, text: str) -> None:
+def add_observation(sample: Sample, text: str, lease: Lease | None = None) -> None:
     """Append what a tool or an environment says: its tokens, with loss_mask 0, log-probability 0 and no kept tokens."""
-    tokens = current_context().prompts.encode_text(text, where=f"row {sample.row_id}")
+    tokens = (lease or current_lease()).context.prompts.encode_text(text, where=f"row {sample.row_id}")
     _append(sample, tokens, [0.0] * len(tokens), text, [b""] * len(tokens), mask=0)
 
 

@@ -14,13 +14,13 @@ from buffer_rl.kinds.rollout import RolloutBuffer, as_sample, check_statuses
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import place, returned
 from buffer_rl.plugin.signature import takes_evaluation
-from buffer_rl.records.groups import Sample, SampleGroup, Status, Ticket, VersionSpan
+from buffer_rl.records.groups import Sample, SampleGroup, Status, VersionSpan
 from buffer_rl.records.ids import version_number
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.deadlines import overdue, ticket_deadline, ticket_limit_s
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
-from buffer_rl.rollout.generate import generate, generate_shared, reset_to_prompt
-from buffer_rl.rollout.requests import LeaseScope, RequestNumbers, Requests, lease_scope, num_sharing
+from buffer_rl.rollout.generate import generate, reset_to_prompt
+from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
 
@@ -33,30 +33,20 @@ OF_SLIME: dict[str, Any] = {"stop": None, "stop_token_ids": None, "spaces_betwee
 """What slime's generate functions find among their sampling parameters, where no option says otherwise."""
 
 
-async def generate_group(
-    context: RolloutContext,
-    ticket: Ticket,
-    group: SampleGroup,
-    params: dict[str, Any],
-    stats: RolloutStats,
-    requests: Requests,
-) -> None:
-    """Generate every sample of ``group`` in place; those that an earlier lease completed stay as they are.
+async def generate_group(lease: Lease, params: dict[str, Any], stats: RolloutStats) -> None:
+    """Generate every sample of the lease's group in place; those that an earlier lease completed stay as they are.
 
     Raises what the generate function raised, as RolloutError unless it is one of ``buffer_rl.errors`` already; the
     group's other requests are cancelled and awaited first.
     """
-    incarnation = group.incarnation or ticket.incarnation
-    numbers = RequestNumbers()  # of this attempt: the next one asks under the same seeds again
-    scope = LeaseScope(
-        task=ticket.task, incarnation=incarnation, attempt=group.attempt, requests=requests, numbers=numbers
-    )
+    group, context = lease.group, lease.context
+    assert group is not None
     num_before = sum(sample.response_length for sample in group)
-    with lease_scope(scope), stats.generating.running():
-        # Samples of a function of the user's end one by one: none of them keeps its place free for others.
-        size = min(ROWS, context.args.rollout_concurrency) if context.generate is None else 1
+    # Samples of a function of the user's end one by one: none of them keeps its place free for others.
+    size = min(ROWS, context.args.rollout_concurrency) if context.generate is None else 1
+    with stats.generating.running():
         parts = await run_all(
-            _generate_together(context, group.samples[start : start + size], params, requests, ticket.evaluation)
+            _generate_together(lease, group.samples[start : start + size], params)
             for start in range(0, len(group.samples), size)
         )
     group.samples = [part for samples_parts in parts for sample_parts in samples_parts for part in sample_parts]
@@ -111,62 +101,41 @@ async def within_deadline(work: Coroutine[Any, Any, T], args: Args, buffer: Roll
         ) from error
 
 
-async def _generate_together(
-    context: RolloutContext, samples: list[Sample], params: dict[str, Any], requests: Requests, evaluation: bool
-) -> list[list[Sample]]:
-    """The parts of each sample. All begin in the same moment, so that they can share a request; a sample that goes
-    alone frees its place when it is done."""
-    held = 0
+async def _generate_together(lease: Lease, samples: list[Sample], params: dict[str, Any]) -> list[list[Sample]]:
+    """The parts of each sample. All begin in the same moment, so that they can share a request; each frees its place
+    when it is done."""
+    places, held = lease.context.places, 0
 
-    def free(places: int) -> None:
+    async def one(sample: Sample) -> list[Sample]:
         nonlocal held
-        held -= places
-        context.places.release(places)
-
-    async def together(shared: list[Sample]) -> list[list[Sample]]:
-        try:
-            await generate_shared(context.args, shared, params)
-            return [[sample] for sample in shared]
-        finally:
-            free(len(shared))
-
-    async def one(sample: Sample) -> list[list[Sample]]:
         if sample.status in DONE:
-            return [[sample]]
+            return [sample]
         try:
-            return [await _generate_one(context, sample, params, requests, evaluation)]
+            return await _generate_one(lease, sample, params)
         finally:
-            free(1)
+            held -= 1
+            places.release()
 
     try:
         if wanted := sum(sample.status not in DONE for sample in samples):
-            await context.places.acquire(wanted, evaluation=evaluation)
+            await places.acquire(wanted, evaluation=lease.evaluation)
             held = wanted
-        shared = (
-            await num_sharing(context, samples)
-            if context.generate is None and params.get("sampling_seed") is None
-            else 0
-        )
-        parts = await run_all(
-            [*([together(samples[:shared])] if shared else []), *(one(sample) for sample in samples[shared:])],
-            of_user=context.generate is not None,
-        )
-        return [sample_parts for several in parts for sample_parts in several]
+        return await run_all(map(one, samples), of_user=lease.context.generate is not None)
     finally:
-        free(held)  # of samples that were cancelled before they began
+        places.release(held)  # of samples that were cancelled before they began
 
 
-async def _generate_one(
-    context: RolloutContext, sample: Sample, params: dict[str, Any], requests: Requests, evaluation: bool
-) -> list[Sample]:
+async def _generate_one(lease: Lease, sample: Sample, params: dict[str, Any]) -> list[Sample]:
+    context = lease.context
     if context.generate is None:
-        return [await generate(context.args, sample, params)]
+        return [await generate(context.args, sample, params, lease)]
     if sample.status is Status.ABORTED and not getattr(context.generate, "continues_partial", False):
         sample = reset_to_prompt(sample)
-    if requests.stopped:
+    if lease.stopped:
         sample.status = Status.ABORTED
         return [sample]
-    return await _call_custom(context, sample, {**OF_SLIME, **params}, evaluation)
+    with lease.active():
+        return await _call_custom(context, sample, {**OF_SLIME, **params}, lease.evaluation)
 
 
 async def _call_custom(

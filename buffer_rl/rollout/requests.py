@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.engines.protocol import ROWS, SEED_BITS, RowSeeds, row_rid, row_seeds
 from buffer_rl.errors import EngineError, RolloutError
-from buffer_rl.records.groups import GroupUid, RowId, Sample, Status, tile
+from buffer_rl.records.groups import GroupUid, Sample, tile
 from buffer_rl.records.sample import STATUS_OF_REASON
-from buffer_rl.rollout.context import RolloutContext, current_context
+from buffer_rl.rollout.lease import Lease, current_lease
 
 if TYPE_CHECKING:
     from buffer_rl.engines.client import EngineClient, GenerateResult
@@ -35,41 +33,6 @@ REPEAT_S = 0.5
 """A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
 GRACE_S = 30.0
 """An abort is answered at once; a generate function of the user that takes longer than this to end is cancelled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseScope:
-    """Which lease the running code works on; part of every request id.
-
-    task: the pool (``train_3``, ``eval_3``); incarnation and attempt: those of the group's lease. A repeated
-    lease of one row gets new request ids, so that an engine never answers it from an earlier request.
-    requests: those of the rollout; None outside one.
-    numbers: of the responses that were requested during this attempt; None outside one.
-    """
-
-    task: str = ""
-    incarnation: str = ""
-    attempt: int = 1
-    requests: Requests | None = None
-    numbers: RequestNumbers | None = None
-
-
-_SCOPE: ContextVar[LeaseScope] = ContextVar("buffer_rl_lease_scope", default=LeaseScope())  # noqa: B039 (frozen)
-
-
-def current_scope() -> LeaseScope:
-    """The lease that the running code works on; an empty scope outside a rollout."""
-    return _SCOPE.get()
-
-
-@contextlib.contextmanager
-def lease_scope(scope: LeaseScope) -> Iterator[None]:
-    """Make ``scope`` the one that ``current_scope()`` returns, here and in tasks started from here."""
-    token = _SCOPE.set(scope)
-    try:
-        yield
-    finally:
-        _SCOPE.reset(token)
 
 
 def shared_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:
@@ -88,19 +51,19 @@ def sampling_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0
     return row_seeds(shared_seed(run_seed, uid, sample_index, part, number), row + 1)[row]
 
 
-def request_id(sample: Sample, number: int = 0) -> str:
+def request_id(lease: Lease, sample: Sample, number: int = 0) -> str:
     """The ``rid`` of response ``number``: different for every other lease, response and turn.
 
     No id of a running request is a prefix of one of another request: SGLang aborts by prefix."""
     further = f"#{number}" if number else ""
     turn = f"+{sample.response_length}" if sample.response_length else ""
-    return f"{_lease_id(str(sample.row_id) + further)}{turn}"
+    return f"{lease.request_id(str(sample.row_id) + further)}{turn}"
 
 
-def shared_request_id(sample: Sample) -> str:
+def shared_request_id(lease: Lease, sample: Sample) -> str:
     """The ``rid`` of the request that the sample may share with others."""
     row = sample.row_id
-    return _lease_id(f"{row.uid}/{row.sample_index // ROWS}x.{row.part}")
+    return lease.request_id(f"{row.uid}/{row.sample_index // ROWS}x.{row.part}")
 
 
 def routing_key(sample: Sample) -> str:
@@ -109,94 +72,30 @@ def routing_key(sample: Sample) -> str:
     return str(sample.session_id or sample.row_id.uid)
 
 
-def _lease_id(name: str) -> str:
-    scope = current_scope()
-    return f"{scope.task}:{name}:{scope.attempt}:{scope.incarnation}"
-
-
-def is_stopped() -> bool:
-    """Whether the rollout has enough groups: what is not generated yet must end as ``aborted``."""
-    requests = current_scope().requests
-    return requests is not None and requests.stopped
-
-
 async def answer_for(
-    sample: Sample, input_ids: list[int], sampling_params: dict[str, Any], *, gather: bool = False
+    sample: Sample,
+    input_ids: list[int],
+    sampling_params: dict[str, Any],
+    *,
+    gather: bool = False,
+    lease: Lease | None = None,
 ) -> GenerateResult:
     """The engine's answer to ``input_ids``, checked; it may be aborted as soon as the rollout does not need the sample.
 
     The seed is the ``sampling_seed`` of ``sampling_params``, where they have one; else the sample's own, and for each
     further response of the sample another one. gather: the answer may wait for those of other samples of the group
-    that are asked for in the same moment.
+    that are asked for in the same moment. lease: the current one if it is left out.
 
     Raises RolloutError without an engine, EngineError, naming the row, if the engine refuses or its answer breaks the
     protocol."""
-    context = current_context()
-    with _naming(sample):
-        engine = _engine(context, sample)
-        result = await _result(context, engine, current_scope(), sample, input_ids, sampling_params, gather)
-    return _checked(sample, result)
-
-
-async def num_sharing(context: RolloutContext, samples: Sequence[Sample]) -> int:
-    """How many of ``samples``, from the first on, can share a request: first responses to one prompt, at the places
-    that rows have. 0 where that is one alone. Raises EngineError if no engine says how rows draw."""
-    count = 0
     try:
-        first = _common(samples[0])
-        for sample in samples[:ROWS]:
-            fresh = sample.status is Status.PENDING and sample.sample_index % ROWS == count
-            if not fresh or _common(sample) != first:
-                break
-            count += 1
-    except Exception:  # fault boundary: values of the user's may not compare; each sample shows its error alone
-        return 0
-    if count < 2 or (context.engine is not None and await context.engine.row_seeds() is RowSeeds.SHARED):
-        return 0
-    return count
-
-
-def _common(sample: Sample) -> tuple[Any, ...]:
-    """What is equal in samples that share a request: what the tokens of the prompt are made of, and the engine."""
-    return sample.prompt, sample.metadata.get("tools"), routing_key(sample)
-
-
-async def shared_answers(
-    samples: Sequence[Sample], input_ids: list[int], sampling_params: dict[str, Any]
-) -> list[GenerateResult]:
-    """The answers to ``input_ids`` for ``samples``, which can share a request (``num_sharing``). Raises what
-    ``answer_for`` raises, for the first of them."""
-    context, scope, first = current_context(), current_scope(), samples[0]
-    requests = scope.requests or Requests()
-    with _naming(first):
-        engine, seed = _engine(context, first), None
-        if await engine.row_seeds() is RowSeeds.OWN:
-            seed = shared_seed(context.seed, first.row_id.uid, first.sample_index, first.part)
-        rid, key = shared_request_id(first), routing_key(first)
-        results = await requests.ask(engine, rid, input_ids, len(samples), sampling_params, seed, key)
-    return [_checked(sample, result) for sample, result in zip(samples, results, strict=True)]
-
-
-def _engine(context: RolloutContext, sample: Sample) -> EngineClient:
-    if context.engine is None:
-        raise RolloutError(
-            "this rollout has no engine",
-            where=f"row {sample.row_id}",
-            hint="remove uses_engine = False from the rollout function",
-        )
-    return context.engine
-
-
-@contextlib.contextmanager
-def _naming(sample: Sample) -> Iterator[None]:
-    """An EngineError names the engine; here the row is added."""
-    try:
-        yield
-    except EngineError as error:
+        result = await _result(lease or current_lease(), sample, input_ids, sampling_params, gather)
+    except EngineError as error:  # it names the engine; here the row is added
         where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
         named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
         named.status = error.status
         raise named from error
+    return _checked(sample, result)
 
 
 def _checked(sample: Sample, result: GenerateResult) -> GenerateResult:
@@ -221,51 +120,26 @@ def _checked(sample: Sample, result: GenerateResult) -> GenerateResult:
 
 
 async def _result(
-    context: RolloutContext,
-    engine: EngineClient,
-    scope: LeaseScope,
-    sample: Sample,
-    input_ids: list[int],
-    params: dict[str, Any],
-    gather: bool,
+    lease: Lease, sample: Sample, input_ids: list[int], params: dict[str, Any], gather: bool
 ) -> GenerateResult:
-    requests = scope.requests or Requests()
-    number = scope.numbers.number(sample) if scope.numbers is not None else 0
-    key = routing_key(sample)
+    engine, requests, key = lease.context.engine, lease.requests or Requests(), routing_key(sample)
+    if engine is None:
+        raise RolloutError(
+            "this rollout has no engine",
+            where=f"row {sample.row_id}",
+            hint="remove uses_engine = False from the rollout function",
+        )
+    number = lease.numbers.number(sample) if lease.numbers is not None else 0
     if params.get("sampling_seed") is None:
-        identity = (context.seed, sample.row_id.uid, sample.sample_index, sample.part, number)
-        if gather and number == 0 and (draw := await engine.row_seeds()) is not RowSeeds.SHARED:
-            seed = shared_seed(*identity) if draw is RowSeeds.OWN else None
-            shared = requests.shared(engine, shared_request_id(sample), seed)
+        if gather and number == 0:
+            shared = requests.shared(lease, engine, sample)
             if (result := await shared.join(sample.sample_index % ROWS, input_ids, params, key)) is not None:
                 return result
-        params = {**params, "sampling_seed": sampling_seed(*identity)}
-    rid = request_id(sample, number)
+        seed = sampling_seed(lease.context.seed, sample.row_id.uid, sample.sample_index, sample.part, number)
+        params = {**params, "sampling_seed": seed}
+    rid = request_id(lease, sample, number)
     with requests.running(rid):
         return await engine.agenerate(rid, input_ids, params, routing_key=key)
-
-
-class RequestNumbers:
-    """Numbers the responses that are requested during one attempt at a group, for their seeds and request ids.
-
-    Each row counts from 0, in the order of the calls. A response that continues, for example with its next turn, keeps
-    its number: its request starts at a later position.
-    """
-
-    def __init__(self) -> None:
-        self._next: Counter[RowId] = Counter()
-        # By id(sample); holding the sample keeps the id unique. The last entry is the position of its last request.
-        self._last: dict[int, tuple[Sample, RowId, int, int]] = {}
-
-    def number(self, sample: Sample) -> int:
-        """The number of the response that ``sample`` requests now."""
-        row_id, position = sample.row_id, sample.response_length
-        _, last_row_id, last_position, number = self._last.get(id(sample), (None, None, 0, 0))
-        if row_id != last_row_id or position <= last_position:
-            number = self._next[row_id]
-            self._next[row_id] += 1
-        self._last[id(sample)] = (sample, row_id, position, number)
-        return number
 
 
 class Requests:
@@ -276,7 +150,7 @@ class Requests:
     def __init__(self) -> None:
         self.stopped = False
         self._running: set[str] = set()
-        self._joinable: dict[str, SharedRequest] = {}
+        self._joinable: dict[tuple[Lease, GroupUid | None, int, int], SharedRequest] = {}
 
     @contextlib.contextmanager
     def running(self, *rids: str) -> Iterator[None]:
@@ -287,28 +161,15 @@ class Requests:
         finally:
             self._running.difference_update(rids)
 
-    def shared(self, engine: EngineClient, rid: str, seed: int | None) -> SharedRequest:
-        """The request ``rid``, which samples may join until the tasks that are ready now have run."""
-        shared = self._joinable.get(rid)
+    def shared(self, lease: Lease, engine: EngineClient, sample: Sample) -> SharedRequest:
+        """The request of the sixteen samples of ``lease`` to which ``sample`` belongs. They may join it until the tasks
+        that are ready now have run."""
+        key = lease, sample.uid, sample.sample_index // ROWS, sample.part
+        shared = self._joinable.get(key)
         if shared is None:
-            shared = self._joinable[rid] = SharedRequest(self, engine, rid, seed)
-            asyncio.get_running_loop().call_soon(lambda: self._joinable.pop(rid).send())
+            shared = self._joinable[key] = SharedRequest(self, lease, engine, sample)
+            asyncio.get_running_loop().call_soon(lambda: self._joinable.pop(key).send())
         return shared
-
-    async def ask(
-        self,
-        engine: EngineClient,
-        rid: str,
-        input_ids: list[int],
-        num_rows: int,
-        params: dict[str, Any],
-        seed: int | None,
-        key: str,
-    ) -> list[GenerateResult]:
-        """The answers to one request of several rows, which ``stop`` aborts. seed: see ``SharedRequest``."""
-        seeded = {} if seed is None else {"sampling_seed": seed}
-        with self.running(*(row_rid(rid, row) for row in range(num_rows))):
-            return await engine.agenerate_rows(rid, input_ids, num_rows, {**params, **seeded}, routing_key=key)
 
     async def stop(self, engine: EngineClient | None, tasks: Callable[[], Sequence[asyncio.Task[Any]]]) -> None:
         """Abort these requests and no others, and wait until ``tasks()``, the tasks that still generate, is empty.
@@ -344,11 +205,14 @@ class _Joined:
 class SharedRequest:
     """One request for several samples. A sample that is cancelled ends no other; without any left, it is cancelled.
 
-    seed: its ``sampling_seed``, of which engines make those of the rows; None where they do not.
+    sample: one of them, of which come the request's id and, for engines that make those of the rows of it, its seed.
     """
 
-    def __init__(self, requests: Requests, engine: EngineClient, rid: str, seed: int | None) -> None:
-        self._requests, self._engine, self._rid, self._seed = requests, engine, rid, seed
+    def __init__(self, requests: Requests, lease: Lease, engine: EngineClient, sample: Sample) -> None:
+        self._requests, self._engine = requests, engine
+        self._rid = shared_request_id(lease, sample)
+        row = sample.row_id
+        self._seed = shared_seed(lease.context.seed, row.uid, row.sample_index, row.part)
         self._joined: list[_Joined] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -380,7 +244,7 @@ class SharedRequest:
             rows = []
         if len(rows) < 2:
             rows = []
-        for joined in self._joined:
+        for joined in self._joined if len(rows) < len(self._joined) else ():
             if joined not in rows and not joined.answer.done():
                 joined.answer.set_result(None)
         self._joined = rows
@@ -388,11 +252,9 @@ class SharedRequest:
             self._task = asyncio.create_task(self._ask(rows))
 
     async def _ask(self, rows: list[_Joined]) -> None:
-        first, waiting = rows[0], [row.answer for row in rows]
+        waiting = [row.answer for row in rows]
         try:
-            results = await self._requests.ask(
-                self._engine, self._rid, first.input_ids, len(rows), first.params, self._seed, first.key
-            )
+            results = await self._results(rows[0], len(rows))
         except Exception as error:  # fault boundary: every row raises it where it is awaited
             for answer in waiting:
                 if not answer.done():
@@ -404,3 +266,14 @@ class SharedRequest:
         finally:
             for answer in waiting:  # what is not answered yet: this task is cancelled
                 answer.cancel()
+
+    async def _results(self, first: _Joined, num_rows: int) -> Sequence[GenerateResult | None]:
+        """The answers to the rows; None for each if rows of one request would get equal tokens."""
+        draw = await self._engine.row_seeds()
+        if draw is RowSeeds.SHARED:
+            return [None] * num_rows
+        params = {**first.params, "sampling_seed": self._seed} if draw is RowSeeds.OWN else first.params
+        with self._requests.running(*(row_rid(self._rid, row) for row in range(num_rows))):
+            return await self._engine.agenerate_rows(
+                self._rid, first.input_ids, num_rows, params, routing_key=first.key
+            )

@@ -7,22 +7,19 @@ a sample; this mapping may stand in the field ``data`` of a record that has ``me
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.buffer.calling import blocking
+from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.errors import BufferRLError, DataError, RewardError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_reward
-from buffer_rl.kinds.rollout import RolloutBuffer, as_leased_group, as_sample, check_rollout_output, check_statuses
+from buffer_rl.kinds.rollout import as_leased_group, as_sample, check_rollout_output, check_statuses
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plugin.calls import error_text
 from buffer_rl.plugin.signature import call_rollout
-from buffer_rl.records.groups import NO_UID, GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
-from buffer_rl.records.utf8 import lone_surrogate
-from buffer_rl.rollout.context import context_or_none
+from buffer_rl.records.groups import GroupUid, RolloutOutput, Sample, SampleGroup, sample_means
 from buffer_rl.rollout.deadlines import overdue, ticket_deadline
 from buffer_rl.rollout.evaluate import eval_metrics
 from buffer_rl.rollout.prompts import PromptEncoder
@@ -40,86 +37,6 @@ GRACE_S = 30.0
 """Added to the deadline: the built-in functions keep it themselves and report their progress; others end here."""
 
 
-FOREIGN = "foreign"
-"""The source in the uid of a group that the rollout function made without one: its row counts those of the rollout, its
-epoch is the rollout's number."""
-
-
-class LeaseRecorder:
-    """A ``RolloutBuffer`` that records its leases, so that plain lists of samples can become groups again, marks
-    foreign groups, and checks the status of each reported sample.
-
-    prompts: renders the prompts of leased groups, where the user's functions read them as text.
-    groups: the last lease of each uid. finished: the groups reported as finished. where: names the function in errors.
-    All other calls go to ``buffer``.
-    """
-
-    def __init__(self, buffer: RolloutBuffer, where: str, prompts: PromptEncoder | None = None) -> None:
-        self._buffer = buffer
-        self._prompts = prompts
-        self._where = where
-        self.groups: dict[GroupUid, SampleGroup] = {}
-        self.finished: dict[GroupUid, SampleGroup] = {}
-        self._unnamed = itertools.count()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._buffer, name)
-
-    async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
-        return self._record(await self._buffer.aget_samples(num_samples))
-
-    async def aadd_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
-        """Requeue leased groups; a list of a group's samples stands for the group."""
-        await self._buffer.aadd_samples([self._group(group) for group in groups])
-
-    def encode(self, group: SampleGroup) -> Any:
-        check_statuses(group, where=self._where)
-        return self._buffer.encode(self.marked(group))
-
-    async def afinish(self, group: SampleGroup, encoded: Any = None) -> None:
-        check_statuses(group, where=self._where)
-        await self._buffer.afinish(self.marked(group), encoded)
-        self.finished[group.uid] = group
-
-    get_samples = blocking(aget_samples)
-    add_samples = blocking(aadd_samples)
-    finish = blocking(afinish)
-
-    def marked(self, group: SampleGroup) -> SampleGroup:
-        """The group, marked in place as foreign where this rollout did not lease it. One without a uid gets one, and so
-        do its samples, which are numbered in order where all have one number."""
-        if group.uid in self.groups:
-            return group
-        group.foreign = True
-        if group.uid == NO_UID:
-            group.uid = GroupUid(FOREIGN, next(self._unnamed), self._buffer.ticket.rollout_id)
-        same = len({(sample.sample_index, sample.part) for sample in group}) == 1
-        if surrogate := lone_surrogate(group.uid.source):
-            raise RolloutError(f"the uid of a group holds {surrogate}, a lone surrogate", where=self._where)
-        for number, sample in enumerate(group):
-            sample.uid = sample.uid or group.uid
-            sample.sample_index = number if same else sample.sample_index
-        return group
-
-    def _record(self, groups: list[SampleGroup]) -> list[SampleGroup]:
-        if self._prompts is not None:
-            for group in groups:
-                render(self._prompts, group)
-        self.groups.update((group.uid, group) for group in groups)
-        return groups
-
-    def _group(self, group: object) -> SampleGroup:
-        found = as_leased_group(group, self.groups)
-        if found is None:
-            raise RolloutError(
-                f"{type(group).__name__} is no leased group",
-                where="buffer.add_samples",
-                expected="groups of this rollout",
-            )
-        check_statuses(found, where=self._where)
-        return found
-
-
 def render(prompts: PromptEncoder, group: SampleGroup) -> None:
     """Make the prompts of the group's samples text, in place. One that cannot be rendered stays as it is: the error
     comes where it is encoded, and is that of its group."""
@@ -131,26 +48,24 @@ def render(prompts: PromptEncoder, group: SampleGroup) -> None:
 
 
 async def run_user_rollout(
-    function: Callable[..., Any], args: Args, buffer: RolloutBuffer, *, where: str
+    function: Callable[..., Any], args: Args, buffer: RolloutClient, *, where: str
 ) -> RolloutOutput:
     """The checked output of ``function`` for ``buffer.ticket``, with the metrics of ``finished_metrics``.
 
     Raises RolloutError, naming ``where``, if the function raises, returns something else, or exceeds its deadline
     (``ticket_deadline``) by ``GRACE_S``.
     """
-    context = context_or_none()
-    recorder: Any = LeaseRecorder(buffer, where, context.prompts if context is not None and context.renders else None)
     ticket = buffer.ticket
-    call = partial(call_rollout, function, user_args(args), ticket.rollout_id, recorder, ticket.evaluation)
+    call = partial(call_rollout, function, user_args(args), ticket.rollout_id, buffer, ticket.evaluation)
     deadline = None
     try:
         async with ticket_deadline(args, buffer, GRACE_S) as deadline:
             answer = await call_user(function, call)
         if ticket.evaluation:
-            answer = read_evaluation(answer, args, recorder.groups, where=where)
+            answer = read_evaluation(answer, args, buffer.groups, where=where)
         size = 0 if ticket.evaluation else args.n_samples_per_prompt
-        output = check_rollout_output(answer, where=where, leased=recorder.groups, group_size=size)
-        finished = {recorder.marked(group).uid: group for group in output.groups} | recorder.finished
+        output = check_rollout_output(answer, where=where, leased=buffer.groups, group_size=size)
+        finished = {buffer.marked(group).uid: group for group in output.groups} | buffer.finished
         output.metrics |= finished_metrics(args, ticket.evaluation, finished.values(), output.metrics)
         return output
     except BufferRLError:

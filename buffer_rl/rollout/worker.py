@@ -37,7 +37,7 @@ from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.data_source import SourceClient
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
-from buffer_rl.rollout.user_rollout import run_user_rollout
+from buffer_rl.rollout.user_rollout import render, run_user_rollout
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -193,12 +193,14 @@ class RolloutWorker:
         if self._buffer_filter is not None:
             path = self._args.buffer_filter_path
             choose = partial(choose_queued, self._buffer_filter, path, self._args, ticket.rollout_id)
-        buffer = RolloutClient(self._client, ticket, self._converter, choose, self._source)
-        where = place("rollout", self._reference(ticket), ticket.task)
+        context, where = self._context(), place("rollout", self._reference(ticket), ticket.task)
+        on_lease = partial(render, context.prompts) if context.renders else None
+        buffer = RolloutClient(
+            self._client, ticket, self._converter, choose, self._source, where=where, on_lease=on_lease
+        )
         started = time.perf_counter()
-        context = self._context()
         assert self._guard is not None
-        with context.active():
+        with context.active(buffer):
             output = await self._guard.guarded(run_user_rollout(function, self._args, buffer, where=where))
         for group in output.groups:
             if group.uid not in buffer.finished:

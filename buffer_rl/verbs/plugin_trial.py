@@ -22,6 +22,7 @@ from buffer_rl.records.groups import Sample, SampleGroup, Ticket
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.generate import sampling_params_for
+from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.production import generate_group
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.reward_pool import RewardPool
@@ -137,6 +138,8 @@ async def _try_generate(
 
 async def _generate(context: RolloutContext, engine: FakeEngine, source: RowSource, row: PromptRow) -> list[str]:
     """Generate one sample, make rows of it as a run does, and say what came out."""
+    from buffer_rl.testing.fake_buffer import FakeBuffer
+
     where, sample = source.dataset.where(row), source.sample(row)
     answer = [*context.prompts.encode_text(label_text(row.label) or "yes"), context.tokenizer.eos_token_id]
     engine.respond = lambda input_ids, seed: answer
@@ -145,7 +148,7 @@ async def _generate(context: RolloutContext, engine: FakeEngine, source: RowSour
     ticket = Ticket(rollout_id=0, evaluation=False, num_groups=1, version=0, incarnation="check", max_staleness=None)
     params = sampling_params_for(context.args, evaluation=False)
     with _naming(where):
-        await generate_group(context, ticket, group, params, RolloutStats(), Requests())
+        await generate_group(Lease.of(context, FakeBuffer([group], ticket), group, Requests()), params, RolloutStats())
         scored = replace(group, samples=[part.changed(reward=0.0) for part in group])
         GroupConverter(context.args).encode(scored, evaluation=False)
     asked = engine.log.num_posts - before

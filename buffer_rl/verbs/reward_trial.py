@@ -15,7 +15,8 @@ from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.options.section import dump_args
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, SampleGroup, Status
-from buffer_rl.rollout.context import NO_CONTEXT, RolloutContext
+from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.lease import NO_CONTEXT
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.scoring import MODEL

@@ -35,7 +35,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from buffer_rl.engines.http_server import Front, JSONError, read_json
+from buffer_rl.data.json_text import JSONError, read_json
+from buffer_rl.engines.http_server import Front
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import VersionSpan
 from buffer_rl_rollout_service.page import render_page

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from buffer_rl.rollout.context import context_or_none, current_context
-from buffer_rl.rollout.requests import current_scope
+from buffer_rl.rollout.context import current_context
+from buffer_rl.rollout.lease import current_lease, lease_or_none
 
 RETRY_S = 1.0
 OUTSIDE_TIMEOUT_S = 600.0
@@ -42,7 +42,7 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     """
     body = dict(payload) if isinstance(payload, Mapping) else payload or {}
     is_generation = _is_of_run(url) and url.rstrip("/").endswith("/generate") and isinstance(body, dict)
-    if is_generation and _is_stopped():
+    if is_generation and current_lease().stopped:
         return ABORTED
     with running(body) if is_generation else contextlib.nullcontext():
         return await _tries(url, body, max_retries, headers, held=is_generation)
@@ -80,10 +80,11 @@ async def _tries(url: str, body: Any, max_retries: int, headers: Mapping[str, st
 
 
 async def _request(method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None) -> Any:
-    context = context_or_none()
+    lease = lease_or_none()
     sent = {"Content-Type": "application/json", **(headers or {})}
     seconds = OUTSIDE_TIMEOUT_S
-    if context is not None:
+    if lease is not None:
+        context = lease.context
         seconds = context.args.generate_timeout_s if context.engine is None else context.engine.timeout_s
         if context.args.engine_api_key and _is_of_run(url):
             sent.setdefault("Authorization", f"Bearer {context.args.engine_api_key}")
@@ -102,28 +103,23 @@ async def _request(method: str, url: str, body: bytes | None, headers: Mapping[s
 
 
 def _is_of_run(url: str) -> bool:
-    context = context_or_none()
-    if context is None:
+    lease = lease_or_none()
+    if lease is None:
         return False
-    own = [context.args.router_url, *context.args.engine_urls]
+    own = [lease.context.args.router_url, *lease.context.args.engine_urls]
     return any(address and f"{url}/".startswith(f"{address.rstrip('/')}/") for address in own)
-
-
-def _is_stopped() -> bool:
-    requests = current_scope().requests
-    return requests is not None and requests.stopped
 
 
 @contextlib.contextmanager
 def running(body: dict[str, Any]) -> Iterator[None]:
     """For the length of the block the request is among those that the rollout, or else ``abort_running``, ends."""
-    scope = current_scope()
-    rid = str(body.setdefault("rid", f"{scope.task}:{uuid.uuid4().hex}:{scope.attempt}:{scope.incarnation}"))
-    if scope.requests is not None:
-        with scope.requests.running(rid):
+    lease = current_lease()
+    rid = str(body.setdefault("rid", lease.request_id(uuid.uuid4().hex)))
+    if lease.requests is not None:
+        with lease.requests.running(rid):
             yield
         return
-    rids: set[str] = current_context().shared.setdefault(RUNNING, set())
+    rids: set[str] = lease.context.shared.setdefault(RUNNING, set())
     rids.add(rid)
     try:
         yield

@@ -25,7 +25,8 @@ from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext, current_context
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import sampling_params_for
-from buffer_rl.rollout.requests import answer_for, current_scope, is_stopped, sampling_seed
+from buffer_rl.rollout.lease import current_lease
+from buffer_rl.rollout.requests import answer_for, sampling_seed
 from buffer_rl.rollout.sft import SFTRollout
 from buffer_rl.rollout.user_functions import UNNAMED, call_user
 from buffer_rl_slime import http
@@ -103,7 +104,7 @@ class GenerateState:
     @property
     def aborted(self) -> bool:
         """Whether what is not generated yet must end as ``aborted``."""
-        return self._aborted or is_stopped()
+        return self._aborted or current_lease().stopped
 
     @aborted.setter
     def aborted(self, value: bool) -> None:
@@ -140,7 +141,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     EngineError if the engine refuses."""
     if sample.status not in (Status.PENDING, Status.ABORTED):
         raise ValueError(f"sample {sample.index} is {sample.status}, expected: pending or aborted")
-    if is_stopped():
+    lease = current_lease()
+    if lease.stopped:
         sample.status = Status.ABORTED
         return sample
     sampling_params["max_new_tokens"] -= sample.response_length
@@ -148,17 +150,17 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Status.TRUNCATED
         return sample
     if not sample.tokens:
-        sample.tokens = current_context().prompts.encode(sample)
-    if sample.uid is None or current_scope().requests is None:  # outside of a lease: ``abort`` ends it
+        sample.tokens = lease.context.prompts.encode(sample)
+    if sample.uid is None or lease.requests is None:  # outside of a lease: ``abort`` ends it
         params = dict(sampling_params)
         if sample.uid is not None:
-            seed = sampling_seed(current_context().seed, sample.uid, sample.sample_index, sample.part)
+            seed = sampling_seed(lease.context.seed, sample.uid, sample.sample_index, sample.part)
             params.setdefault("sampling_seed", seed)
         payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
         output = await http.post(get_model_url(args, "default"), payload)
         meta, text = output["meta_info"], output["text"]
     else:
-        answer = await answer_for(sample, list(sample.tokens), sampling_params)
+        answer = await answer_for(sample, list(sample.tokens), sampling_params, lease=lease)
         meta, text = _meta_of(answer), answer.text
     pairs = meta.get("output_token_logprobs") or []
     log_probs = [pair[0] for pair in pairs]

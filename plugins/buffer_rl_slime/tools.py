@@ -17,7 +17,7 @@ from buffer_rl.errors import ConfigError, RolloutError
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout import prompts
-from buffer_rl.rollout.context import context_or_none
+from buffer_rl.rollout.lease import lease_or_none
 from buffer_rl.rollout.prompts import PromptEncoder
 from buffer_rl.rollout.sft import encode_conversation
 from buffer_rl_slime.names import PAGE
@@ -100,9 +100,9 @@ def get_rollout_num_engines(args: Any) -> int:
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
     """The tokenizer of a Hugging Face folder. It runs code of the folder only under the run's ``--trust-remote-code``,
     whatever the call says."""
-    context = context_or_none()
-    if context is not None and name_or_path == context.args.hf_checkpoint:
-        return context.tokenizer
+    lease = lease_or_none()
+    if lease is not None and name_or_path == lease.context.args.hf_checkpoint:
+        return lease.context.tokenizer
     return prompts.load_tokenizer(name_or_path)
 
 
@@ -118,9 +118,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
     Raises RolloutError if it is called on the rollout's event loop itself, which could never go on.
     """
-    context = context_or_none()
-    loop = context.loop if context is not None else None
-    if context is None or loop is None or not loop.is_running():
+    lease = lease_or_none()
+    loop = None if lease is None else lease.context.loop
+    if lease is None or loop is None or not loop.is_running():
         return asyncio.run(work)
     if _is_current(loop):
         work.close()
@@ -145,7 +145,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
     loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(finish(), context=variables)))
     try:
-        return done.result(timeout=context.args.rollout_timeout_s)
+        return done.result(timeout=lease.context.args.rollout_timeout_s)
     except TimeoutError:
         loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
         raise

@@ -19,6 +19,7 @@ from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
+from harness.fake_client import client_of
 from harness.scripted_server import ScriptedServer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -86,7 +87,7 @@ async def trial(checkout: Checkout, say: Callable[[str], str], groups: list[Samp
 
         async def run() -> Any:
             with context.active():
-                output = await run_user_rollout(function, args, buffer, where="the example")
+                output = await run_user_rollout(function, args, client_of(buffer, context), where="the example")
                 for group in output.groups:
                     buffer.finish(group)
                 return output

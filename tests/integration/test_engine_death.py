@@ -32,7 +32,7 @@ from pathlib import Path
 
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.embedded import launcher
-from buffer_rl.rollout.requests import current_scope
+from buffer_rl.rollout.lease import current_lease
 from buffer_rl.rollout.generate import generate
 
 
@@ -89,7 +89,7 @@ def in_background(args, *engine):
 
 async def one(args, sample, sampling_params):
     '''Kills the second engine in rollout 1, and lets rollout 3 begin once there are two again.'''
-    task = current_scope().task
+    task = current_lease().ticket.task
     if task == "train_1" and first(args, "chosen"):
         in_background(args, *engines(args)[1])
     if task == "train_3":
@@ -104,13 +104,13 @@ def stop_with_a_request_in_flight(args, pid, url):
 
 
 async def only_one_killed(args, sample, sampling_params):
-    if current_scope().task == "train_1" and first(args, "chosen"):
+    if current_lease().ticket.task == "train_1" and first(args, "chosen"):
         in_background(args, *engines(args)[0])
     return await generate(args, sample, sampling_params)
 
 
 async def only_one_stopped(args, sample, sampling_params):
-    if current_scope().task == "train_1" and first(args, "chosen"):
+    if current_lease().ticket.task == "train_1" and first(args, "chosen"):
         tasks.add(asyncio.create_task(asyncio.to_thread(stop_with_a_request_in_flight, args, *engines(args)[0])))
     return await generate(args, sample, sampling_params)
 
@@ -118,11 +118,11 @@ async def only_one_stopped(args, sample, sampling_params):
 async def one_away(args, sample, sampling_params):
     '''Rollout 1 begins once the first engine was stopped and is off the router's list, rollout 3 once it is back.'''
     (pid, url), _ = engines(args)
-    if current_scope().task == "train_1":
+    if current_lease().ticket.task == "train_1":
         if first(args, "stopped"):
             os.kill(int(pid), signal.SIGSTOP)
         await asyncio.to_thread(until, lambda: url not in loads(args))
-    if current_scope().task == "train_3":
+    if current_lease().ticket.task == "train_3":
         if first(args, "continued"):
             os.kill(int(pid), signal.SIGCONT)
         await asyncio.to_thread(until, lambda: url in loads(args))
@@ -130,7 +130,7 @@ async def one_away(args, sample, sampling_params):
 
 
 async def all_of_them(args, sample, sampling_params):
-    if current_scope().task == "train_1" and first(args, "chosen"):
+    if current_lease().ticket.task == "train_1" and first(args, "chosen"):
         for engine in engines(args):
             in_background(args, *engine)
     return await generate(args, sample, sampling_params)

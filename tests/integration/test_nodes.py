@@ -219,7 +219,7 @@ import asyncio, json, time, urllib.request
 from pathlib import Path
 
 from buffer_rl.cluster.process import auth_headers
-from buffer_rl.rollout.requests import current_scope
+from buffer_rl.rollout.lease import current_lease
 from buffer_rl.rollout.generate import generate
 
 
@@ -241,11 +241,11 @@ tasks = []
 
 
 async def long_in_rollout_1(args, sample, sampling_params):
-    if current_scope().task == "train_1":
+    if current_lease().ticket.task == "train_1":
         sampling_params = {**sampling_params, "max_new_tokens": 450, "ignore_eos": True}
         if not tasks:
             tasks.append(asyncio.create_task(asyncio.to_thread(say_when_both_are_at_work, args)))
-    if current_scope().task == "train_2" and Path(args.run_dir).name.startswith("without"):
+    if current_lease().ticket.task == "train_2" and Path(args.run_dir).name.startswith("without"):
         deadline = time.monotonic() + 60
         log = Path(args.run_dir, "logs", "fleet.log")
         while not log.exists() or "the run goes on" not in log.read_text():  # the run does not end before it is noticed

@@ -10,9 +10,9 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from buffer_rl.data.json_text import MAX_DEPTH
+from buffer_rl.data.json_text import MAX_DEPTH, JSONError, read_json
 from buffer_rl.engines import http_server
-from buffer_rl.engines.http_server import Front, JSONError, read_json
+from buffer_rl.engines.http_server import Front
 from harness.asgi import serving_app
 
 LIMIT_S = 30

@@ -49,6 +49,7 @@ from buffer_rl.train.rank import build_trainer
 from buffer_rl.train.role_worker import own_stage
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders
+from harness.fake_client import client_of
 from harness.fake_roles import FakeEngines
 from harness.trainers import make_trainer
 from harness.trainers import step as step_of
@@ -153,7 +154,9 @@ async def roll(here: Here) -> Any:
     context = RolloutContext.build(args, registry=registry, engine=engine, tokenizer=make_char_tokenizer())
     try:
         with context.active():
-            output = await run_user_rollout(function, args, buffer, where=f"rollout {here.path!r}, train_0")
+            output = await run_user_rollout(
+                function, args, client_of(buffer, context), where=f"rollout {here.path!r}, train_0"
+            )
     finally:
         await context.aclose()
     for group in output.groups:

@@ -22,7 +22,10 @@ from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
 from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.production import run_all
+from buffer_rl.rollout.requests import Requests
+from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 from buffer_rl.train.reward_model import RewardModel
 
@@ -59,6 +62,16 @@ def make_ticket(num_groups: int, *, rollout_id: int = 0, evaluation: bool = Fals
     )
 
 
+def make_lease(
+    context: RolloutContext,
+    group: SampleGroup,
+    ticket: Ticket | None = None,
+    requests: Requests | None = None,
+) -> Lease:
+    """The lease of a group in a rollout without others."""
+    return Lease.of(context, FakeBuffer([group], ticket or make_ticket(1)), group, requests or Requests())
+
+
 @dataclass
 class Answer:
     output_ids: list[int]
@@ -89,6 +102,7 @@ class ScriptedEngine:
     calls: list[tuple[str, list[int], dict[str, Any]]] = field(default_factory=list)
     cancelled: int = 0
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    most_waiting: int = 0
 
     async def agenerate(
         self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any], **more: Any
@@ -97,6 +111,7 @@ class ScriptedEngine:
         if self.order is not None:
             turn = asyncio.get_running_loop().create_future()
             self.waiting.append(turn)
+            self.most_waiting = max(self.most_waiting, len(self.waiting))
             try:
                 await turn
             except asyncio.CancelledError:
@@ -182,6 +197,7 @@ class Kit:
     make_args = staticmethod(make_args)
     make_group = staticmethod(make_group)
     make_ticket = staticmethod(make_ticket)
+    make_lease = staticmethod(make_lease)
     answer = staticmethod(answer)
     opened = staticmethod(opened)
     pids = staticmethod(pids)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextvars import Context
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.records.groups import GroupUid, Status, VersionSpan
 from buffer_rl.rollout.context import current_context
 from buffer_rl.rollout.generate import generate, sampling_params_for
+from buffer_rl.rollout.lease import Lease, current_lease
 from buffer_rl.rollout.production import generate_group
-from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope, request_id, sampling_seed, shared_seed
+from buffer_rl.rollout.requests import request_id, sampling_seed, shared_seed
 from buffer_rl.rollout.stats import RolloutStats
 
 
@@ -119,7 +122,7 @@ async def test_the_text_that_a_generate_function_gets_is_that_of_its_tokens(kit:
         context.generate = search
         for evaluation in (False, True):
             params = sampling_params_for(context.args, evaluation)
-            await generate_group(context, kit.make_ticket(1), kit.make_group(0), params, RolloutStats(), Requests())
+            await generate_group(kit.make_lease(context, kit.make_group(0)), params, RolloutStats())
     assert [params["no_stop_trim"] for params in seen] == [True] * 4
     assert [params["no_stop_trim"] for _, _, params in engine.calls] == [True] * 4
 
@@ -147,18 +150,37 @@ def test_different_samples_get_different_seeds(keys: set[tuple[int, int, int, in
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_request_ids_differ_between_leases_and_are_stable_within_one(kit: Any) -> None:
-    sample = kit.make_group(0)[0]
+async def test_a_generate_function_sees_its_lease_and_the_built_in_one_needs_no_variable(kit: Any) -> None:
+    seen: list[Lease] = []
+
+    async def looking(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+        seen.append(current_lease())
+        return await asyncio.create_task(generate(args, sample, sampling_params))
+
+    async with kit.opened(kit.ScriptedEngine()) as context:
+        params, group = sampling_params_for(context.args, False), kit.make_group(0)
+        lease = kit.make_lease(context, group, kit.make_ticket(1, rollout_id=7))
+        context.generate = looking
+        await generate_group(lease, params, RolloutStats())
+        assert current_lease().group is None
+        context.generate = None
+        bare = kit.make_lease(context, kit.make_group(0))
+        await Context().run(asyncio.create_task, generate_group(bare, params, RolloutStats()))
+    assert [each is lease for each in seen] == [True, True]
+    assert lease.group is group
+    assert (lease.attempt, lease.stopped, lease.buffer.ticket.task) == (1, False, "train_7")
+    assert [sample.tokens for sample in bare.group] == [sample.tokens for sample in group]
+
+
+async def test_request_ids_differ_between_leases_and_are_stable_within_one(kit: Any) -> None:
     seen = []
-    for scope in (
-        LeaseScope(task="train_0", incarnation="a", attempt=1),
-        LeaseScope(task="train_0", incarnation="a", attempt=2),
-        LeaseScope(task="train_1", incarnation="a", attempt=1),
-        LeaseScope(task="train_0", incarnation="b", attempt=1),
-    ):
-        with lease_scope(scope):
-            assert request_id(sample) == request_id(sample)
-            seen.append(request_id(sample))
+    async with kit.opened() as context:
+        for rollout_id, incarnation, attempt in ((0, "a", 1), (0, "a", 2), (1, "a", 1), (0, "b", 1)):
+            group = replace(kit.make_group(0), attempt=attempt, incarnation=incarnation)
+            lease = kit.make_lease(context, group, kit.make_ticket(1, rollout_id=rollout_id))
+            assert request_id(lease, group[0]) == request_id(lease, group[0])
+            seen.append(request_id(lease, group[0]))
+    assert seen[1] == "train_0:source:0:0/0.0:2:a"
     assert len(set(seen)) == 4
 
 
@@ -178,7 +200,7 @@ async def asked(kit: Any, function: str, *, order: Any = None, attempt: int = 1)
     async with kit.opened(engine, custom_generate_function_path=kit.user(function)) as context:
         params = sampling_params_for(context.args, False)
         answering = asyncio.create_task(engine.let_go()) if order is not None else None
-        await generate_group(context, kit.make_ticket(1), group, params, stats, Requests())
+        await generate_group(kit.make_lease(context, group), params, stats)
         if answering is not None:
             answering.cancel()
     return engine.calls, group.samples

@@ -21,7 +21,7 @@ from buffer_rl.rollout import default
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import end_of_straddling_stop, generate, response_text, sampling_params_for
-from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.fake_engine import FakeEngine
 from harness.ledger_contents import count_states
@@ -437,8 +437,9 @@ async def test_after_the_stop_of_a_rollout_nothing_more_is_asked(kit: Any) -> No
     async with kit.opened(kit.ScriptedEngine()) as context:
         requests = Requests()
         requests.stopped = True
-        with lease_scope(LeaseScope(requests=requests)):
-            sample = await generate(context.args, kit.make_group(0)[0], sampling_params_for(context.args, False))
+        group = kit.make_group(0)
+        with kit.make_lease(context, group, requests=requests).active():
+            sample = await generate(context.args, group[0], sampling_params_for(context.args, False))
     assert (sample.status, context.engine.calls) == (Status.ABORTED, [])
 
 

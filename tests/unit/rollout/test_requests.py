@@ -19,10 +19,7 @@ from buffer_rl.rollout.evaluate import evaluate
 from buffer_rl.rollout.generate import generate, sampling_params_for
 from buffer_rl.rollout.production import generate_group, run_all
 from buffer_rl.rollout.requests import (
-    LeaseScope,
-    RequestNumbers,
     Requests,
-    lease_scope,
     request_id,
     sampling_seed,
     shared_request_id,
@@ -45,8 +42,7 @@ async def asked(
         async with EngineClient(engine.url, [engine.url]) as client, kit.opened(client, **options) as context:
             group = kit.make_group(0, labels=["1"] * num_samples)
             params = sampling_params_for(context.args, False)
-            await client.row_seeds()  # samples that wait for it would go on in the same moment
-            await generate_group(context, kit.make_ticket(1), group, params, RolloutStats(), Requests())
+            await generate_group(kit.make_lease(context, group), params, RolloutStats())
     return engine, group.samples
 
 
@@ -122,7 +118,7 @@ async def test_samples_of_one_session_share_a_request(kit: Any) -> None:
             for sample in group:
                 sample.session_id = f"of {sample.sample_index // 4}"
             params = sampling_params_for(context.args, False)
-            await generate_group(context, kit.make_ticket(1), group, params, RolloutStats(), Requests())
+            await generate_group(kit.make_lease(context, group), params, RolloutStats())
     assert engine.log.num_posts == 1 + 2  # rows 4 and 5 have no place in a request of their own
     assert sorted(engine.log.routing_keys) == sorted([key_of("of 0"), key_of("of 1"), key_of("of 1")])
 
@@ -136,15 +132,16 @@ async def test_evaluation_shares_requests(kit: Any) -> None:
     assert (engine.log.num_posts, len(engine.log.requests)) == (3, 12)
 
 
-def test_an_id_is_a_prefix_of_no_other_but_those_of_rows_of_the_same_request(kit: Any) -> None:
+async def test_an_id_is_a_prefix_of_no_other_but_those_of_rows_of_the_same_request(kit: Any) -> None:
     rids = []
+    group = kit.make_group(0)
+    async with kit.opened() as context:
+        lease = kit.make_lease(context, group)
     for index in (0, 1, 16, 17, 19, 160):
-        sample = kit.make_group(0)[0]
-        sample.sample_index = index
-        with lease_scope(LeaseScope(task="train_0", incarnation="a", attempt=1)):
-            rids += [request_id(sample), request_id(sample, 1)]
-            if index % 16 == 0:
-                rids += [row_rid(shared_request_id(sample), row) for row in range(16)]
+        sample = group[0].changed(sample_index=index)
+        rids += [request_id(lease, sample), request_id(lease, sample, 1)]
+        if index % 16 == 0:
+            rids += [row_rid(shared_request_id(lease, sample), row) for row in range(16)]
     assert len(set(rids)) == len(rids)
     prefixes = [(a, b) for a in rids for b in rids if a != b and b.startswith(a)]
     assert len(prefixes) == 3 * len(range(10, 16))  # of three requests, row 1 with the rows 10 to 15
@@ -157,9 +154,9 @@ class Asking:
     def __init__(self, kit: Any, engine: FakeEngine, context: Any) -> None:
         self.engine, self.requests = engine, Requests()
         params = sampling_params_for(context.args, False)
-        with lease_scope(LeaseScope(requests=self.requests, numbers=RequestNumbers())):
-            samples = kit.make_group(0, labels=["1"] * 3)
-            self.tasks = [asyncio.create_task(generate(context.args, sample, params)) for sample in samples]
+        group = kit.make_group(0, labels=["1"] * 3)
+        lease = kit.make_lease(context, group, requests=self.requests)
+        self.tasks = [asyncio.create_task(generate(context.args, sample, params, lease)) for sample in group]
 
     async def begun(self) -> None:
         async with asyncio.timeout(60):
@@ -229,7 +226,8 @@ async def test_samples_that_share_a_request_begin_together_where_places_are_few(
         async with client, kit.opened(client, rollout_concurrency=concurrency) as context:
             groups = [kit.make_group(row, labels=["1"] * 16) for row in range(8)]
             params, ticket, requests = sampling_params_for(context.args, False), kit.make_ticket(8), Requests()
-            await run_all(generate_group(context, ticket, group, params, RolloutStats(), requests) for group in groups)
+            leases = [kit.make_lease(context, group, ticket, requests) for group in groups]
+            await run_all(generate_group(lease, params, RolloutStats()) for lease in leases)
             assert context.places.free == concurrency
     assert len(engine.log.requests) == 8 * 16
     assert engine.log.num_posts == num_posts
@@ -243,8 +241,8 @@ async def test_samples_that_are_cancelled_before_they_begin_free_their_places(ki
             for num_turns in range(8):
                 groups = [kit.make_group(row, labels=["1"] * 8) for row in range(2)]
                 tasks = [
-                    asyncio.create_task(generate_group(context, ticket, group, params, RolloutStats(), requests))
-                    for group in groups
+                    asyncio.create_task(generate_group(lease, params, RolloutStats()))
+                    for lease in (kit.make_lease(context, group, ticket, requests) for group in groups)
                 ]
                 for _ in range(num_turns):
                     await asyncio.sleep(0)
@@ -269,7 +267,7 @@ async def test_a_function_that_swallows_its_cancellation_does_not_outlive_the_gr
         group = kit.make_group(0, labels=["1"] * num_samples)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await generate_group(context, kit.make_ticket(1), group, {}, RolloutStats(), Requests())
+                await generate_group(kit.make_lease(context, group), {}, RolloutStats())
 
 
 async def test_metadata_need_not_compare_for_samples_to_share_a_request(kit: Any) -> None:
@@ -279,5 +277,5 @@ async def test_metadata_need_not_compare_for_samples_to_share_a_request(kit: Any
             for sample in group:
                 sample.metadata["features"] = np.arange(3)
             params = sampling_params_for(context.args, False)
-            await generate_group(context, kit.make_ticket(1), group, params, RolloutStats(), Requests())
+            await generate_group(kit.make_lease(context, group), params, RolloutStats())
     assert engine.log.num_posts == 1

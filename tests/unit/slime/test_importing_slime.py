@@ -25,6 +25,7 @@ from buffer_rl.rollout.user_functions import LogFunctions
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
+from harness.fake_client import client_of
 from harness.scripted_server import ScriptedServer
 
 FILE = Path(__file__).with_name("importing_slime.py")
@@ -93,7 +94,7 @@ async def rollout(
 
         async def run() -> RolloutOutput:
             with context.active():
-                output = await run_user_rollout(function, args, buffer, where=f"train_3, {name}")
+                output = await run_user_rollout(function, args, client_of(buffer, context), where=f"train_3, {name}")
                 for group in output.groups:
                     buffer.finish(group)
                 return output

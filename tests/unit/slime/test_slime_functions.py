@@ -21,6 +21,7 @@ from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
+from harness.fake_client import client_of
 
 FILE = Path(__file__).with_name("slime_style.py")
 
@@ -54,7 +55,7 @@ async def run(
     context = RolloutContext.build(args, registry=registry, engine=None, tokenizer=make_char_tokenizer())
     try:
         with context.active():
-            output = await run_user_rollout(function, args, buffer, where=f"train_5, {rollout}")
+            output = await run_user_rollout(function, args, client_of(buffer, context), where=f"train_5, {rollout}")
     finally:
         await context.aclose()
     for group in output.groups:

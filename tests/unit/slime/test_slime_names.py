@@ -18,7 +18,8 @@ from buffer_rl.options.section import compose
 from buffer_rl.plugin.import_names import ImportNameFinder, is_provided
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
-from buffer_rl.rollout.requests import LeaseScope, Requests, lease_scope
+from buffer_rl.rollout.lease import Lease
+from buffer_rl.rollout.requests import Requests
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl_slime import http, rewards, tools
 from buffer_rl_slime.names import SLIME
@@ -176,7 +177,7 @@ async def test_a_request_is_known_by_its_id_and_one_after_the_rollout_has_enough
 
     async with served([web.post("/generate", answer)]) as url:
         context = await opened(url)
-        with context.active(), lease_scope(LeaseScope(task="train_1", incarnation="i", requests=requests)):
+        with Lease(context=context, requests=requests).active():
             await http.post(f"{url}/generate", {"input_ids": [1]})
             requests.stopped = True
             after = await http.post(f"{url}/generate", {"input_ids": [1]})

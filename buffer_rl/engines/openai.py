@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer_rl.embedded.protocol import BadRequestError
-from buffer_rl.embedded.sampling import is_neutral
-from buffer_rl.engines.http_server import JSONError, read_json
+import orjson
+
+from buffer_rl.data.json_text import JSONError, read_json
+from buffer_rl.engines.protocol import CONTEXT_LENGTH_EXCEEDED, BadRequestError, is_neutral
 
 # Fields that would change the answer and are not implemented, with the values that change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -57,10 +58,10 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def error_body(message: str, status: int = 400) -> dict[str, Any]:
-    """An error as SGLang words it, which OpenAI's clients read."""
+def error_body(message: str, status: int = 400, code: str | None = None) -> dict[str, Any]:
+    """An error as SGLang words it, which OpenAI's clients read. code: OpenAI's name of what is wrong."""
     kind = "BadRequestError" if status < 500 else "InternalServerError"
-    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+    return {"object": "error", "message": message, "type": kind, "param": None, "code": code or status}
 
 
 def model_list(name: str, context_length: int) -> dict[str, Any]:
@@ -83,6 +84,11 @@ def read_chat(body: Any, tokenizer: Any, context_length: int, model: str) -> tup
     elif not isinstance(ids, list):
         raise BadRequestError("'input_ids' must be a list of token ids")
     limit = body.get("max_tokens") if (own := body.get("max_completion_tokens")) is None else own
+    if len(ids) >= context_length:
+        raise BadRequestError(
+            f"the messages have {len(ids)} tokens; expected fewer than the model's context length of {context_length}",
+            code=CONTEXT_LENGTH_EXCEEDED,
+        )
     params = _params(body, context_length - len(ids) if limit is None else limit)
     if body.get("logprobs"):
         reply.top = _count(body, "top_logprobs", 0)
@@ -117,7 +123,7 @@ def _read(body: Any, tokenizer: Any, model: str, *, chat: bool) -> Reply:
         raise BadRequestError("this endpoint needs a tokenizer, and the model's folder has none")
     for name, neutral in _NEUTRAL.items():
         if not is_neutral(body.get(name), neutral):
-            raise BadRequestError(f"{name!r} is not supported by the embedded engine, got {body[name]!r:.80}")
+            raise BadRequestError(f"{name!r} is not supported, got {body[name]!r:.80}")
     return Reply(
         chat=chat,
         model=str(body.get("model") or model),
@@ -230,6 +236,8 @@ def response(rows: list[dict[str, Any]], prompts: list[Sequence[int]], n: int, r
         choices.append(choice)
     kind = "chat.completion" if reply.chat else "text_completion"
     metadata = {name: rows[0]["meta_info"][name] for name in ("weight_version", "weight_versions")}
+    if reply.chat:  # whose metadata are texts; OpenAI's text completions have none
+        metadata["weight_versions"] = orjson.dumps(metadata["weight_versions"]).decode()
     return {**_head(reply, kind), "choices": choices, "usage": usage(rows, n), "metadata": metadata}
 
 
