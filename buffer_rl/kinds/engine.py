@@ -40,6 +40,8 @@ class WeightTransport(Protocol):
     sender: its side in the trainer, a class constructed as ``sender(args, topology)`` in each rank of the actor. Its
     methods get ``Trainer.export()``, which all ranks iterate to the end or none does, and the arguments of ``start``.
     staged: ``publish`` runs within one ``begin_weight_update`` and ``end_weight_update`` of the engines.
+    It may have ``keeps_requests``, true if running requests end with the weights that they began with: nothing is
+    retracted then, and no cache is flushed.
     It may also be one that ``Releases``.
     """
 

@@ -18,7 +18,6 @@ import math
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from buffer_rl.engines.client import GenerateResult
@@ -67,6 +66,7 @@ class AdapterTransport(DiskTransport):
         self._write = write
         self._announce = announce
         self._loaded: list[Adapter] = []
+        self._is_announced = True
 
     @classmethod
     def of(cls, args: Args, trainer: ActorGroup, workers: Callable[[], ActorGroup | None]) -> Self:
@@ -92,26 +92,36 @@ class AdapterTransport(DiskTransport):
         tensor_parallel_ranks(engines.server_info())
 
     def publish(self, version: int) -> None:
-        """Have the engines load the version, under another name at each attempt: one that failed may be there."""
+        """Have the engines load the version, under another name at each attempt: some may have what failed."""
+        if self._loaded and not self._is_announced:  # no request runs with it
+            self._unload(self._loaded.pop())
         self._loaded.append(Adapter(f"v{version}-{secrets.token_hex(4)}", version))
+        self._is_announced = False
         self._engines.load_adapter(self.newest.name, str(self._target(version)), version)
 
     def announce(self) -> None:
         """All engines have the newest adapter."""
         self._announce(self.newest)
+        self._is_announced = True
 
     def release(self, version: int) -> None:
-        """All engines have the version: unload those that no request can name, and what attempts that failed left."""
-        kept = {adapter.version: adapter for adapter in self._loaded if adapter.version > version - self._num_kept}
-        for adapter in self._loaded:
-            if kept.get(adapter.version) != adapter:
-                with suppress(EngineError):  # an engine that replaced another one never had it
-                    self._engines.unload_adapter(adapter.name)
-        self._loaded = list(kept.values())
-        wanted = {self._target(each) for each in kept}
+        """All engines have the version: unload those that no request can name. One that an engine does not let go of is
+        tried again for as many publications."""
+        oldest = version - self._num_kept + 1
+        kept = [adapter for adapter in self._loaded if adapter.version >= oldest]
+        late = [adapter for adapter in self._loaded if adapter.version < oldest and not self._unload(adapter)]
+        self._loaded = [*(each for each in late if each.version > oldest - self._num_kept), *kept]
+        wanted = {self._target(adapter.version) for adapter in kept}
         for folder in (*self._folder.glob(VERSION_GLOB), *self._folder.glob(f".{VERSION_GLOB}.tmp")):
             if folder not in wanted:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _unload(self, adapter: Adapter) -> bool:
+        try:
+            self._engines.unload_adapter(adapter.name)
+        except EngineError:  # one that replaced another engine never had it
+            return False
+        return True
 
     def _write_version(self, folder: str) -> None:
         self._write(folder)
