@@ -1,0 +1,1 @@
+"""Agents that play several turns: turns and rows, messages, the prompt of the next turn."""
