@@ -78,8 +78,8 @@ class _Held:
 class Conversation:
     """The recorded chat turns of one session: branches, and conversations with other prompts, included.
 
-    tokenizer: of transformers, with a chat template. history: see ``History``. template_kwargs: for the template.
-    read: reads the message that an answer is.
+    tokenizer: of transformers, with a chat template; else ConfigError. history: see ``History``. template_kwargs: for
+    the template. read: reads the message that an answer is.
 
     Example:
         talk = Conversation(tokenizer)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from buffer_rl.agents.messages import Message, calls_of, text_of
-from buffer_rl.errors import DataError
+from buffer_rl.errors import ConfigError, DataError
 
 _SEAM = "\ufdd0"
 """Stands inside a special token that a user typed: no token reaches across it. A noncharacter of Unicode."""
@@ -26,6 +26,10 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Raises ConfigError if the tokenizer has no chat template."""
+        if not getattr(tokenizer, "chat_template", None):
+            what, expected = "the tokenizer has no chat template", "a folder with chat_template.jinja"
+            raise ConfigError(what, where="--hf-checkpoint", expected=expected)
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {str(token) for token in added.values() if token.special} | {*tokenizer.all_special_tokens}
@@ -53,7 +57,7 @@ class Renderer:
         shown.pop("tool_calls", None)
         if calls:
             shown["tool_calls"] = calls
-        if shown["role"] == "developer" and "developer" not in self._template():
+        if shown["role"] == "developer" and "developer" not in str(self._tokenizer.chat_template):
             shown["role"] = "system"  # many templates leave out messages of a role that they do not know
         return shown if shown["role"] == "assistant" else self.quoted(shown)
 
@@ -119,9 +123,6 @@ class Renderer:
             if not any("tool_calls" in message for message in messages):
                 raise
         return str(self._tokenizer.apply_chat_template([_with_text_arguments(m) for m in messages], **asked))
-
-    def _template(self) -> str:
-        return str(getattr(self._tokenizer, "chat_template", None) or "")
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
