@@ -178,21 +178,24 @@ class Conversation:
 
     def _going_on(self, last: _Held, rest: Sequence[Message], variables: Variables) -> tuple[str, Cause]:
         """The text of the next prompt if it begins with that of ``last``, else an empty one; and the cause."""
-        text, cause = self._renderer.renders([*last.sent, *rest], variables) or "", Cause.TEMPLATE
+        text = self._renderer.renders([*last.sent, *rest], variables) or ""
         if text.startswith(last.text):
             return text, Cause.EXTENDS
-        if last.end and text.startswith(last.text[: -len(last.end)]):
-            cause = Cause.OTHER_END
-        if not self._appends:
-            return "", cause
+        unended = last.text.removesuffix(last.end)
+        behind = text.removeprefix(unended) if text.startswith(unended) else None
+        if self._appends:
+            behind = self._behind(last, rest, variables)
+            if behind is not None and behind.startswith(last.end):
+                return last.text + behind.removeprefix(last.end), Cause.EXTENDS
+        is_other = last.end and behind and self._renderer.begins_special(behind)
+        return "", Cause.OTHER_END if is_other else Cause.TEMPLATE
+
+    def _behind(self, last: _Held, rest: Sequence[Message], variables: Variables) -> str | None:
+        """What the template writes behind the answer of ``last``, whatever it makes of the answer; None if unknown."""
         marker = f"ANSWER{hashlib.sha256(last.text.encode(errors='replace')).hexdigest()[:20]}"
         marked = [*last.plain[:-1], {"role": "assistant", "content": marker}, *rest]
         _, *behind = (self._renderer.renders(marked, variables) or "").split(marker)
-        if len(behind) != 1:
-            return "", cause
-        if not behind[0].startswith(last.end):
-            return "", Cause.OTHER_END
-        return last.text + behind[0][len(last.end) :], Cause.EXTENDS
+        return behind[0] if len(behind) == 1 else None
 
     def _end(self, turn: Turn, raw: str) -> str:
         """The text of the token that ended the answer; empty if it was cut, or ended by a stop string."""

@@ -78,11 +78,9 @@ class Renderer:
         try:
             return self._rendered(messages, variables)
         except Exception as error:  # fault boundary: a template is a program of the model's folder
-            lengths = range(1, len(messages))
-            number = next((n for n in lengths if self.renders(messages[:n], variables) is None), len(messages)) - 1
-            what = f"the chat template refuses the messages: {type(error).__name__}: {error}"
-            where = f"message {number} ({messages[number]['role']})"
-            raise _error(what, "roles, and an order of them, that the template accepts", where) from error
+            what = f"the chat template refuses the request: {type(error).__name__}: {error}"
+            expected = "roles, an order of them, and tools, that the template accepts"
+            raise _error(what, expected, self._refused(messages, variables)) from error
 
     def renders(self, messages: Sequence[Message], variables: Variables) -> str | None:
         """The same; None if the template refuses the messages."""
@@ -115,6 +113,10 @@ class Renderer:
         """Whether it is the id of a special token."""
         return token in self._special_ids
 
+    def begins_special(self, text: str) -> bool:
+        """Whether a rendered text begins with a special token."""
+        return self._special.match(text) is not None
+
     def _rendered(self, messages: Sequence[Message], variables: Variables) -> str:
         asked = {**variables, "tools": variables.get("tools") or None, "tokenize": False, "add_generation_prompt": True}
         try:
@@ -123,6 +125,15 @@ class Renderer:
             if not any("tool_calls" in message for message in messages):
                 raise
         return str(self._tokenizer.apply_chat_template([_with_text_arguments(m) for m in messages], **asked))
+
+    def _refused(self, messages: Sequence[Message], variables: Variables) -> str:
+        """The first message that the template refuses, or the tools."""
+        lengths = range(1, len(messages))
+        number = next((n for n in lengths if self.renders(messages[:n], variables) is None), len(messages)) - 1
+        without = {**variables, "tools": []}
+        if number == 0 and variables.get("tools") and self.renders(messages[:1], without) is not None:
+            return "the tools of the request"
+        return f"message {number} ({messages[number]['role']})"
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
