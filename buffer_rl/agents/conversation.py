@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from buffer_rl.agents.messages import Answer, AnswerReader, Message, calls_of, message_key, read_answer, same_reasoning
-from buffer_rl.agents.rendering import Renderer, Tools, Variables
+from buffer_rl.agents.rendering import Renderer, Tools, Variables, check_messages
 from buffer_rl.agents.turns import Turn
 from buffer_rl.errors import RolloutError
 
@@ -78,8 +78,9 @@ class _Held:
 class Conversation:
     """The recorded chat turns of one session: branches, and conversations with other prompts, included.
 
-    tokenizer: of transformers, with a chat template; else ConfigError. history: see ``History``. template_kwargs: for
-    the template. read: reads the message that an answer is.
+    tokenizer: of transformers, with a chat template, else ConfigError; or a ``Renderer`` of it, which takes a
+    millisecond to make and may be shared. history: see ``History``. template_kwargs: for the template. read: reads the
+    message that an answer is.
 
     Example:
         talk = Conversation(tokenizer)
@@ -96,7 +97,7 @@ class Conversation:
         template_kwargs: Mapping[str, Any] | None = None,
         read: AnswerReader = read_answer,
     ) -> None:
-        self._renderer = Renderer(tokenizer)
+        self._renderer = tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer)
         self._template_kwargs = dict(template_kwargs or {})
         self._appends = History(history) is History.APPEND
         self._read = read
@@ -114,17 +115,18 @@ class Conversation:
         Raises DataError, with the status 400, if there are no messages, if one is none, or if the template or the
         tokenizer refuses them.
         """
-        shown = self._renderer.messages(messages)
+        check_messages(messages)
         given = {**self._template_kwargs, **(template_kwargs or {}), "tools": list(tools or [])}
         variables = self._renderer.quoted(given)
         chain = _chain(messages, given)
         answers = [n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"]
         found = [(n, held) for n in answers for held in self._recorded(chain[n - 1], messages[n - 1])]
         depth, last = found[0] if found else (0, None)
-        plain, held = (*(last.plain if last else ()), *shown[depth:]), last
-        text, cause = self._going_on(last, shown[depth:], variables) if last else ("", Cause.NEW)
+        rest = [self._renderer.message(message) for message in messages[depth:]]
+        plain, held = (*(last.plain if last else ()), *rest), last
+        text, cause = self._going_on(last, rest, variables) if last else ("", Cause.NEW)
         if text and last:
-            sent = (*last.sent, *shown[depth:])
+            sent = (*last.sent, *rest)
         else:
             text, sent = self._renderer.render(plain, variables), plain
             held = next((each for _, each in found if text.startswith(each.text)), None)
@@ -172,8 +174,10 @@ class Conversation:
 
     def _recorded(self, link: str, given: Mapping[str, Any]) -> list[_Held]:
         """The turns with these messages, the likeliest first: equal ids of calls, then the order of turns."""
-        ids = [each for each, _ in calls_of(given)]
         equal = [held for held in self._held.get(link, ()) if same_reasoning(held.message, given)]
+        if len(equal) < 2:
+            return equal
+        ids = [each for each, _ in calls_of(given)]
         return sorted(equal, key=lambda held: ([each for each, _ in calls_of(held.message)] != ids, held.order))
 
     def _going_on(self, last: _Held, rest: Sequence[Message], variables: Variables) -> tuple[str, Cause]:

@@ -102,8 +102,7 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[Any, Message]]:
         function = _function(call)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            parsed = _parsed(arguments) if arguments.strip() else {}
-            arguments = parsed if isinstance(parsed, dict) else arguments
+            arguments = _object_or_text(arguments)
         name = {"name": function.get("name"), "arguments": {} if arguments is None else arguments}
         found.append((call.get("id") if isinstance(call, Mapping) else None, name))
     return found
@@ -177,6 +176,14 @@ def _parsed(text: str) -> Any:
     except (ValueError, RecursionError):
         return None
     return value
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def _as_message(call: Message, identity: str) -> Message:

@@ -38,17 +38,9 @@ class Renderer:
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._joins = self._decode([*self._encode("a"), *self._encode("b")]) == "ab"
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """The messages of a request as ``render`` wants them. Raises DataError, with the status 400, if one is none."""
-        if not messages:
-            raise _error("the request has no messages", "at least one message")
-        return [self.message(message, f"message {number}") for number, message in enumerate(messages)]
-
-    def message(self, message: Mapping[str, Any], where: str = "") -> Message:
+    def message(self, message: Mapping[str, Any]) -> Message:
         """A message as templates want it: without keys of None, the content a text if all of it is text, arguments of
         calls objects, and with seams in the special tokens of all but answers."""
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise _error(f"it is {message!r:.80}", 'an object with a text under "role"', where)
         shown = {key: value for key, value in message.items() if value is not None}
         parts = shown.get("content", "")
         if not isinstance(parts, list) or all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts):
@@ -70,7 +62,7 @@ class Renderer:
         return [self.quoted(each) for each in value] if isinstance(value, list | tuple) else value
 
     def render(self, messages: Sequence[Message], variables: Variables) -> str:
-        """The text of messages (of ``messages``) and variables (of ``quoted``), and of the head of the answer to come.
+        """The text of messages (of ``message``) and variables (of ``quoted``), and of the head of the answer to come.
 
         Some templates want the arguments of calls as objects, some as texts: both are tried. Raises DataError, with
         the status 400, that names the first message that the template refuses.
@@ -148,6 +140,15 @@ class Renderer:
 
     def _decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError, with the status 400, if there are no messages, or if one is none."""
+    if not messages:
+        raise _error("the request has no messages", "at least one message")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise _error(f"it is {message!r:.80}", 'an object with a text under "role"', f"message {number}")
 
 
 def _error(what: str, expected: str, where: str = "") -> DataError:

@@ -8,6 +8,7 @@ from typing import Any
 
 from buffer_rl.agents.conversation import Conversation, History, NextPrompt
 from buffer_rl.agents.messages import Message
+from buffer_rl.agents.rendering import Renderer
 from buffer_rl.agents.turns import Row, Turn, rows, turn_digest
 from buffer_rl.records.ids import VersionSpan
 from harness.chat_tokenizer import byte_tokenizer
@@ -71,7 +72,7 @@ class Talk:
 
     def __init__(self, template: str, history: str = History.TEMPLATE, **options: Any) -> None:
         self.tokenizer = byte_tokenizer(template, [*SPECIAL], ["ok"])
-        self.conversation = Conversation(self.tokenizer, history=History(history), **options)
+        self.conversation = Conversation(Renderer(self.tokenizer), history=History(history), **options)
         self.prompts: list[NextPrompt] = []
         self.turns: list[Turn] = []
 
