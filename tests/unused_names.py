@@ -44,6 +44,8 @@ ALLOWED: Mapping[str, str] = {
     "use_adapter": "the publisher calls it by its name",
     "generate_turn": "generate functions of users call it",
     "add_observation": "generate functions of users call it",
+    "Conversation": "sessions of agents make it",
+    "turn_digest": "sessions of agents call it",
     "effective_response_length": "functions of users read it",
     "cache_key": "evaluation functions of users read it",
     "inject_metadata": "evaluation functions of users call it",

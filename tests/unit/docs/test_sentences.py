@@ -13,6 +13,7 @@ MOST_WORDS = 35
 PAGES = [
     "README.md",
     "docs/README.md",
+    "docs/agents.md",
     "docs/hubs.md",
     "docs/laptop_to_cluster.md",
     "docs/operators.md",
