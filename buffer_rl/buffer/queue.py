@@ -140,7 +140,7 @@ def check_spans(group: SampleGroup) -> None:
     They are in order, none is empty, and none overlaps another or ends behind the response. What lies between them is
     no output of the engine, such as a tool's answer, so its loss mask must be 0.
     """
-    for sample in group:
+    for sample in group.rows:
         if sample.weight_versions and not sample.remove_sample and (fault := _span_fault(sample)):
             raise RolloutError(
                 fault,
@@ -187,7 +187,7 @@ def check_versions(ticket: Ticket, group: SampleGroup, version: int | None) -> N
         if ticket.mixes_versions:
             return
         version = ticket.version
-    for sample in group:
+    for sample in group.rows:
         for span in sample.weight_versions if not sample.remove_sample else ():
             if span.version == version or (ticket.mixes_versions and span.version > version):
                 continue

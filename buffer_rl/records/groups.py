@@ -76,6 +76,13 @@ class SampleGroup(Sequence[Sample]):
         """Whether the samples are copies of one prompt that were not read yet, so that nothing was generated."""
         return isinstance(self.samples, LazyList) and not self.samples.is_made
 
+    @property
+    def rows(self) -> list[Sample]:
+        """The rows to train on: the samples, each with the further rows of one that an agent played."""
+        if self.is_fresh or not any("parts" in sample.__dict__ for sample in self.samples):
+            return self.samples
+        return [row for sample in self.samples for row in sample.rows]
+
     def by_sample(self) -> list[list[Sample]]:
         """The rows of each sample: its parts if it fanned out, else one."""
         if not any(sample.part for sample in self):

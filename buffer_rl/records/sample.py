@@ -134,6 +134,9 @@ class Sample:
     remove_sample: set by a sample filter: keep the row, but with a loss mask of zeros.
     train_metadata: what training needs beside: ``baseline_reward``, the reward of a greedy response, for ReMax.
 
+    Of agents: messages, the conversation that the reward is about, its last answer included; parts, the further rows of
+    the sample, which have its reward and its place in a group.
+
     Fields that functions written for slime set and read, and which nothing here reads: rollout_id (the parts of one
     sample differ in ``sample_index``), rollout_top_p_token_ids and -offsets, rollout_routed_experts,
     multimodal_train_inputs, multimodal_train_input_id, generate_function_path, custom_rm_path, non_generation_time,
@@ -180,6 +183,8 @@ class Sample:
     spec_info = cached_property(lambda self: SpecInfo())
     prefix_cache_info = cached_property(lambda self: PrefixCacheInfo())
     apply_chat_template_kwargs = cached_property(lambda self: dict[str, Any]())
+    messages = cached_property(lambda self: list[dict[str, Any]]())
+    parts = cached_property(lambda self: list[Sample]())
 
     def as_prompt(self, number: int = 0, copied: Callable[[Any], Any] = lambda value: value) -> Sample:
         """A sample with the prompt alone, ``number`` places further in its group; its values are ``copied``.
@@ -224,6 +229,12 @@ class Sample:
     def prompt_length(self) -> int:
         """Number of prompt tokens."""
         return len(self.tokens) - self.response_length
+
+    @property
+    def rows(self) -> list[Sample]:
+        """The sample and its further rows, if an agent played it."""
+        parts = self.__dict__.get("parts")
+        return [self, *parts] if parts else [self]
 
     @property
     def effective_response_length(self) -> int:

@@ -18,7 +18,7 @@ from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.calls import call, contained, error_text, place, returned
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import Column, RowId, Sample, SampleGroup
+from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
 from buffer_rl.rollout.user_functions import resolve_function
 
@@ -100,7 +100,7 @@ class GroupConverter:
 
     def _encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         samples = group.samples if evaluation else [_with_a_token(sample) for sample in group]
-        row_ids = _row_ids(group)
+        row_ids = _row_ids(group.uid, samples)
         if self._to_train_data is not None and not evaluation:
             kind, path = "samples_to_train_data", self._args.custom_convert_samples_to_train_data_path
             at = f"group {group.uid}"
@@ -117,6 +117,10 @@ class GroupConverter:
         if len(scored) < len(samples):
             places = [i for i, sample in enumerate(samples) if sample.reward is not None]
             shown, reward = _spread(shown, places, len(samples), shown.mean()), _spread(reward, places, len(samples), 0)
+        if not evaluation and group.rows is not group.samples:
+            shown, reward = (np.repeat(each, [len(s.rows) for s in samples]) for each in (shown, reward))
+            samples = [row for sample in samples for row in _with_its_rows(sample)]
+            row_ids = _row_ids(group.uid, samples)
         columns = {
             "response_length": np.asarray([_response_length(s, evaluation) for s in samples], dtype=np.int32),
             "loss_mask": _loss_masks(samples),
@@ -196,7 +200,7 @@ class GroupConverter:
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
         """Shaped, and normalised as the algorithm says, over ``sample_index``: a sample that fanned out counts once,
         with the mean of its parts, and every part gets its sample's value, of raw rewards as well."""
-        shaped_rewards = shaped(self._args, raw, np.asarray([s.response_length for s in samples]))
+        shaped_rewards = shaped(self._args, raw, np.asarray([_penalised_length(s) for s in samples]))
         if all(sample.sample_index == place for place, sample in enumerate(samples)):  # no sample fanned out
             return normalized(rewards_kind(self._args), shaped_rewards, self._args.pass_at_k)
         _, place = np.unique([s.sample_index for s in samples], return_inverse=True)
@@ -243,20 +247,34 @@ def checked_columns(answer: object, samples: Sequence[Sample], where: str) -> di
     return columns
 
 
-def _row_ids(group: SampleGroup) -> list[RowId]:
-    if not group.samples:
-        raise RolloutError("a finished group has no samples", where=f"group {group.uid}")
+def _row_ids(uid: GroupUid, samples: Sequence[Sample]) -> list[RowId]:
+    if not samples:
+        raise RolloutError("a finished group has no samples", where=f"group {uid}")
     row_ids = []
-    for sample in group.samples:
-        if sample.uid is not group.uid and sample.uid != group.uid:
+    for sample in samples:
+        if sample.uid is not uid and sample.uid != uid:
             raise RolloutError(
-                f"a sample of this group has the uid {sample.uid}", where=f"group {group.uid}", expected="the group's"
+                f"a sample of this group has the uid {sample.uid}", where=f"group {uid}", expected="the group's"
             )
         row_ids.append(sample.row_id)
     if len(set(row_ids)) != len(row_ids):
         twice = next(row for row in row_ids if row_ids.count(row) > 1)
         raise RolloutError("two samples have this row id", where=f"row {twice}", expected="parts numbered 0, 1, …")
     return row_ids
+
+
+def _with_its_rows(sample: Sample) -> list[Sample]:
+    """The rows of a sample that an agent played, all masked if the sample is."""
+    if not sample.remove_sample:
+        return sample.rows
+    return [sample, *(_with_a_token(row.changed(remove_sample=True)) for row in sample.rows[1:])]
+
+
+def _penalised_length(sample: Sample) -> int:
+    """The length that penalties are about: of an agent's sample the sampled tokens, each once, and not what it read."""
+    if "parts" not in sample.__dict__:
+        return sample.response_length
+    return sum(row.effective_response_length for row in sample.rows)
 
 
 def _with_a_token(sample: Sample) -> Sample:

@@ -90,7 +90,7 @@ class RolloutStats:
 
     def count_generated(self, group: SampleGroup, num_before: int = 0) -> None:
         """Count the tokens of a group, kept or not, but for the ``num_before`` that it had from an earlier lease."""
-        self.generated_tokens += max(0, sum(sample.response_length for sample in group) - num_before)
+        self.generated_tokens += max(0, sum(sample.response_length for sample in group.rows) - num_before)
 
     def count_kept(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a group that was kept; ``rewards`` as ``rewards_of`` gives them."""

@@ -1,0 +1,208 @@
+"""The generate function of a run with agents: plays a sample, and makes rows of what was sampled meanwhile.
+
+What an agent raises is a failure of its sample, never a number: the sample is played once more, while its siblings
+stay; then the group's attempt has failed. At a limit (time, turns, tokens, context) the sample is truncated with what
+there is. A failure of an engine is one of the infrastructure, whatever the agent makes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.agents.turns import rows
+from buffer_rl.rollout.lease import Lease, current_lease
+
+from buffer_rl.agents.gateway import Gateway
+from buffer_rl.agents.runner import AgentRunner, AgentTimeoutError
+from buffer_rl.agents.session import LIMITS, End, Exchange, Limits, Session, SessionHandle
+from buffer_rl.errors import RolloutError
+from buffer_rl.kinds.agent import GiveUp
+from buffer_rl.kinds.reward import check_reward
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.calls import place, raised
+from buffer_rl.records.groups import Sample, Status
+from buffer_rl.rollout.generate import reset_to_prompt
+from buffer_rl.rollout.user_functions import is_async
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+    from buffer_rl.rollout.context import RolloutContext
+
+_log = logging.getLogger(__name__)
+PLAYS = 2
+"""How often a sample is played in one attempt at its group, if the agent fails."""
+GRACE_S = 5.0
+"""In which an agent may end by itself after its session has."""
+
+
+class AgentFailedError(RolloutError):
+    """An agent raised, returned what is no reward, or asked for no answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one play ended. reward: the agent's; None if the run's reward scores it. end: a limit, or DONE.
+    gave_up: why the sample is masked; empty if it is not."""
+
+    end: End
+    reward: float | dict[str, Any] | None = None
+    gave_up: str = ""
+
+
+async def play(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Play ``sample``; its further rows are in ``parts``.
+
+    Raises AgentFailedError, naming the row, if the agent fails twice, and EngineError if an engine fails."""
+    lease = current_lease()
+    assert lease.context.agent is not None
+    if (agents := lease.context.shared.get(Agents)) is None:
+        agents = lease.context.shared[Agents] = Agents(lease.context)
+    return await agents.play(lease, sample, sampling_params)
+
+
+class Agents:
+    """What the agents of one rollout worker share. Belongs to the worker's event loop."""
+
+    def __init__(self, context: RolloutContext) -> None:
+        self._args = context.args
+        self._agent, self._reference = context.agent, context.args.agent_path or "tools"
+        self._limits = Limits.of(context.args)
+        self._runner = AgentRunner()
+        self._gateway = Gateway(context.args, context.tokenizer)
+        self._noticed = False
+
+    async def play(self, lease: Lease, sample: Sample, params: Mapping[str, Any]) -> Sample:
+        """See ``play``."""
+        for number in range(PLAYS):
+            session = Session(lease, sample, params, self._limits, number)
+            prompt = reset_to_prompt(sample)
+            try:
+                outcome = await self._played(session, prompt)
+                played = _sample_of(lease, session, prompt, outcome)
+            except AgentFailedError as error:
+                lease.count("agent/failed")
+                if number == PLAYS - 1:
+                    raise
+                _log.info("%s; the sample is played once more", error)
+            else:
+                self._count(lease, session, played, outcome)
+                return played
+        raise AssertionError("a play returns or raises")
+
+    async def aclose(self) -> None:
+        """Stop the gateway and the agents' loop."""
+        await self._runner.aclose()
+        await self._gateway.aclose()
+
+    async def _played(self, session: Session, prompt: Sample) -> Outcome:
+        name, timeout_s = f"the agent of row {prompt.row_id}", self._args.agent_timeout_s
+        async with self._gateway.opened(session) as address:
+            handle = SessionHandle(session, *address, blocking=not is_async(self._agent))
+            run = self._runner.run(self._agent, user_args(self._args), prompt, handle, name=name, timeout_s=timeout_s)
+            task = asyncio.ensure_future(run)
+            try:
+                await asyncio.wait({task, session.ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    await asyncio.wait({task}, timeout=GRACE_S)
+            finally:
+                task.cancel()
+                still_running = session.running
+                session.close(End.DONE)
+                await asyncio.wait({task})
+        if session.failure is not None:
+            raise session.failure
+        if still_running and session.end is End.DONE and not self._noticed:
+            self._noticed = True
+            _log.warning("%s ended while %d of its requests were running: await them", name, still_running)
+        if session.end is not End.DONE:
+            if not task.cancelled():
+                task.exception()  # what it made of the end is no failure
+            assert session.end is not None
+            return Outcome(end=session.end)
+        return self._outcome(task, session, prompt)
+
+    def _outcome(self, task: asyncio.Future[Any], session: Session, prompt: Sample) -> Outcome:
+        """That of an agent that ended by itself."""
+        where = place("agent", self._reference, f"row {prompt.row_id}")
+        try:
+            answer = task.result()
+        except AgentTimeoutError:
+            return Outcome(end=End.TIMEOUT)
+        except GiveUp as given_up:
+            return Outcome(end=End.DONE, gave_up=given_up.reason)
+        except Exception as error:  # fault boundary: the agent is the user's
+            if session.overflowed:
+                return self._overflow()
+            at = f"row {prompt.row_id}"
+            named = raised("agent", self._reference, error, at=at, error_class=AgentFailedError)
+            raise named from error
+        if session.overflowed:
+            return self._overflow()
+        if answer is None:
+            return Outcome(end=End.DONE)
+        try:
+            return Outcome(end=End.DONE, reward=check_reward(answer, where=where))
+        except Exception as error:
+            raise AgentFailedError(str(error), where=where, expected="None, a number or a mapping") from error
+
+    def _overflow(self) -> Outcome:
+        if self._args.agent_overflow == "give-up":
+            return Outcome(end=End.OVERFLOW, gave_up=End.OVERFLOW)
+        return Outcome(end=End.OVERFLOW)
+
+    def _count(self, lease: Lease, session: Session, played: Sample, outcome: Outcome) -> None:
+        own = {
+            "samples": 1,
+            "turns": len(session.exchanges),
+            "rows": len(played.rows) if played.response_length else 0,
+            "observed_tokens": sum(row.response_length - row.effective_response_length for row in played.rows),
+        }
+        own |= {f"prompt_{cause}": count for cause, count in session.causes.items()}
+        if outcome.gave_up:
+            own[f"gave_up_{outcome.gave_up}"] = 1
+        elif outcome.end in LIMITS:
+            own[f"end_{outcome.end}"] = 1
+        for name, count in own.items():
+            lease.count(f"agent/{name}", count)
+
+
+def _text_of(lease: Lease, scored: Exchange) -> str:
+    """The text that a reward function sees as the response."""
+    if scored.answer is not None:
+        return str(scored.answer.message.get("content") or "")
+    skip = lease.context.args.rollout_skip_special_tokens
+    return str(lease.context.tokenizer.decode(list(scored.turn.output_ids), skip_special_tokens=skip))
+
+
+def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome) -> Sample:
+    """``prompt`` with the row that the reward is about, and its other rows as parts."""
+    if outcome.end is End.STOPPED:
+        return prompt.changed(status=Status.ABORTED)
+    made, scored = rows(each.turn for each in session.exchanges), session.exchange_to_score()
+    masked = bool(outcome.gave_up)
+    if scored is None:
+        if outcome.end is End.DONE and not masked:
+            raise AgentFailedError(
+                "it returned and had asked for no answer",
+                where=f"row {prompt.row_id}",
+                hint="its client must be made with session.base_url and session.api_key",
+            )
+        empty = {"status": Status.TRUNCATED, "remove_sample": True, "parts": []}
+        return prompt.changed(**empty, tokens=lease.context.prompts.encode(prompt))
+    place_of = next(number for number, row in enumerate(made) if scored.turn in row.turns)
+    others = [row for number, row in enumerate(made) if number != place_of]
+    chosen = made[place_of].sample(prompt, 0)
+    chosen.response = _text_of(lease, scored)
+    chosen.messages = [*scored.messages, *([scored.answer.message] if scored.answer else [])]
+    chosen.parts = [row.sample(prompt, part) for part, row in enumerate(others, start=1)]
+    chosen.reward, chosen.remove_sample = outcome.reward, masked
+    if outcome.end in LIMITS:
+        chosen.status = Status.TRUNCATED
+        chosen.lowest_reward = not masked
+    elif chosen.status is Status.ABORTED:
+        chosen.status = Status.TRUNCATED
+    return chosen

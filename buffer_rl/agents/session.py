@@ -1,0 +1,271 @@
+"""One attempt at one sample by an agent: its turns, and the way to the next one.
+
+Belongs to the rollout worker's event loop. What is sampled here is recorded, and what is recorded is trained, whatever
+became of the client that asked. A session ends with its attempt; what asks later gets ``SessionEndedError``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
+from buffer_rl.agents.messages import Answer, Message
+from buffer_rl.agents.turns import Turn, turn_digest
+from buffer_rl.rollout.lease import Lease
+
+from buffer_rl.engines.protocol import SEED_BITS
+from buffer_rl.errors import BufferRLError, EngineError, RolloutError
+from buffer_rl.records.groups import Sample
+from buffer_rl.rollout.requests import answer_for
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+
+class End(StrEnum):
+    """Why a session takes no more requests."""
+
+    DONE = "done"  # the agent returned, or failed
+    TIMEOUT = "timeout"
+    TURNS = "max_turns"
+    TOKENS = "max_tokens"
+    OVERFLOW = "context_length"
+    STOPPED = "stopped"  # the rollout has enough groups
+    ENGINE = "engine"  # an engine failed: the group's attempt has failed, whatever the agent does
+
+
+LIMITS = frozenset({End.TIMEOUT, End.TURNS, End.TOKENS, End.OVERFLOW})
+"""Ends at which the sample is truncated with what there is."""
+
+
+class SessionEndedError(RolloutError):
+    """A request after the end. ``end``: why."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(f"the session has ended: {end}", hint="do not repeat the request")
+        self.end = end
+
+
+class TooLongError(RolloutError):
+    """A prompt that leaves no room for an answer in the context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """context: prompt and answer tokens of a turn; tokens: sampled ones of a session; None: no limit."""
+
+    context: int | None
+    turns: int
+    tokens: int | None
+
+    @classmethod
+    def of(cls, args: Args) -> Limits:
+        """From the options."""
+        sizes = (args.rollout_max_context_len, args.engine_context_length)
+        context = min((size for size in sizes if size is not None), default=None)
+        return cls(context=context, turns=args.agent_max_turns, tokens=args.agent_max_tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """One recorded turn. prompt, messages and answer: of ``chat``, else None. id: what the client knows it by."""
+
+    id: str
+    turn: Turn
+    prompt: NextPrompt | None = None
+    messages: list[Message] = field(default_factory=list)
+    answer: Answer | None = None
+
+    def is_meant_by(self, name: str | Mapping[str, Any]) -> bool:
+        """Whether ``name`` is its id, as a client got it, or its message."""
+        if isinstance(name, str):
+            return name.endswith(self.id)
+        return self.answer is not None and self.answer.message == name
+
+
+class Session:
+    """See the module. play: how often the sample was played before in this attempt.
+
+    exchanges: in the order in which they were recorded. end: None as long as requests are taken; ``ended`` is done
+    then. overflowed: the last prompt left no room for an answer. scored: the id of the exchange that the reward is
+    about; empty for the last one. running: requests that are not answered yet.
+    """
+
+    def __init__(self, lease: Lease, sample: Sample, params: Mapping[str, Any], limits: Limits, play: int = 0) -> None:
+        self.exchanges: list[Exchange] = []
+        self.end: End | None = None
+        self.failure: BufferRLError | None = None
+        self.ended = asyncio.get_running_loop().create_future()
+        self.overflowed = False
+        self.scored: str | Mapping[str, Any] = ""
+        self.causes: Counter[Cause] = Counter()
+        self.running = 0
+        self._lease, self._sample, self._params, self._limits = lease, sample, dict(params), limits
+        self._seed = f"{lease.context.seed}|{sample.uid}|{sample.sample_index}|{play}"
+        self._ordinals: Counter[str] = Counter()
+        self._num_turns = self._num_tokens = 0
+        args = lease.context.args
+        self._conversation = Conversation(
+            lease.context.tokenizer,
+            history=History(args.agent_history),
+            template_kwargs=args.apply_chat_template_kwargs,
+        )
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Exchange:
+        """The answer to ``messages``, in OpenAI's form; ``tools`` as there.
+
+        Raises DataError (status 400) for messages that cannot be rendered, and what ``generate`` raises."""
+        self._require_open()
+        prompt = self._conversation.prompt(messages, tools)
+        self.causes[prompt.cause] += 1
+        exchange = await self.generate(prompt.ids, max_tokens=max_tokens, stop=stop)
+        exchange.prompt, exchange.messages = prompt, [dict(message) for message in messages]
+        exchange.answer = self._conversation.record(prompt, exchange.turn)
+        return exchange
+
+    async def generate(
+        self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Exchange:
+        """The turn behind ``input_ids``. max_tokens and stop may shorten it.
+
+        Raises SessionEndedError after the end, TooLongError if the ids leave no room, and EngineError if the engine
+        fails, which ends the session."""
+        self._require_open()
+        params = self._bounded(len(input_ids), max_tokens, stop)
+        self._num_turns += 1
+        digest = turn_digest(input_ids, params)
+        ordinal = self._ordinals[digest]
+        self._ordinals[digest] += 1
+        self.running += 1
+        try:
+            seeded = params | {"sampling_seed": _seed_of(f"{self._seed}|{digest}|{ordinal}")}
+            result = await answer_for(self._sample, list(input_ids), seeded, lease=self._lease)
+        except EngineError as error:
+            self.failure = error
+            self.close(End.ENGINE)
+            raise
+        finally:
+            self.running -= 1
+        if result.finish_reason == "abort":
+            self.close(End.STOPPED)
+        self._require_open()
+        turn = Turn(
+            prompt_ids=tuple(input_ids),
+            output_ids=tuple(result.output_ids),
+            log_probs=tuple(result.log_probs),
+            spans=tuple(result.spans),
+            kept=None if result.kept is None else tuple(result.kept),
+            finish_reason=result.finish_reason,
+            matched=result.matched,
+            digest=digest,
+            ordinal=ordinal,
+        )
+        self._num_tokens += len(turn.output_ids)
+        self.overflowed = False
+        exchange = Exchange(id=f"{digest[:24]}-{ordinal}", turn=turn)
+        self.exchanges.append(exchange)
+        return exchange
+
+    def close(self, end: End) -> None:
+        """Take no more requests; the first end counts."""
+        if self.end is None:
+            self.end = end
+            self.ended.set_result(end)
+
+    def exchange_to_score(self) -> Exchange | None:
+        """The one that the agent named, else the one recorded last that has tokens; None without any.
+
+        Raises RolloutError if the name is of none."""
+        if self.scored:
+            found = next((each for each in self.exchanges if each.is_meant_by(self.scored)), None)
+            if found is None:
+                raise RolloutError(f"no answer is {self.scored!r:.80}", where="session.score")
+            return found
+        return next((each for each in reversed(self.exchanges) if each.turn.output_ids), None)
+
+    def _require_open(self) -> None:
+        if self._lease.stopped:
+            self.close(End.STOPPED)
+        if self.end is not None:
+            raise SessionEndedError(self.end)
+
+    def _bounded(self, prompt_length: int, max_tokens: int | None, stop: Sequence[str]) -> dict[str, Any]:
+        """The run's sampling parameters with the limits of this turn."""
+        limits, params = self._limits, dict(self._params)
+        left = None if limits.tokens is None else limits.tokens - self._num_tokens
+        if self._num_turns >= limits.turns or (left is not None and left < 1):
+            self.close(End.TURNS if self._num_turns >= limits.turns else End.TOKENS)
+            self._require_open()
+        room = None if limits.context is None else limits.context - prompt_length
+        if room is not None and room < 1:
+            self.overflowed = True
+            raise TooLongError(
+                f"This model's maximum context length is {limits.context} tokens, and the messages have "
+                f"{prompt_length}",
+                where=f"row {self._sample.row_id}",
+            )
+        bounds = [bound for bound in (max_tokens, room, left) if bound is not None]
+        params["max_new_tokens"] = min([params["max_new_tokens"], *bounds])
+        if stop:
+            params["stop"] = [*params.get("stop", ()), *stop]
+        return params
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - SEED_BITS)
+
+
+class SessionHandle:
+    """What an agent holds of its session: implements ``buffer_rl.kinds.agent.AgentSession``.
+
+    blocking: for a plain agent, whose methods block its thread; those of an ``async`` one are awaited in its loop.
+    Made in the worker's event loop."""
+
+    def __init__(self, session: Session, base_url: str, api_key: str, *, blocking: bool) -> None:
+        self.base_url, self.api_key = base_url, api_key
+        self._session, self._blocking = session, blocking
+        self._loop = asyncio.get_running_loop()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Any:
+        """See ``AgentSession``; raises what ``Session.chat`` raises."""
+        return self._asked(self._message(messages, tools, max_tokens, stop))
+
+    def generate(self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Any:
+        """See ``AgentSession``; raises what ``Session.generate`` raises."""
+        return self._asked(self._turn(input_ids, max_tokens, stop))
+
+    def score(self, answer: str | Mapping[str, Any]) -> None:
+        """See ``AgentSession``."""
+        self._session.scored = answer
+
+    async def _message(self, messages: Any, tools: Any, max_tokens: int | None, stop: Sequence[str]) -> Message:
+        exchange = await self._session.chat(messages, tools, max_tokens=max_tokens, stop=stop)
+        assert exchange.answer is not None
+        return exchange.answer.message
+
+    async def _turn(self, input_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str]) -> Turn:
+        return (await self._session.generate(input_ids, max_tokens=max_tokens, stop=stop)).turn
+
+    def _asked(self, work: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result() if self._blocking else asyncio.wrap_future(future)
