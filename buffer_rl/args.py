@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from buffer_rl.agents.options import AgentOptions
     from buffer_rl.algo.options import AlgorithmOptions
     from buffer_rl.cluster.options import BufferOptions, EngineOptions, PlacementOptions
     from buffer_rl.data.options import DataOptions
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         DataOptions,
         RolloutOptions,
         RewardOptions,
+        AgentOptions,
         EvalOptions,
         BufferOptions,
         EngineOptions,
@@ -44,6 +46,7 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.data.options:DataOptions",
     "buffer_rl.rollout.options:RolloutOptions",
     "buffer_rl.rollout.options:RewardOptions",
+    "buffer_rl.agents.options:AgentOptions",
     "buffer_rl.rollout.options:EvalOptions",
     "buffer_rl.cluster.options:BufferOptions",
     "buffer_rl.cluster.options:EngineOptions",

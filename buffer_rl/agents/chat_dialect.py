@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from buffer_rl.agents.messages import Message
-
 from buffer_rl.agents.session import Exchange
 from buffer_rl.errors import DataError
 

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -149,9 +149,11 @@ class Gateway:
 
 
 async def _answers(session: Session, asked: dialect.ChatRequest) -> list[Exchange]:
-    own = {"max_tokens": asked.max_tokens, "stop": asked.stop}
+    def answer() -> Coroutine[Any, Any, Exchange]:
+        return session.chat(asked.messages, asked.tools, max_tokens=asked.max_tokens, stop=asked.stop)
+
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(session.chat(asked.messages, asked.tools, **own)) for _ in range(asked.num_answers)]
+        tasks = [group.create_task(answer()) for _ in range(asked.num_answers)]
     return [task.result() for task in tasks]
 
 

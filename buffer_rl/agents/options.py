@@ -20,7 +20,7 @@ class AgentOptions(Section):
         None, "your agent, which plays a sample through an OpenAI endpoint: module:fn or ./file.py:fn", kind="agent"
     )
     tools_path: list[str] = option(
-        [], "functions that the built-in agent offers to the model as tools: module:fn or ./file.py:fn", kind="tool"
+        [], "functions that the built-in agent offers to the model as tools: module:fn or ./file.py:fn"
     )
     agent_history: Literal["template", "append"] = option(
         "template",

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.agents.turns import rows
-from buffer_rl.rollout.lease import Lease, current_lease
-
 from buffer_rl.agents.gateway import Gateway
 from buffer_rl.agents.runner import AgentRunner, AgentTimeoutError
 from buffer_rl.agents.session import LIMITS, End, Exchange, Limits, Session, SessionHandle
+from buffer_rl.agents.tools import ToolAgent
+from buffer_rl.agents.turns import rows
 from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
@@ -26,6 +25,7 @@ from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import place, raised
 from buffer_rl.records.groups import Sample, Status
 from buffer_rl.rollout.generate import reset_to_prompt
+from buffer_rl.rollout.lease import Lease, current_lease
 from buffer_rl.rollout.user_functions import is_async
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ async def play(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> S
 
     Raises AgentFailedError, naming the row, if the agent fails twice, and EngineError if an engine fails."""
     lease = current_lease()
-    assert lease.context.agent is not None
     if (agents := lease.context.shared.get(Agents)) is None:
         agents = lease.context.shared[Agents] = Agents(lease.context)
     return await agents.play(lease, sample, sampling_params)
@@ -69,7 +68,8 @@ class Agents:
 
     def __init__(self, context: RolloutContext) -> None:
         self._args = context.args
-        self._agent, self._reference = context.agent, context.args.agent_path or "tools"
+        self._agent = context.agent or ToolAgent(context.tools)
+        self._reference = context.args.agent_path or ", ".join(context.args.tools_path)
         self._limits = Limits.of(context.args)
         self._runner = AgentRunner()
         self._gateway = Gateway(context.args, context.tokenizer)
@@ -202,7 +202,8 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     chosen.reward, chosen.remove_sample = outcome.reward, masked
     if outcome.end in LIMITS:
         chosen.status = Status.TRUNCATED
-        chosen.lowest_reward = not masked
+        if not masked:
+            chosen.lowest_reward = True
     elif chosen.status is Status.ABORTED:
         chosen.status = Status.TRUNCATED
     return chosen

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
 from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.turns import Turn, turn_digest
-from buffer_rl.rollout.lease import Lease
-
 from buffer_rl.engines.protocol import SEED_BITS
 from buffer_rl.errors import BufferRLError, EngineError, RolloutError
 from buffer_rl.records.groups import Sample
+from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.requests import answer_for
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import estimator_of, is_supervised, loss_of, uses_critic
 from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES
 from buffer_rl.plan.schedule import rollout_only, train_only
-from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.rollout.options import generate_path, is_built_in_rollout
 from buffer_rl.train.options import CriticOptions
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _check_distillation(args: Args) -> None:
         what = f"{loss_of(args)} reads no advantages, which the teacher is a part of"
         raise ConfigError(what, where="--use-opd", hint="take it out, or take another loss")
     own = (
-        args.custom_generate_function_path,
+        generate_path(args),
         args.custom_rm_path,
         args.custom_group_rm_path,
         args.custom_reward_post_process_path,

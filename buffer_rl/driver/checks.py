@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from buffer_rl.agents.options import check_agents
 from buffer_rl.algo.rewards import rewards_kind
 from buffer_rl.cluster.locality import require_local_engines
 from buffer_rl.data.eval_sets import eval_sets_of
@@ -28,7 +29,7 @@ from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, Rewards
 from buffer_rl.plan.counts import optimizer_steps
 from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, train_only
-from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.rollout.options import generate_path, is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def check_options(args: Args) -> None:
     _check_sampling(args)
     _check_replay(args)
     check_algorithm(args)
+    check_agents(args)
     require_local_engines(args.weight_sync_mode, [*args.engine_urls, *urls_of(args)])
     check_template_kwargs(args.apply_chat_template_kwargs)
     _check_custom_config(args)
@@ -120,7 +122,7 @@ def _check_partial_rollout(args: Args) -> None:
 def _check_reward(args: Args) -> None:
     """A rollout or generate function of the user's own may score for itself; the built-in ones cannot. With a teacher a
     sample that nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
-    own_function = not is_built_in_rollout(args) or args.custom_generate_function_path is not None
+    own_function = not is_built_in_rollout(args) or generate_path(args) is not None
     if args.num_reward_workers > 1 and not args.rm_model:
         raise ConfigError("there is no reward model", where="--num-reward-workers", hint="add --rm-model PATH")
     scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path, args.rm_model))
@@ -363,7 +365,7 @@ def notices(args: Args) -> list[str]:
             "--custom-reward-post-process-path or --custom-advantage-function-path of your own)"
         )
     generates = not train_only(args) and not (args.num_rollout == 0 and args.eval_function_path)
-    if args.multimodal_keys and generates and built_in and args.custom_generate_function_path is None:
+    if args.multimodal_keys and generates and built_in and generate_path(args) is None:
         found.append(
             f"--multimodal-keys {', '.join(args.multimodal_keys)}: the built-in generate function sends the prompt's "
             "text alone to the engine, so the model does not see these fields; rewards and filters do (a function of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from buffer_rl.data.eval_sets import eval_datasets
 from buffer_rl.options.user_args import user_args
 from buffer_rl.rollout.baseline import needs_baseline
 from buffer_rl.rollout.lease import Lease, current_lease
+from buffer_rl.rollout.options import generate_path
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.reward_model_client import RewardModelClient
 from buffer_rl.rollout.scoring import Scorer
@@ -38,7 +39,10 @@ class RolloutContext:
     renders: whether ``sample.prompt`` is the text that the chat template makes, because the user's functions were
     written for a program that has it so (``PluginRegistry.is_written_for_others``).
     run_dir: where reports go; None writes none.
-    loop: the event loop that runs the rollouts. shared: what plugins keep from call to call, by a key of theirs.
+    loop: the event loop that runs the rollouts. shared: what plugins keep from call to call, by a key of theirs; what
+    has an ``aclose`` is closed with the context.
+    agent, tools: those of ``--agent-path`` and ``--tools-path``. counts: what generate functions counted, by the name
+    of the pool.
     """
 
     args: Args
@@ -58,6 +62,9 @@ class RolloutContext:
     run_dir: Path | None = None
     loop: asyncio.AbstractEventLoop | None = None
     shared: dict[object, Any] = field(default_factory=dict)
+    agent: Callable[..., Any] | None = None
+    tools: Sequence[Callable[..., Any]] = ()
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     _closed: bool = field(default=False, init=False)
 
     @classmethod
@@ -80,7 +87,7 @@ class RolloutContext:
             user_args(args).eval_datasets = eval_datasets(args)
         readers = {
             **rollouts,
-            "generate": (args.custom_generate_function_path,),
+            "generate": (generate_path(args),),
             "reward": (args.custom_rm_path,),
             "group_reward": (args.custom_group_rm_path,),
         }
@@ -95,7 +102,9 @@ class RolloutContext:
             places=Places(args.rollout_concurrency),
             at_end=asyncio.Lock(),
             seed=args.rollout_seed,
-            generate=resolve_function(registry, "generate", args.custom_generate_function_path),
+            generate=resolve_function(registry, "generate", generate_path(args)),
+            agent=resolve_function(registry, "agent", args.agent_path),
+            tools=[registry.load(path) for path in args.tools_path],
             dynamic_filter=resolve_function(registry, "filter", args.dynamic_sampling_filter_path),
             sample_filter=resolve_function(registry, "sample_filter", args.rollout_sample_filter_path),
             all_samples_process=resolve_function(
@@ -114,10 +123,20 @@ class RolloutContext:
         with Lease(context=self, ticket=None if buffer is None else buffer.ticket, buffer=buffer).active():
             yield self
 
+    def take_counts(self, task: str) -> dict[str, float]:
+        """The counts of a rollout, each per sample, that is divided by ``.../samples`` of its namespace. They are gone
+        then."""
+        counts = self.counts.pop(task, Counter())
+        shares = {name: name.rpartition("/")[0] + "/samples" for name in counts}
+        return {name: counts[name] / (counts[shares[name]] or 1) for name in sorted(counts) if name != shares[name]}
+
     async def aclose(self) -> None:
         """Stop the reward processes. The caller of ``build`` closes the engine client."""
         if not self._closed:
             self._closed = True
+            for shared in self.shared.values():
+                if hasattr(shared, "aclose"):
+                    await shared.aclose()
             await self.scorer.aclose()
 
 

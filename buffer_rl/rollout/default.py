@@ -82,7 +82,7 @@ class DefaultRollout:
             return await evaluate(context, buffer)
         run = _Run(context, buffer)
         await within_deadline(run.produce_all(), args, buffer, run.stats)
-        return RolloutOutput(metrics=run.stats.metrics())
+        return RolloutOutput(metrics=run.stats.metrics() | context.take_counts(buffer.ticket.task))
 
 
 class _Phase(Enum):

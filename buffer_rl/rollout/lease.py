@@ -64,6 +64,11 @@ class Lease:
         """Whether the rollout has enough groups: what is not generated yet must end as ``aborted``."""
         return self.requests is not None and self.requests.stopped
 
+    def count(self, name: str, number: float = 1) -> None:
+        """Add to what a generate function counts of the rollout, under ``name``; nothing in an evaluation."""
+        if self.ticket is not None and not self.ticket.evaluation:
+            self.context.counts[self.ticket.task][name] += number  # type: ignore[assignment]
+
     def request_id(self, name: str) -> str:
         """The ``rid`` of the request ``name``. A repeated lease of a row gets new ids, so that an engine never answers
         it from an earlier request."""

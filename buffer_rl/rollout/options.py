@@ -208,6 +208,20 @@ class EvalOptions(Section):
     eval_max_response_len: int | None = option(None, "--rollout-max-response-len for evaluation", ge=1)
 
 
+PLAY = "buffer_rl.agents.play:play"
+"""The generate function of agents."""
+
+
+def plays_agents(args: Args) -> bool:
+    """Whether agents play the samples."""
+    return bool(args.agent_path or args.tools_path)
+
+
+def generate_path(args: Args) -> str | None:
+    """The generate function of a run: that of agents, the user's, or None for the built-in one."""
+    return PLAY if plays_agents(args) else args.custom_generate_function_path
+
+
 def is_built_in_rollout(args: Args) -> bool:
     """Whether ``--rollout-function-path`` is as it is where nothing is said."""
     default = RolloutOptions.model_fields["rollout_function_path"].default

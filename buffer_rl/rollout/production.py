@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffer_rl.buffer.queue import DONE
@@ -21,6 +21,7 @@ from buffer_rl.rollout.deadlines import overdue, ticket_deadline, ticket_limit_s
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate, reset_to_prompt
 from buffer_rl.rollout.lease import Lease
+from buffer_rl.rollout.options import PLAY, generate_path
 from buffer_rl.rollout.stats import RolloutStats
 from buffer_rl.rollout.user_functions import call_plugin
 
@@ -56,8 +57,20 @@ async def generate_group(lease: Lease, params: dict[str, Any], stats: RolloutSta
 async def score_group(context: RolloutContext, group: SampleGroup, stats: RolloutStats) -> list[RewardFailure]:
     """Score the samples that were not aborted, in place; one that has a reward keeps it. Returns the failures."""
     to_score = [s for s in group.samples if s.status not in (Status.ABORTED, Status.FAILED)]
+    cut = [sample for sample in to_score if "lowest_reward" in sample.__dict__]
     with stats.scoring.running():
-        return await context.scorer.score(to_score, of_set=group.rm_type)
+        scored = [sample for sample in to_score if sample not in cut] if cut else to_score
+        failures = await context.scorer.score(scored, of_set=group.rm_type)
+    for sample in cut:
+        _set_lowest(context.args, sample, scored)
+    return failures
+
+
+def _set_lowest(args: Args, sample: Sample, others: list[Sample]) -> None:
+    """Of an agent's sample that was cut at a limit: the lowest reward of the group, or 0 if none is below it."""
+    known = [other.get_reward_value(args) for other in others if other.reward is not None]
+    lowest = min([0.0, *known])
+    sample.reward = {args.reward_key: lowest} if args.reward_key else lowest
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], *, of_user: bool = False) -> list[T]:
@@ -144,9 +157,11 @@ async def _call_custom(
     function = context.generate
     assert function is not None
     keywords = {"evaluation": evaluation} if takes_evaluation(function) else {}
-    path, at = context.args.custom_generate_function_path, f"row {sample.row_id}"
+    path, at = generate_path(context.args), f"row {sample.row_id}"
     uid, sample_index = sample.uid, sample.sample_index
-    async with _generate_deadline(context.args, place("generate", path, at)):
+    # Each play of an agent has a deadline of its own, at which what there is counts.
+    deadline = nullcontext() if path == PLAY else _generate_deadline(context.args, place("generate", path, at))
+    async with deadline:
         answer = await call_plugin(
             "generate", path, function, user_args(context.args), sample, params, at=at, **keywords
         )

@@ -23,7 +23,7 @@ from buffer_rl.plan.schedule import train_only
 from buffer_rl.plugin.calls import call
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Prompt
-from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.rollout.options import generate_path, is_built_in_rollout
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.verbs.row_sources import RowSource, encode_row, is_evaluation
 
@@ -136,7 +136,7 @@ def _check_servers(args: Args, urls: list[str], own: int | None) -> list[Context
 def _check_lengths(args: Args, limits: list[ContextLimit]) -> None:
     """Raises ConfigError if the engines would refuse requests as too long, or end the responses early. A function of
     the user's may ask for less than the options say."""
-    if not limits or not is_built_in_rollout(args) or args.custom_generate_function_path is not None:
+    if not limits or not is_built_in_rollout(args) or generate_path(args) is not None:
         return
     limit = min(limits, key=lambda each: each.sequence)
     prompt, most = args.rollout_max_prompt_len, args.rollout_max_context_len

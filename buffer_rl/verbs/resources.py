@@ -21,7 +21,7 @@ from buffer_rl.options.section import flag_of, required
 from buffer_rl.plan.algorithm import is_supervised, uses_critic, uses_reference
 from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import rollout_only, train_only
-from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.rollout.options import generate_path, is_built_in_rollout
 from buffer_rl.verbs.preflight import nearest_folder, weight_files
 
 WEIGHT_BYTES, STATE_BYTES, HALF_BYTES = 4, 8, 2
@@ -128,7 +128,7 @@ def bytes_text(count: float) -> str:
 
 def _check_ranks(args: Args, rows: int) -> None:
     """Of the built-in trainer, each rank of which needs a row; others divide their ranks otherwise."""
-    own = (args.custom_generate_function_path, args.custom_convert_samples_to_train_data_path)
+    own = (generate_path(args), args.custom_convert_samples_to_train_data_path)
     if any(own) or not (is_built_in_rollout(args) or is_supervised(args)):
         return  # they may make several rows of a sample
     trains = args.num_rollout != 0 and not rollout_only(args) and not train_only(args)

@@ -17,6 +17,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.lease import NO_CONTEXT
+from buffer_rl.rollout.options import generate_path
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.scoring import MODEL
@@ -45,9 +46,9 @@ async def score_sources(
             try:
                 reason = await _score_source(context, registry, pool, source, trial)
             except PluginError as error:
-                if args.custom_generate_function_path is None:
+                if generate_path(args) is None:
                     raise
-                reason = f"on an answer that {args.custom_generate_function_path} did not give: {error.where}: "
+                reason = f"on an answer that {generate_path(args)} did not give: {error.where}: "
                 reason += error.what.partition("\n")[0]
             if reason:
                 trial.unchecked.append(f"rewards of {source.use} ({reason})")
@@ -71,9 +72,9 @@ async def _score_source(
             with at_row(source, row):
                 target = scorer.target_of(sample, source.eval_set.chosen_reward() or "" if source.eval_set else "")
         except ConfigError:
-            if args.custom_generate_function_path is None:
+            if generate_path(args) is None:
                 raise
-            return f"{args.custom_generate_function_path} scores"
+            return f"{generate_path(args)} scores"
         if target == MODEL:
             return "--rm-model scores them"
         with at_row(source, row):

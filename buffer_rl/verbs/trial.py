@@ -23,7 +23,7 @@ from buffer_rl.options.section import flag_of, load_args
 from buffer_rl.plan.schedule import train_only
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
-from buffer_rl.rollout.options import is_built_in_rollout
+from buffer_rl.rollout.options import generate_path, is_built_in_rollout
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.sft import SFTRollout, fill, is_conversation
 from buffer_rl.verbs.engine_checks import check_eval_prompts
@@ -65,7 +65,7 @@ def try_rows(
     async def try_all() -> None:
         context = RolloutContext.build(args, registry=registry, engine=None, tokenizer=tokenizer)
         limits = prompt_limits(args, () if _is_sft(args, registry) else engines)
-        own, scored = args.custom_generate_function_path, []
+        own, scored = generate_path(args), []
         try:
             for source in sources:
                 if not is_evaluation(source) and args.num_rollout == 0:

@@ -1,0 +1,82 @@
+"""The built-in agent: a model with tools, which are plain functions. ``--tools-path`` names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from buffer_rl.agents.messages import calls_of
+from buffer_rl.errors import ConfigError
+from buffer_rl.kinds.agent import AgentSession
+from buffer_rl.plugin.calls import contained, error_text
+from buffer_rl.records.groups import Sample
+
+MOST_ERROR_TEXT = 500
+
+
+class ToolAgent:
+    """Asks the model, calls the tools that it asks for, and asks again, until an answer has no calls.
+
+    A tool's schema comes from its signature and its docstring, as transformers reads them. What a tool raises is told
+    to the model. Raises ConfigError for a function without a schema, and for two tools of one name."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
+        self._tools: dict[str, Callable[..., Any]] = {}
+        self._schemas = []
+        for tool in _flat(tools):
+            schema = _schema(tool)
+            name = schema["function"]["name"]
+            if name in self._tools:
+                raise ConfigError(f"two tools have the name {name!r}", where="--tools-path")
+            self._tools[name] = tool
+            self._schemas.append(schema)
+
+    def __call__(self, args: Any, sample: Sample, session: AgentSession) -> None:
+        """Play a sample. The run's reward scores its last answer."""
+        prompt = sample.prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        while True:
+            message = session.chat(messages, self._schemas)
+            if not message.get("tool_calls"):
+                return
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": self._result(**called)}
+                for call, called in zip(message["tool_calls"], _calls(message), strict=True)
+            ]
+            messages += [message, *results]
+
+    def _result(self, name: str, arguments: Any) -> str:
+        if (tool := self._tools.get(name)) is None:
+            return f"error: there is no tool {name!r:.80}; there are {', '.join(self._tools)}"
+        if not isinstance(arguments, dict):
+            return "error: the arguments are no JSON object"
+        try:
+            with contained():
+                answer = tool(**arguments)
+        except Exception as error:  # fault boundary: the tool is the user's, and its arguments the model's
+            return f"error: {error_text(error)}"[:MOST_ERROR_TEXT]
+        return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def _calls(message: Any) -> list[dict[str, Any]]:
+    return [{"name": call["name"], "arguments": call["arguments"]} for _, call in calls_of(message)]
+
+
+def _flat(tools: Iterable[Any]) -> list[Callable[..., Any]]:
+    """A reference may name a function, or a list of them."""
+    return [each for tool in tools for each in (tool if isinstance(tool, list | tuple) else [tool])]
+
+
+def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:  # fault boundary: transformers raises several kinds
+        raise ConfigError(
+            f"{getattr(tool, '__name__', tool)!r} has no schema: {error}",
+            where="--tools-path",
+            expected="type hints, and a docstring with a line 'name: what it is' under 'Args:' for each parameter",
+        ) from error
+    return schema
