@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
-from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
+from buffer_rl.records.groups import RolloutOutput, Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
 from buffer_rl.rollout.failures import GROUP_ERRORS, AttemptFailure, Domain, failure_of
@@ -41,13 +42,18 @@ async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOut
 
 
 def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
-    """By data set ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean, ``eval/{name}/truncated`` share.
+    """By data set ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean, ``eval/{name}/truncated`` share, and
+    ``eval/{name}/{entry}``, the mean of each number of rewards that are mappings.
 
     Means over samples, of which each counts once, with the mean of its parts. A set without rewards is left out."""
     by_name: dict[str, RolloutStats] = {}
+    entries: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         by_name.setdefault(group.data_set or UNNAMED, RolloutStats()).count_kept(group, rewards_of(args, group))
-    values: dict[str, float] = {}
+        for rows in group.by_sample():
+            for entry, numbers in _entries(rows).items():
+                entries[f"eval/{group.data_set or UNNAMED}/{entry}"].append(float(np.mean(sorted(numbers))))
+    values = {name: float(np.mean(sorted(means))) for name, means in entries.items()}
     for name, stats in by_name.items():
         if stats.rewards:
             values |= {
@@ -56,6 +62,16 @@ def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
                 f"eval/{name}/truncated": float(np.mean(sorted(stats.truncated))),
             }
     return values
+
+
+def _entries(rows: Iterable[Sample]) -> dict[str, list[float]]:
+    """The numbers in the rewards of one sample's rows, by name, if they are mappings."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.reward.items() if isinstance(row.reward, dict) else ():
+            if isinstance(value, int | float):
+                found[name].append(float(value))
+    return found
 
 
 class _Evaluation:
