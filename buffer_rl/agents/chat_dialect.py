@@ -61,7 +61,7 @@ def read_request(body: Any) -> ChatRequest:
         stop=_stops(body.get("stop")),
         num_answers=_count(body, "n", 1) or 1,
         stream=bool(body.get("stream")),
-        usage_in_stream=bool((body.get("stream_options") or {}).get("include_usage")),
+        usage_in_stream=_includes_usage(body.get("stream_options")),
         logprobs=bool(body.get("logprobs")),
     )
 
@@ -159,6 +159,12 @@ def _count(body: Mapping[str, Any], name: str, default: int | None) -> int | Non
     if type(value) is not int or value < 1 or (name == "n" and value > MOST_ANSWERS):
         raise DataError(f"{name!r} must be a whole number above 0, got {value!r:.80}")
     return value
+
+
+def _includes_usage(options: Any) -> bool:
+    if not isinstance(options, dict | None):
+        raise DataError(f"'stream_options' must be an object, got {options!r:.80}")
+    return bool((options or {}).get("include_usage"))
 
 
 def _stops(value: Any) -> list[str]:

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -30,9 +30,6 @@ from buffer_rl.cluster.process import base_url, listening_socket
 from buffer_rl.engines.http_server import Front, JSONError, http_server, read_json
 from buffer_rl.errors import BufferRLError, EngineError
 
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 _log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
@@ -44,18 +41,25 @@ REPEATED = "x-stainless-retry-count"
 
 @dataclass(slots=True, kw_only=True)
 class _Opened:
-    """asked: by the digest of its body, the newest request."""
+    """asked: by the digest of its body, the newest request. running: all requests without an answer."""
 
     session: Session
     key: str
     asked: dict[bytes, asyncio.Task[list[Exchange]]] = field(default_factory=dict)
+    running: set[asyncio.Task[list[Exchange]]] = field(default_factory=set)
+
+    def ask(self, digest: bytes, asked: dialect.ChatRequest) -> None:
+        task = self.asked[digest] = asyncio.get_running_loop().create_task(_answers(self.session, asked))
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
 
 
 class Gateway:
     """The server, which starts with the first session. Belongs to the worker's event loop."""
 
-    def __init__(self, args: Args, tokenizer: Any) -> None:
-        self._args, self._tokenizer = args, tokenizer
+    def __init__(self, tokenizer: Any) -> None:
+        self._num_late = 0
+        self._tokenizer = tokenizer
         self._opened: dict[str, _Opened] = {}
         self._server: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -73,7 +77,7 @@ class Gateway:
             yield f"{self._url}/sessions/{name}/v1", key
         finally:
             del self._opened[name]
-            for task in opened.asked.values():
+            for task in list(opened.running):
                 task.cancel()
 
     async def aclose(self) -> None:
@@ -83,13 +87,18 @@ class Gateway:
             await asyncio.wait({self._task}, timeout=5.0)
             self._task.cancel()
 
+    def take_late(self) -> int:
+        """How many requests came after the end of their session since this was called last."""
+        number, self._num_late = self._num_late, 0
+        return number
+
     def _start(self) -> None:
         listener = listening_socket(HOST, backlog=4096)
         self._url = base_url(HOST, listener.getsockname()[1])
         routes = [
             Route("/sessions/{name}/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/sessions/{name}/v1/models", lambda _: _json(dialect.models())),
-            Route("/sessions/{name}/v1/models/{model}", lambda _: _json(dialect.model())),
+            Route("/sessions/{name}/v1/models", self._models),
+            Route("/sessions/{name}/v1/models/{model}", self._models),
         ]
         app = Front(Starlette(routes=routes), refusal=_refusal, max_body_bytes=MAX_BODY_BYTES, allows=self._has_key)
         self._server = http_server(app)
@@ -104,20 +113,19 @@ class Gateway:
         return hmac.compare_digest(given, b"Bearer " + opened.key.encode())
 
     async def _chat(self, request: Request) -> Response:
-        opened = self._opened.get(request.path_params["name"])
-        if opened is None:
-            return _error("the session has ended", 410, "session_ended")
+        if (opened := self._opened.get(request.path_params["name"])) is None:
+            return self._late()
         raw = await request.body()
         try:
             body = read_json(raw)
             asked = dialect.read_request(body)
         except (JSONError, BufferRLError) as error:
             return _error(str(error), 400, "invalid_request")
-        self._notice(body)
+        self._notice(dialect.ignored(body, opened.session.params))
         digest = hashlib.sha256(raw).digest()
         is_repeated = request.headers.get(REPEATED, "0") not in ("", "0")
         if not is_repeated or digest not in opened.asked:
-            opened.asked[digest] = asyncio.get_running_loop().create_task(_answers(opened.session, asked))
+            opened.ask(digest, asked)
         task = opened.asked[digest]
         await asyncio.wait({task}, timeout=KEEP_ALIVE_S if asked.stream else None)
         if not task.done():
@@ -140,9 +148,17 @@ class Gateway:
         async for event in _events(dialect.events(task.result(), asked, self._tokenizer)):
             yield event
 
-    def _notice(self, body: dict[str, Any]) -> None:
-        params = {"temperature": self._args.rollout_temperature, "top_p": self._args.rollout_top_p}
-        for name, value in dialect.ignored(body, params).items():
+    async def _models(self, request: Request) -> Response:
+        if request.path_params["name"] not in self._opened:
+            return self._late()
+        return _json(dialect.model() if "model" in request.path_params else dialect.models())
+
+    def _late(self) -> Response:
+        self._num_late += 1
+        return _error("the session has ended", 410, "session_ended")
+
+    def _notice(self, ignored: dict[str, Any]) -> None:
+        for name, value in ignored.items():
             if name not in self._noticed:
                 self._noticed.add(name)
                 _log.warning("an agent's %s=%r is ignored: sampling is the run's", name, value)

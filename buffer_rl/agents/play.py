@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.gateway import Gateway
 from buffer_rl.agents.runner import AgentRunner, AgentTimeoutError
-from buffer_rl.agents.session import LIMITS, End, Exchange, Limits, Session, SessionHandle
+from buffer_rl.agents.session import LIMITS, AgentFailedError, End, Exchange, Limits, Session, SessionHandle
 from buffer_rl.agents.tools import ToolAgent
 from buffer_rl.agents.turns import rows
-from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.options.user_args import user_args
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
     from buffer_rl.rollout.context import RolloutContext
 
 _log = logging.getLogger(__name__)
+_NO_NAME = re.compile(r"[^\w.-]+")
+MOST_REASON = 40
+"""Characters of a reason to give up, in the name of a metric."""
 PLAYS = 2
 """How often a sample is played in one attempt at its group, if the agent fails."""
 GRACE_S = 5.0
 """In which an agent may end by itself after its session has."""
-
-
-class AgentFailedError(RolloutError):
-    """An agent raised, returned what is no reward, or asked for no answer."""
+STOPPED_S = 0.5
+"""In which an agent is cancelled that the rollout does not need any more, though it asks for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class Agents:
         self._reference = context.args.agent_path or ", ".join(context.args.tools_path)
         self._limits = Limits.of(context.args)
         self._runner = AgentRunner()
-        self._gateway = Gateway(context.args, context.tokenizer)
+        self._gateway = Gateway(context.tokenizer)
         self._noticed = False
 
     async def play(self, lease: Lease, sample: Sample, params: Mapping[str, Any]) -> Sample:
@@ -105,13 +106,16 @@ class Agents:
             run = self._runner.run(self._agent, user_args(self._args), prompt, handle, name=name, timeout_s=timeout_s)
             task = asyncio.ensure_future(run)
             try:
-                await asyncio.wait({task, session.ended}, return_when=asyncio.FIRST_COMPLETED)
-                if not task.done():
+                while not task.done() and session.end is None:
+                    await asyncio.wait({task, session.ended}, timeout=STOPPED_S, return_when=asyncio.FIRST_COMPLETED)
+                    session.close_if_stopped()
+                if session.end is not End.STOPPED and not task.done():
                     await asyncio.wait({task}, timeout=GRACE_S)
             finally:
                 task.cancel()
                 still_running = session.running
                 session.close(End.DONE)
+                handle.close()
                 await asyncio.wait({task})
         if session.failure is not None:
             raise session.failure
@@ -133,7 +137,7 @@ class Agents:
         except AgentTimeoutError:
             return Outcome(end=End.TIMEOUT)
         except GiveUp as given_up:
-            return Outcome(end=End.DONE, gave_up=given_up.reason)
+            return Outcome(end=End.DONE, gave_up=_NO_NAME.sub("_", str(given_up.reason))[:MOST_REASON] or "unnamed")
         except Exception as error:  # fault boundary: the agent is the user's
             if session.overflowed:
                 return self._overflow()
@@ -155,7 +159,10 @@ class Agents:
         return Outcome(end=End.OVERFLOW)
 
     def _count(self, lease: Lease, session: Session, played: Sample, outcome: Outcome) -> None:
+        if session.end is End.STOPPED:
+            return lease.count("agent/end_stopped")
         own = {
+            "late": self._gateway.take_late(),
             "samples": 1,
             "turns": len(session.exchanges),
             "rows": len(played.rows) if played.response_length else 0,
@@ -168,6 +175,7 @@ class Agents:
             own[f"end_{outcome.end}"] = 1
         for name, count in own.items():
             lease.count(f"agent/{name}", count)
+        return None
 
 
 def _text_of(lease: Lease, scored: Exchange) -> str:
@@ -191,8 +199,7 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
                 where=f"row {prompt.row_id}",
                 hint="its client must be made with session.base_url and session.api_key",
             )
-        empty = {"status": Status.TRUNCATED, "remove_sample": True, "parts": []}
-        return prompt.changed(**empty, tokens=lease.context.prompts.encode(prompt))
+        return prompt.changed(status=Status.FAILED, remove_sample=True)
     place_of = next(number for number, row in enumerate(made) if scored.turn in row.turns)
     others = [row for number, row in enumerate(made) if number != place_of]
     chosen = made[place_of].sample(prompt, 0)
@@ -200,10 +207,10 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     chosen.messages = [*scored.messages, *([scored.answer.message] if scored.answer else [])]
     chosen.parts = [row.sample(prompt, part) for part, row in enumerate(others, start=1)]
     chosen.reward, chosen.remove_sample = outcome.reward, masked
-    if outcome.end in LIMITS:
-        chosen.status = Status.TRUNCATED
-        if not masked:
-            chosen.lowest_reward = True
+    if masked:
+        chosen.status = Status.FAILED  # so that nothing scores it
+    elif outcome.end in LIMITS:
+        chosen.status, chosen.lowest_reward = Status.TRUNCATED, True
     elif chosen.status is Status.ABORTED:
         chosen.status = Status.TRUNCATED
     return chosen

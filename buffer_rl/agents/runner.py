@@ -1,8 +1,8 @@
 """Runs agents off the rollout worker's event loop, so that no agent holds up a request: ``async`` ones in an event loop
 of their own, plain ones each in a thread.
 
-An agent that blocks the loop of the others is named after a few seconds. If it is still at it at its deadline, its loop
-is left behind with it: the other agents there have failed and are played again, in a new loop.
+An agent that blocks the loop of the others is named after a few seconds. If the loop is blocked at the deadline of an
+agent, it is left behind: the agent that blocks it stays there until its own deadline, and the others have failed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.plugin.calls import contained, contained_task
@@ -36,13 +37,16 @@ class AgentTimeoutError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Loop:
-    """An event loop in a thread. running: the agents in it, with the names that they have in messages."""
+    """An event loop in a thread. running: the agents in it, by the names that they have in messages. names: of the
+    agents that started the tasks in it, directly or not."""
 
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     running: dict[Future[Any], str] = field(default_factory=dict)
+    names: WeakKeyDictionary[asyncio.Task[Any], str] = field(default_factory=WeakKeyDictionary)
     thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
+        self.loop.set_task_factory(self._named_task)
         self.thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
         self.thread.start()
 
@@ -59,27 +63,37 @@ class _Loop:
         done, _ = await asyncio.wait([answered], timeout=timeout_s)
         return bool(done)
 
-    def blocker(self) -> str:
-        """The agent that runs now, and where."""
+    def blocker(self) -> tuple[str, str]:
+        """The agent that runs now, empty if it is unknown, and where."""
         task = asyncio.current_task(self.loop)
         frame = sys._current_frames().get(self.thread.ident or 0)
         line = traceback.extract_stack(frame)[-1] if frame is not None else None
         at = f" at {line.filename}:{line.lineno} ({line.name})" if line else ""
-        return f"{task.get_name() if task is not None else 'a callback'}{at}"
+        name = self.names.get(task, "") if task is not None else ""
+        return name, f"{name or 'a callback'}{at}"
+
+    def _named_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)
+        parent = asyncio.current_task(loop)
+        if parent is not None and parent in self.names:
+            self.names[task] = self.names[parent]
+        return task
 
 
 class AgentRunner:
     """The threads and the loop of one rollout worker's agents. Belongs to the worker's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, blocked_s: float = BLOCKED_S, answer_s: float = ANSWER_S) -> None:
+        self._blocked_s, self._answer_s = blocked_s, answer_s
         self._loop: _Loop | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def run(self, function: Callable[..., Any], *arguments: Any, name: str, timeout_s: float) -> Any:
         """What ``function(*arguments)`` returns, awaited if it is asynchronous.
 
-        Raises what it raises, as subclasses of Exception alone, and AgentTimeoutError at the deadline. Then, or if the
-        caller is cancelled, an asynchronous agent is cancelled, and a plain one is left to itself."""
+        name: of the agent, different from that of others. Raises what it raises, as subclasses of Exception alone,
+        AgentTimeoutError at the deadline, and RolloutError if another agent blocked its loop. Then, or if the caller is
+        cancelled, an asynchronous agent is cancelled, and a plain one is left to itself."""
         asynchronous = is_async(function)
         future = self._in_loop(function, arguments, name) if asynchronous else _in_thread(function, arguments)
         loop, caller = self._loop if asynchronous else None, asyncio.current_task()
@@ -96,7 +110,7 @@ class AgentRunner:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            if loop is not None and loop is self._loop and not await loop.answers(ANSWER_S):
+            if loop is not None and loop is self._loop and not await loop.answers(self._answer_s):
                 self._leave(loop, future)
             raise AgentTimeoutError(f"{name} was not done within {timeout_s:g} s") from error
         finally:
@@ -115,42 +129,47 @@ class AgentRunner:
             self._loop = _Loop()
             if self._watch is None:
                 self._watch = asyncio.get_running_loop().create_task(self._watch_loop())
-        context = contextvars.copy_context()
+        context, running = contextvars.copy_context(), self._loop
 
         async def named() -> Any:
             task = asyncio.current_task()
             assert task is not None
-            task.set_name(name)
+            running.names[task] = name
             return await function(*arguments)
 
-        future: Future[Any] = context.run(asyncio.run_coroutine_threadsafe, contained_task(named()), self._loop.loop)
-        self._loop.running[future] = name
+        future: Future[Any] = context.run(asyncio.run_coroutine_threadsafe, contained_task(named()), running.loop)
+        running.running[future] = name
         return future
 
     async def _watch_loop(self) -> None:
         named: _Loop | None = None
         while True:
-            await asyncio.sleep(BLOCKED_S)
+            await asyncio.sleep(self._blocked_s)
             watched = self._loop
-            if watched is None or not watched.running or await watched.answers(BLOCKED_S):
+            if watched is None or not watched.running or await watched.answers(self._blocked_s):
                 named = None
             elif named is not watched:
                 named = watched
                 _log.warning(
                     "%s has blocked the event loop of all agents for %g s: await there, or write a plain `def` agent, "
                     "which has a thread of its own",
-                    watched.blocker(),
-                    BLOCKED_S,
+                    watched.blocker()[1],
+                    self._blocked_s,
                 )
 
     def _leave(self, loop: _Loop, future: Future[Any]) -> None:
-        """Leave a loop behind with the agent that blocks it; the others there have failed."""
+        """Leave a loop behind with the agent that blocks it; the others there have failed.
+
+        Raises RolloutError if the agent of ``future`` is one of these."""
         self._loop = None
-        what = f"{loop.blocker()} blocked the event loop of all agents"
-        for other in loop.running:
-            if other is not future:
-                with contextlib.suppress(Exception):  # it ended in this moment
-                    other.set_exception(RolloutError(what, hint="await in async agents"))
+        blocker, where = loop.blocker()
+        blocked = RolloutError(f"{where} blocked the event loop of all agents", hint="await in async agents")
+        for other, name in loop.running.items():
+            if other is not future and name != blocker:
+                with contextlib.suppress(InvalidStateError):  # it ended in this moment
+                    other.set_exception(blocked)
+        if blocker and loop.running[future] != blocker:
+            raise blocked
 
 
 def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
@@ -165,7 +184,7 @@ def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Futu
             answer, failed = error, True
         else:
             failed = False
-        with contextlib.suppress(Exception):  # its deadline has passed
+        with contextlib.suppress(InvalidStateError):  # its deadline has passed
             future.set_exception(answer) if failed else future.set_result(answer)
 
     threading.Thread(target=run, name="agent", daemon=True).start()

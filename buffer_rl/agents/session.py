@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -18,7 +19,7 @@ from buffer_rl.agents.conversation import Cause, Conversation, History, NextProm
 from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.turns import Turn, turn_digest
 from buffer_rl.engines.protocol import SEED_BITS
-from buffer_rl.errors import BufferRLError, EngineError, RolloutError
+from buffer_rl.errors import BufferRLError, EngineError, RolloutError, short_repr
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.requests import answer_for
@@ -49,6 +50,10 @@ class SessionEndedError(RolloutError):
     def __init__(self, end: End) -> None:
         super().__init__(f"the session has ended: {end}", hint="do not repeat the request")
         self.end = end
+
+
+class AgentFailedError(RolloutError):
+    """An agent raised, returned what is no reward, asked for no answer, or named one that there is not."""
 
 
 class TooLongError(RolloutError):
@@ -93,7 +98,7 @@ class Session:
 
     exchanges: in the order in which they were recorded. end: None as long as requests are taken; ``ended`` is done
     then. overflowed: the last prompt left no room for an answer. scored: the id of the exchange that the reward is
-    about; empty for the last one. running: requests that are not answered yet.
+    about; empty for the last one. running: requests that are not answered yet. params: the run's, of sampling.
     """
 
     def __init__(self, lease: Lease, sample: Sample, params: Mapping[str, Any], limits: Limits, play: int = 0) -> None:
@@ -105,7 +110,8 @@ class Session:
         self.scored: str | Mapping[str, Any] = ""
         self.causes: Counter[Cause] = Counter()
         self.running = 0
-        self._lease, self._sample, self._params, self._limits = lease, sample, dict(params), limits
+        self.params = dict(params)
+        self._lease, self._sample, self._limits = lease, sample, limits
         self._seed = f"{lease.context.seed}|{sample.uid}|{sample.sample_index}|{play}"
         self._ordinals: Counter[str] = Counter()
         self._num_turns = self._num_tokens = 0
@@ -144,8 +150,9 @@ class Session:
         fails, which ends the session."""
         self._require_open()
         params = self._bounded(len(input_ids), max_tokens, stop)
-        self._num_turns += 1
         digest = turn_digest(input_ids, params)
+        self._bound_by_session(params)  # behind the digest: what is left depends on the order of concurrent answers
+        self._num_turns += 1
         ordinal = self._ordinals[digest]
         self._ordinals[digest] += 1
         self.running += 1
@@ -185,29 +192,36 @@ class Session:
             self.ended.set_result(end)
 
     def exchange_to_score(self) -> Exchange | None:
-        """The one that the agent named, else the one recorded last that has tokens; None without any.
+        """The one that the agent named, else the one recorded last that has tokens; None without any. Of several equal
+        messages the last one is meant, unless ``chat`` returned one of them.
 
-        Raises RolloutError if the name is of none."""
+        Raises AgentFailedError if the name is of none that has tokens."""
+        answers = [each for each in reversed(self.exchanges) if each.turn.output_ids]
         if self.scored:
-            found = next((each for each in self.exchanges if each.is_meant_by(self.scored)), None)
+            exact = [each for each in answers if each.answer is not None and each.answer.message is self.scored]
+            found = next((each for each in exact or answers if each.is_meant_by(self.scored)), None)
             if found is None:
-                raise RolloutError(f"no answer is {self.scored!r:.80}", where="session.score")
+                raise AgentFailedError(
+                    f"no answer is {short_repr(self.scored)}",
+                    where=f"session.score, row {self._sample.row_id}",
+                    expected="the id of a completion, or a message that chat returned",
+                )
             return found
-        return next((each for each in reversed(self.exchanges) if each.turn.output_ids), None)
+        return next(iter(answers), None)
 
-    def _require_open(self) -> None:
+    def close_if_stopped(self) -> None:
+        """Take no more requests if the rollout has enough groups."""
         if self._lease.stopped:
             self.close(End.STOPPED)
+
+    def _require_open(self) -> None:
+        self.close_if_stopped()
         if self.end is not None:
             raise SessionEndedError(self.end)
 
     def _bounded(self, prompt_length: int, max_tokens: int | None, stop: Sequence[str]) -> dict[str, Any]:
         """The run's sampling parameters with the limits of this turn."""
-        limits, params = self._limits, dict(self._params)
-        left = None if limits.tokens is None else limits.tokens - self._num_tokens
-        if self._num_turns >= limits.turns or (left is not None and left < 1):
-            self.close(End.TURNS if self._num_turns >= limits.turns else End.TOKENS)
-            self._require_open()
+        limits, params = self._limits, dict(self.params)
         room = None if limits.context is None else limits.context - prompt_length
         if room is not None and room < 1:
             self.overflowed = True
@@ -216,11 +230,20 @@ class Session:
                 f"{prompt_length}",
                 where=f"row {self._sample.row_id}",
             )
-        bounds = [bound for bound in (max_tokens, room, left) if bound is not None]
+        bounds = [bound for bound in (max_tokens, room) if bound is not None]
         params["max_new_tokens"] = min([params["max_new_tokens"], *bounds])
         if stop:
             params["stop"] = [*params.get("stop", ()), *stop]
         return params
+
+    def _bound_by_session(self, params: dict[str, Any]) -> None:
+        """Requests that run at the same time have the same number of tokens left."""
+        left = None if self._limits.tokens is None else self._limits.tokens - self._num_tokens
+        if self._num_turns >= self._limits.turns or (left is not None and left < 1):
+            self.close(End.TURNS if self._num_turns >= self._limits.turns else End.TOKENS)
+            self._require_open()
+        if left is not None:
+            params["max_new_tokens"] = min(params["max_new_tokens"], left)
 
 
 def _seed_of(text: str) -> int:
@@ -237,6 +260,12 @@ class SessionHandle:
         self.base_url, self.api_key = base_url, api_key
         self._session, self._blocking = session, blocking
         self._loop = asyncio.get_running_loop()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def close(self) -> None:
+        """End the requests that are under way. Called in the worker's event loop."""
+        for task in self._running:
+            task.cancel()
 
     def chat(
         self,
@@ -265,6 +294,20 @@ class SessionHandle:
     async def _turn(self, input_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str]) -> Turn:
         return (await self._session.generate(input_ids, max_tokens=max_tokens, stop=stop)).turn
 
+    async def _tracked(self, work: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await work
+        finally:
+            self._running.discard(task)
+
     def _asked(self, work: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result() if self._blocking else asyncio.wrap_future(future)
+        future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        if not self._blocking:
+            return asyncio.wrap_future(future)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise SessionEndedError(self._session.end or End.DONE) from error
