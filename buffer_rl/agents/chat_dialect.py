@@ -146,7 +146,9 @@ def _logprobs(exchange: Exchange, tokenizer: Any) -> dict[str, Any]:
 
 
 def _listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    value = body.get(name) or []
+    value = body.get(name)
+    if value is None:
+        return []
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise DataError(f"{name!r} must be a list of objects, got {value!r:.80}")
     return value

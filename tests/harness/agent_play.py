@@ -56,7 +56,7 @@ class AgentEngine:
     raises, the engine raises. Texts end with ``<eos>``, or at the limit of tokens.
 
     calls: rid, prompt ids and parameters of each request. aborted: ids of those that ``abort`` ended. cancelled: of
-    those whose caller was cancelled."""
+    those whose caller was cancelled. asked, ended: set with the first request, and when one ends."""
 
     say: Say = lambda prompt, params: "x"
     version: int = 3
@@ -64,12 +64,15 @@ class AgentEngine:
     calls: list[tuple[str, list[int], dict[str, Any]]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     _running: dict[str, asyncio.Task[str]] = field(default_factory=dict)
 
     async def agenerate(
         self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any], **_: Any
     ) -> GenerateResult:
         self.calls.append((rid, list(input_ids), sampling_params))
+        self.asked.set()
         task = self._running[rid] = asyncio.ensure_future(self._said(input_ids, sampling_params))
         try:
             await asyncio.wait({task})
@@ -79,6 +82,7 @@ class AgentEngine:
             raise
         finally:
             del self._running[rid]
+            self.ended.set()
         if task.cancelled():
             return self.result([], "abort")
         ids = [*self.tokenizer.encode(task.result()), END]
@@ -177,15 +181,17 @@ async def session_of(
 
 
 @asynccontextmanager
-async def client_over(
-    engine: AgentEngine, client: type[Any] = openai.AsyncOpenAI, **options: Any
-) -> AsyncIterator[tuple[Session, Any]]:
+async def client_over(engine: AgentEngine, **options: Any) -> AsyncIterator[tuple[Session, Any]]:
     """A session behind a gateway, and OpenAI's client of it."""
     async with session_of(engine, **options) as session:
         gateway = Gateway(engine.tokenizer)
-        async with gateway.opened(session) as (url, key):
-            yield session, client(base_url=url, api_key=key, _strict_response_validation=True, timeout=30)
-        await gateway.aclose()
+        try:
+            async with gateway.opened(session) as (url, key):
+                strict = openai.AsyncOpenAI(base_url=url, api_key=key, _strict_response_validation=True, timeout=30)
+                async with strict:
+                    yield session, strict
+        finally:
+            await gateway.aclose()
 
 
 async def roll(

@@ -25,7 +25,7 @@ from harness.agent_play import AgentEngine, session_of, user
 
 def echo(prompt: str, params: dict[str, Any]) -> str:
     """The last character of the prompt that is not the mark of an answer."""
-    return prompt[-2]
+    return prompt[-2:-1]
 
 
 def say(*answers: str) -> Any:
@@ -182,8 +182,7 @@ async def test_an_answer_that_the_rollout_aborted_is_not_recorded_and_ends_the_s
     requests, engine = Requests(), AgentEngine(lambda prompt, params: asyncio.Event().wait())
     async with session_of(engine, requests=requests) as session:
         task = asyncio.ensure_future(session.chat(user("a")))
-        while not engine.calls:
-            await asyncio.sleep(0)
+        await engine.asked.wait()
         await requests.stop(engine, lambda: [] if task.done() else [task])  # type: ignore[arg-type]
         with pytest.raises(SessionEndedError, match="stopped"):
             await task
@@ -246,14 +245,12 @@ async def test_a_plain_agent_is_let_go_when_its_session_ends() -> None:
     async with session_of(engine) as session:
         handle = SessionHandle(session, "", "", blocking=True)
         thread = asyncio.ensure_future(asyncio.to_thread(handle.chat, user("a")))
-        while not engine.calls:
-            await asyncio.sleep(0.001)
+        await engine.asked.wait()
         session.close(End.TIMEOUT)
         handle.close()
         with pytest.raises(SessionEndedError, match="timeout"):
             await thread
-        while session.running:
-            await asyncio.sleep(0)
+        await engine.ended.wait()
     assert len(engine.cancelled) == 1
 
 
