@@ -132,7 +132,7 @@ class Line:
     def __init__(self, num_lost: int = 0) -> None:
         self.sent: list[str] = []
         self._num_lost = num_lost
-        hooks = {"request": [self._send], "response": [self._receive]}
+        hooks: dict[str, list[Any]] = {"request": [self._send], "response": [self._receive]}
         self.http = openai.DefaultAsyncHttpxClient(event_hooks=hooks)
 
     async def _send(self, request: Any) -> None:
@@ -244,7 +244,7 @@ async def test_the_answer_to_a_client_that_went_away_is_recorded() -> None:
         answer.set_result("x")
         again = await ask(client, repeats=True)
         assert [each.turn.output_ids for each in session.exchanges] == [(*engine.tokenizer.encode("x"), 1)] * 2
-        assert again[0] == f"chatcmpl-{session.exchanges[0].id}"
+        assert again[0] == f"chatcmpl-{session.exchanges[1].id}"
     assert (len(engine.calls), engine.cancelled) == (2, [])
 
 
