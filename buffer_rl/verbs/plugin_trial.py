@@ -1,7 +1,7 @@
 """``buffer-rl plugins check --on FILE``: one function called on the rows of a file, and what it answered.
 
-A reward runs in a process of its own, a filter on groups with rewards made up here, a generate function against an
-engine that answers each prompt with the row's label. Answers are checked as a run checks them.
+A reward runs in a process of its own, a filter on groups with rewards made up here, a generate function or an agent
+against an engine that answers each prompt with the row's label. Answers are checked as a run checks them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.lease import Lease
+from buffer_rl.rollout.options import plays_agents
 from buffer_rl.rollout.production import generate_group
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.reward_pool import RewardPool
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from buffer_rl.testing.fake_engine import FakeEngine
 
 CALL_S = 30.0
-"""Deadline of one call of a filter or a generate function."""
+"""Deadline of one call of a filter, a generate function or an agent."""
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 REWARDS = {"one of them right": (1.0, 0.0, 0.0), "all right": (1.0, 1.0, 1.0), "all wrong": (0.0, 0.0, 0.0)}
 """Rewards of the groups that a filter sees."""
@@ -54,6 +55,7 @@ def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, a
         "group_reward": _try_reward,
         "filter": _try_filter,
         "generate": _try_generate,
+        "agent": _try_agent,
     }
     if kind not in trials:
         raise ConfigError(
@@ -112,6 +114,17 @@ async def _try_filter(registry: PluginRegistry, kind: str, reference: str, sourc
 async def _try_generate(
     registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args
 ) -> list[str]:
+    options = {"custom_generate_function_path": reference, "custom_generate_timeout_s": CALL_S}
+    return await _try_samples(registry, source, args.model_copy(update=options))
+
+
+async def _try_agent(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
+    options = {"agent_path": reference, "tools_path": [], "agent_timeout_s": CALL_S}
+    return await _try_samples(registry, source, args.model_copy(update=options))
+
+
+async def _try_samples(registry: PluginRegistry, source: RowSource, args: Args) -> list[str]:
+    """Generate a sample of each row as ``args`` say, against an engine in this process."""
     from buffer_rl.engines.client import EngineClient
     from buffer_rl.testing.fake_engine import FakeEngine
     from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer
@@ -123,8 +136,7 @@ async def _try_generate(
     lines = []
     with FakeEngine(decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))) as engine:
         urls = {"router_url": engine.url, "engine_urls": [engine.url]}
-        options = {"custom_generate_function_path": reference, "custom_generate_timeout_s": CALL_S, **urls}
-        args = args.model_copy(update=options)
+        args = args.model_copy(update=urls)
         async with EngineClient(engine.url, [engine.url], timeout_s=CALL_S) as client:
             context = RolloutContext.build(args, registry=registry, engine=client, tokenizer=tokenizer)
             try:
@@ -149,15 +161,27 @@ async def _generate(context: RolloutContext, engine: FakeEngine, source: RowSour
     params = sampling_params_for(context.args, evaluation=False)
     with _naming(where):
         await generate_group(Lease.of(context, FakeBuffer([group], ticket), group, Requests()), params, RolloutStats())
-        scored = replace(group, samples=[part.changed(reward=0.0) for part in group])
+        scored = replace(group, samples=[part.changed(reward=_reward_of(context.args, part)) for part in group])
         GroupConverter(context.args).encode(scored, evaluation=False)
     asked = engine.log.num_posts - before
     requests = "1 request" if asked == 1 else f"{asked} requests"
     return [
-        f"  {part.status}, {part.response_length} tokens, {requests}, reward {part.reward}: "
-        f"{part.response!r:.60}  {where}"
+        f"  {part.status}, {_rows_text(part)}{requests}, reward {part.reward}: {part.response!r:.60}  {where}"
         for part in group
     ]
+
+
+def _reward_of(args: Args, part: Sample) -> Any:
+    """That of an agent, whose number is the run's reward; for the others one is made up."""
+    return part.reward if plays_agents(args) and part.reward is not None else 0.0
+
+
+def _rows_text(part: Sample) -> str:
+    masked = ", masked" if part.remove_sample else ""
+    if not part.parts:
+        return f"{part.response_length} tokens{masked}, "
+    sampled = sum(row.effective_response_length for row in part.rows)
+    return f"{len(part.rows)} rows, {sampled} tokens{masked}, "
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from buffer_rl.verbs.table import print_table
 
 _CHECK = """Import one plugin and check its signature. A loss and an advantage estimator are also called, on rows made
 from a seed, and checked for what their unit or scope and needs promise: one line a property; the exit status is 1 where
-one fails. With --on FILE a reward, a filter or a generate function is called, too, on rows of the file."""
+one fails. With --on FILE a reward, a filter, a generate function or an agent is called, too, on rows of the file."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         "--on",
         metavar="FILE",
         help="call a reward on a label, an empty and a truncated answer to rows of this file; a filter on groups with "
-        "rewards of 0 and 1; a generate function with an engine that answers with the label",
+        "rewards of 0 and 1; a generate function or an agent with an engine that answers with the label",
     )
     check.add_argument("--config", metavar="FILE", help="with --on: options of a run, such as label_key and reward_key")
     new = actions.add_parser("new", help="write a working plugin of your own, with its test")

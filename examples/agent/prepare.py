@@ -1,4 +1,4 @@
-"""Makes rounds of the game and a small model with random weights: ``python examples/agent/prepare.py [--out FOLDER]``."""
+"""Makes rounds of the game and a small model with random weights: ``python examples/agent/prepare.py``."""
 
 from __future__ import annotations
 

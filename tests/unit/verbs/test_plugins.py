@@ -104,6 +104,7 @@ def test_a_check_of_an_estimator_does_not_import_torch() -> None:
 
 
 TRIED = """
+from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.rollout.generate import generate
 from buffer_rl.records.groups import FilterDecision, Status
 
@@ -132,6 +133,27 @@ async def twice(args, sample, sampling_params):
 async def empty(args, sample, sampling_params):
     sample.response, sample.status = "x", Status.COMPLETED
     return sample
+
+async def plays(args, sample, session):
+    messages = sample.prompt if isinstance(sample.prompt, list) else [{"role": "user", "content": sample.prompt}]
+    answer = await session.chat(messages)
+    again = await session.chat([*messages, answer, {"role": "user", "content": "again"}])
+    return {args.reward_key: float(again["content"] == sample.label)}
+
+def asks_anew(args, sample, session):
+    for word in ("one", "two"):
+        session.chat([{"role": "user", "content": word}])
+
+async def raises(args, sample, session):
+    raise KeyError("secret")
+
+async def gives_up(args, sample, session):
+    await session.chat([{"role": "user", "content": "x"}])
+    raise GiveUp("the environment died")
+
+async def other_key(args, sample, session):
+    await session.chat([{"role": "user", "content": "x"}])
+    return {"score": 1.0}
 """
 
 
@@ -190,6 +212,29 @@ def test_a_generate_function_asks_an_engine_that_knows_the_labels(
     assert [line.partition("None: ")[2] for line in lines[1:]] == ["'tac'  rows.jsonl:1", *["'god'  rows.jsonl:2"] * 2]
     with pytest.raises(RolloutError, match=r"rows\.jsonl:1, .*its response has 0 tokens"):
         called("generate", "empty")
+
+
+def test_an_agent_asks_an_engine_that_knows_the_labels(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("agent", "plays") == 0
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert first.startswith("  completed, ")
+    assert first.endswith(" tokens, 2 requests, reward {'right': 1.0}: 'tac'  rows.jsonl:1")
+    assert second.endswith(" tokens, 2 requests, reward {'right': 1.0}: 'god'  rows.jsonl:2")
+
+
+def test_an_agent_is_tried_with_the_rows_and_the_endings_that_it_has_in_a_run(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert called("agent", "asks_anew") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == "  completed, 2 rows, 8 tokens, 2 requests, reward None: 'god'  rows.jsonl:2"
+    assert called("agent", "gives_up") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == "  completed, 4 tokens, masked, 1 request, reward None: 'god'  rows.jsonl:2"
+    with pytest.raises(RolloutError, match=r"rows\.jsonl:1, agent .*raises.*KeyError"):
+        called("agent", "raises")
+    with pytest.raises(RolloutError, match=r"rows\.jsonl:1, .*'right'"):
+        called("agent", "other_key")
 
 
 def test_a_kind_that_no_row_can_try_is_refused(rows: Path) -> None:
