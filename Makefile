@@ -1,5 +1,6 @@
 # One environment, in .venv, updated when what it depends on changes. Commands that people type:
 #   make quickstart   a first training run, set-up included
+#   make agent        the same with an agent that speaks OpenAI's protocol
 #   make test         the tests but the slow ones, set-up included
 # PYTHON names the interpreter that .venv is made from; VENV puts the environment elsewhere.
 
@@ -9,10 +10,11 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart test test-all test-processors sglang-env test-sglang test-megatron test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart agent test test-all test-processors sglang-env test-sglang test-megatron test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
+	@echo "make agent        train an agent that uses OpenAI's client, from random weights, and show what it learned"
 	@echo "make test         run the tests but the slow ones, in minutes (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-all     run all tests"
 	@echo "make test-processors  run the numerical tests as on processors without AVX-512 and without AVX"
@@ -50,6 +52,9 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 
 quickstart: $(VENV)/.stamp-examples
 	$(BIN)/python examples/quickstart/run.py $(ARGS)
+
+agent: $(VENV)/.stamp-examples
+	$(BIN)/python examples/agent/run.py $(ARGS)
 
 env: $(VENV)/.stamp-dev
 

@@ -15,6 +15,7 @@ from harness.scripts import start_script
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 TIMEOUT_S = 240.0
 SHORTEST: dict[str, tuple[str, ...]] = {
+    "agents": ("--quick",),
     "algorithms": ("--quick", "--out", "runs"),
     "asynchrony": ("--quick",),
     "faults": ("rollout", "--kills", "1"),
