@@ -1,6 +1,7 @@
 """What a plugin of each kind receives and returns, by audience: Protocols, rows of the table, checks of results.
 
 rollout      of rollout functions, generate functions and loggers
+agent        of agents, and the session that they get
 reward       of rewards and filters
 data         of data sources and conversions to training columns
 objective    of advantage estimators, losses and corrections

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
 CALL_S = 30.0
 """Deadline of one call of a filter, a generate function or an agent."""
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}"
+    "{{ '<eos>' if message.role == 'assistant' else '\n' }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+)
+"""What follows an answer goes on behind its end token, so that the turns of a conversation are one row."""
 REWARDS = {"one of them right": (1.0, 0.0, 0.0), "all right": (1.0, 1.0, 1.0), "all wrong": (0.0, 0.0, 0.0)}
 """Rewards of the groups that a filter sees."""
 

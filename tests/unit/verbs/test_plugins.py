@@ -217,9 +217,10 @@ def test_a_generate_function_asks_an_engine_that_knows_the_labels(
 def test_an_agent_asks_an_engine_that_knows_the_labels(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert called("agent", "plays") == 0
     first, second = capsys.readouterr().out.splitlines()[-2:]
-    assert first.startswith("  completed, ")
-    assert first.endswith(" tokens, 2 requests, reward {'right': 1.0}: 'tac'  rows.jsonl:1")
-    assert second.endswith(" tokens, 2 requests, reward {'right': 1.0}: 'god'  rows.jsonl:2")
+    # The tokens of two answers in one row, and between them the second message.
+    tokens = 2 * len("tac.") + len("user: again\nassistant: ")
+    assert first == f"  completed, {tokens} tokens, 2 requests, reward {{'right': 1.0}}: 'tac'  rows.jsonl:1"
+    assert second == f"  completed, {tokens} tokens, 2 requests, reward {{'right': 1.0}}: 'god'  rows.jsonl:2"
 
 
 def test_an_agent_is_tried_with_the_rows_and_the_endings_that_it_has_in_a_run(
