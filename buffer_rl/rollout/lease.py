@@ -25,7 +25,7 @@ class Lease:
     """One attempt at a group, for everything that generates its samples; or a rollout as a whole, without a group.
 
     context: what rollout functions share. ticket, buffer: those of the rollout; None in a script.
-    group, attempt: what is leased, and for the how manieth time. requests: those of the rollout, which end with it.
+    group, attempt: what is leased, and the number of this attempt, from 1. requests: the running ones of the rollout.
     numbers: of the responses that were requested during this attempt. Without a group, the last two are None.
 
     Example:

@@ -205,7 +205,7 @@ class _Joined:
 class SharedRequest:
     """One request for several samples. A sample that is cancelled ends no other; without any left, it is cancelled.
 
-    sample: one of them, of which come the request's id and, for engines that make those of the rows of it, its seed.
+    sample: one of them. It gives the request's id, and the seed for engines that mix the seeds of rows from it.
     """
 
     def __init__(self, requests: Requests, lease: Lease, engine: EngineClient, sample: Sample) -> None:
