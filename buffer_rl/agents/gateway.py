@@ -27,7 +27,8 @@ from starlette.types import Scope
 from buffer_rl.agents import chat_dialect as dialect
 from buffer_rl.agents.session import Exchange, Session, SessionEndedError, TooLongError
 from buffer_rl.cluster.process import base_url, listening_socket
-from buffer_rl.engines.http_server import Front, JSONError, http_server, read_json
+from buffer_rl.data.json_text import JSONError, read_json
+from buffer_rl.engines.http_server import Front, http_server
 from buffer_rl.errors import BufferRLError, EngineError
 
 _log = logging.getLogger(__name__)

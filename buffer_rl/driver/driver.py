@@ -430,7 +430,10 @@ class Driver:
     async def _write(self, step: int, owes_evaluation: bool) -> None:
         for index, role in enumerate(self._plan.roles.trained):
             await self._memory.enter(Phase.TRAIN, [role])
-            await self._save_call(*["save_next"] if index else ["save", step, *[True] * owes_evaluation])
+            if index:
+                await self._save_call("save_next")
+            else:
+                await self._save_call("save", step, *[True] * owes_evaluation)
         if self._plan.async_save:
             self._sealing = self._calls.spawn(self._save_call("seal"))
         else:

@@ -217,7 +217,7 @@ async def test_a_loop_that_is_blocked_at_the_deadline_of_the_blocker_is_left_beh
         task = asyncio.ensure_future(runner.run(blocker.directly, name="blocker", timeout_s=0.2))
         with pytest.raises(AgentTimeoutError):
             await task
-        with pytest.raises(RolloutError, match="blocker at .* blocked the event loop of all agents"):
+        with pytest.raises(RolloutError, match=r"blocker at .* blocked the event loop of all agents"):
             await other
 
         async def answers() -> int:
