@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from buffer_rl.agents.messages import Answer, AnswerReader, Message, calls_of, message_key, read_answer, same_reasoning
+from buffer_rl.agents.messages import (
+    Answer,
+    AnswerReader,
+    Message,
+    calls_of,
+    message_key,
+    read_answer,
+    reasoning_of,
+    same_reasoning,
+)
 from buffer_rl.agents.rendering import Renderer, Tools, Variables, check_messages
 from buffer_rl.agents.turns import Turn
 from buffer_rl.errors import RolloutError
@@ -173,12 +182,19 @@ class Conversation:
         return answer
 
     def _recorded(self, link: str, given: Mapping[str, Any]) -> list[_Held]:
-        """The turns with these messages, the likeliest first: equal ids of calls, then the order of turns."""
+        """The turns with these messages, the likeliest first: equal ids of calls, equal reasoning, the order of turns.
+
+        A client that drops reasoning does not say which of several answers with one text it means."""
         equal = [held for held in self._held.get(link, ()) if same_reasoning(held.message, given)]
         if len(equal) < 2:
             return equal
-        ids = [each for each, _ in calls_of(given)]
-        return sorted(equal, key=lambda held: ([each for each, _ in calls_of(held.message)] != ids, held.order))
+        ids, is_plain = [each for each, _ in calls_of(given)], reasoning_of(given) == ""
+
+        def unlikeliness(held: _Held) -> tuple[bool, bool, tuple[int, str, int]]:
+            others = [each for each, _ in calls_of(held.message)] != ids
+            return others, is_plain and reasoning_of(held.message) != "", held.order
+
+        return sorted(equal, key=unlikeliness)
 
     def _going_on(self, last: _Held, rest: Sequence[Message], variables: Variables) -> tuple[str, Cause]:
         """The text of the next prompt if it begins with that of ``last``, else an empty one; and the cause."""

@@ -142,6 +142,15 @@ def test_of_answers_with_equal_text_the_one_whose_ids_or_reasoning_the_client_na
     assert all(cause == "extends" for cause in talk.causes[6:])
 
 
+def test_of_answers_with_equal_text_one_without_reasoning_is_what_a_message_without_it_means() -> None:
+    talk = Talk(APPENDS)
+    talk.ask([user("Q")], "<think>hm</think>hi<e>")
+    plain = talk.ask([user("Q")], "hi<e>")
+    talk.ask([user("Q"), plain, user("R")], "ho<e>")
+    (row,) = [row for row in talk.rows if len(row.turns) == 2]
+    assert row.turns == talk.turns[1:]
+
+
 def test_reasoning_that_the_client_changed_is_another_answer() -> None:
     talk = Talk(STRIPS)
     first = talk.ask([user("Q")], "<think>\nhm\n</think>\n\nhi<e>")
@@ -231,8 +240,9 @@ Node = tuple[list[Message], list[str]]
 @st.composite
 def talks(draw: st.DrawFn) -> tuple[Talk, list[list[str]]]:
     """A session with branches, retries, changed and rewritten answers and cut ones. Returns it, and for each prompt the
-    texts of its conversation, each as it should be sent under ``APPENDS``."""
-    talk, texts = Talk(APPENDS, draw(st.sampled_from(["template", "append"]))), []
+    texts of its conversation, each as it should be sent."""
+    template, history = draw(st.sampled_from([(APPENDS, "template"), (APPENDS, "append"), (STRIPS, "template")]))
+    talk, texts = Talk(template, history), []
     nodes: list[Node] = [([], [])]
     for _ in range(draw(st.integers(1, 8))):
         messages, sent = draw(st.sampled_from(nodes))
@@ -249,6 +259,8 @@ def talks(draw: st.DrawFn) -> tuple[Talk, list[list[str]]]:
         if draw(st.booleans()):  # changed by the client
             given = {"role": "assistant", "content": (message["content"] or "") + "!"}
             spelt = given["content"]
+        if template == STRIPS:  # a question follows each answer
+            spelt = spelt.split("</think>")[-1].lstrip("\n")
         nodes.append(([*asked, given], [*expected, f"<s>assistant\n{spelt}<e>\n"]))
     return talk, texts
 
