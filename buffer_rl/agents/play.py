@@ -187,18 +187,23 @@ def _text_of(lease: Lease, scored: Exchange) -> str:
 
 
 def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome) -> Sample:
-    """``prompt`` with the row that the reward is about, and its other rows as parts."""
+    """``prompt`` with the row that the reward is about, and its other rows as parts.
+
+    An evaluation needs a number for each sample: one that its agent gave up has the lowest reward there."""
     if outcome.end is End.STOPPED:
         return prompt.changed(status=Status.ABORTED)
     made, scored = rows(each.turn for each in session.exchanges), session.exchange_to_score()
-    masked = bool(outcome.gave_up)
+    evaluates = lease.ticket is not None and lease.ticket.evaluation
+    masked, cut = bool(outcome.gave_up) and not evaluates, bool(outcome.gave_up) or outcome.end in LIMITS
     if scored is None:
-        if outcome.end is End.DONE and not masked:
+        if outcome.end is End.DONE and not outcome.gave_up:
             raise AgentFailedError(
                 "it returned and had asked for no answer",
                 where=f"row {prompt.row_id}",
                 hint="its client must be made with session.base_url and session.api_key",
             )
+        if evaluates:
+            return prompt.changed(status=Status.TRUNCATED, lowest_reward=True)
         return prompt.changed(status=Status.FAILED, remove_sample=True)
     place_of = next(number for number, row in enumerate(made) if scored.turn in row.turns)
     others = [row for number, row in enumerate(made) if number != place_of]
@@ -209,7 +214,7 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     chosen.reward, chosen.remove_sample = outcome.reward, masked
     if masked:
         chosen.status = Status.FAILED  # so that nothing scores it
-    elif outcome.end in LIMITS:
+    elif cut:
         chosen.status, chosen.lowest_reward = Status.TRUNCATED, True
     elif chosen.status is Status.ABORTED:
         chosen.status = Status.TRUNCATED

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import logging
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
@@ -64,11 +65,13 @@ class _Loop:
         return bool(done)
 
     def blocker(self) -> tuple[str, str]:
-        """The agent that runs now, empty if it is unknown, and where."""
+        """The agent that runs now, empty if it is unknown, and its innermost line outside of libraries."""
         task = asyncio.current_task(self.loop)
         frame = sys._current_frames().get(self.thread.ident or 0)
-        line = traceback.extract_stack(frame)[-1] if frame is not None else None
-        at = f" at {line.filename}:{line.lineno} ({line.name})" if line else ""
+        lines = traceback.extract_stack(frame) if frame is not None else []
+        libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+        own = [line for line in lines if not line.filename.startswith(libraries)] or lines
+        at = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
         name = self.names.get(task, "") if task is not None else ""
         return name, f"{name or 'a callback'}{at}"
 

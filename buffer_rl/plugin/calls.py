@@ -19,7 +19,12 @@ from buffer_rl.kinds.table import kind_named
 
 _MOST_NAMES_SHOWN = 12
 TAIL_LINES = 12
-_CALLERS = frozenset({__name__, "buffer_rl.rollout.user_functions", "asyncio.threads", "concurrent.futures.thread"})
+_CALLERS = frozenset(
+    {
+        *(__name__, "buffer_rl.rollout.user_functions", "buffer_rl.agents.play", "buffer_rl.agents.runner"),
+        *("asyncio.threads", "concurrent.futures.thread"),
+    }
+)
 Answer = TypeVar("Answer")
 
 

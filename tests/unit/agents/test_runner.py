@@ -203,7 +203,7 @@ async def test_an_agent_that_blocks_the_loop_is_named_once_with_its_line(
             blocker.free.set()
             assert await task == "done"
     (notice,) = [record.getMessage() for record in caplog.records]
-    assert notice.startswith("agent 7 at ")
+    assert notice.startswith(f"agent 7 at {__file__}:")
     assert "has blocked the event loop of all agents for 0.05 s" in notice
 
 
