@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.messages import calls_of
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.agent import AgentSession
 from buffer_rl.plugin.calls import contained, error_text
 from buffer_rl.records.groups import Sample
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+    from buffer_rl.plugin.registry import PluginRegistry
 
 MOST_ERROR_TEXT = 500
 
@@ -57,6 +61,11 @@ class ToolAgent:
         except Exception as error:  # fault boundary: the tool is the user's, and its arguments the model's
             return f"error: {error_text(error)}"[:MOST_ERROR_TEXT]
         return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def check_tools(args: Args, registry: PluginRegistry) -> None:
+    """Raises PluginError or ConfigError for tools that cannot be used."""
+    ToolAgent([registry.load(path) for path in args.tools_path])
 
 
 def _calls(message: Any) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from buffer_rl.agents.tools import check_tools
 from buffer_rl.args import CORE_SECTIONS, Args
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
 from buffer_rl.data.dataset import PromptDataset
@@ -126,6 +127,7 @@ def run(namespace: argparse.Namespace) -> int:
         if use.origin != "default":  # those are of this package: no mistakes to find, and seconds to import
             registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
+    check_tools(args, registry)
     check_roles(args, registry)
     print_notices(scarce)
     begun = _trial_of(args, registry, rows, engines)

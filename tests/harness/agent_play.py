@@ -133,9 +133,9 @@ def make_args(**options: Any) -> Any:
     return compose(CORE_SECTIONS)(**{**named, **options})
 
 
-def make_groups(num_groups: int, num_samples: int) -> list[SampleGroup]:
+def make_groups(num_groups: int, num_samples: int, first: int = 0) -> list[SampleGroup]:
     groups = []
-    for row in range(num_groups):
+    for row in range(first, first + num_groups):
         uid = GroupUid("source", row, 0)
         samples = [Sample(uid=uid, sample_index=i, prompt=user(f"p{row}")) for i in range(num_samples)]
         groups.append(SampleGroup(uid=uid, samples=samples, incarnation="inc"))
@@ -173,7 +173,7 @@ async def session_of(
 ) -> AsyncIterator[Session]:
     """A session of sample ``index`` of row ``row``."""
     async with context_of(engine, **options) as context:
-        group = make_groups(row + 1, index + 1)[row]
+        (group,) = make_groups(1, index + 1, first=row)
         buffer = FakeBuffer([group], make_ticket(1))
         lease = Lease.of(context, buffer, group, requests or Requests())
         params = sampling_params_for(context.args, evaluation=False)
