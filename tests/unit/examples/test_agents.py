@@ -87,12 +87,17 @@ def test_bisection_wins_every_game_and_no_range_is_in_both_files(game: Path, mon
     assert not ranges[0] & ranges[1]
 
 
-def test_a_game_that_is_not_won_scores_by_its_legal_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"prompt": [{"role": "user", "content": "0-9"}], "label": {"secret": 9, "guesses": 4}}
-    assert played(lambda messages: "u", row, monkeypatch) == {"score": 0.0, "won": 0.0}
-    answers = iter(["1", "2", "x"])
-    assert played(lambda messages: next(answers), row, monkeypatch) == {"score": 0.05, "won": 0.0}
-    assert played(lambda messages: "0", row, monkeypatch) == {"score": 0.1, "won": 0.0}
+def test_a_game_that_is_not_won_scores_by_the_guesses_that_the_hints_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": [{"role": "user", "content": "0-8"}], "label": {"secret": 7, "guesses": 4}}
+
+    def score(*guesses: str) -> dict[str, float]:
+        answers = iter(guesses)
+        return played(lambda messages: next(answers), row, monkeypatch)
+
+    assert score("u") == score("9") == {"score": 0.0, "won": 0.0}
+    assert score("1", "2", "x") == score("1", "2", "2") == score("1", "8", "8") == {"score": 0.1, "won": 0.0}
+    assert score("1", "2", "3", "4") == {"score": 0.2, "won": 0.0}
+    assert score("1", "2", "3", "7") == {"score": 1.0, "won": 1.0}
 
 
 def test_the_game_is_played_with_the_real_client(game: Path, capsys: pytest.CaptureFixture[str]) -> None:
