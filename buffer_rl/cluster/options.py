@@ -33,7 +33,9 @@ class PlacementOptions(Section):
         "--offload-rollout, trainer and engines hold the memory in turn",
     )
     offload_train: bool = option(
-        False, "move trained models and optimizer states to host memory during generation; --schedule lockstep"
+        False,
+        "move trained models and optimizer states to host memory during generation, and of policy and critic one "
+        "while the other trains; --schedule lockstep",
     )
     offload_rollout: bool = option(
         False, "release the engines' weights, cache and CUDA graphs during training; --schedule lockstep, own engines"
