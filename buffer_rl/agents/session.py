@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +116,13 @@ class Session:
         self._seed = f"{lease.context.seed}|{sample.uid}|{sample.sample_index}|{play}"
         self._ordinals: Counter[str] = Counter()
         self._num_turns = self._num_tokens = 0
-        args = lease.context.args
-        self._conversation = Conversation(
-            lease.context.tokenizer,
+
+    @cached_property
+    def _conversation(self) -> Conversation:
+        """Made for the first chat: an agent that asks by token ids needs no chat template."""
+        args = self._lease.context.args
+        return Conversation(
+            self._lease.context.tokenizer,
             history=History(args.agent_history),
             template_kwargs=args.apply_chat_template_kwargs,
         )

@@ -57,6 +57,7 @@ from harness.trainers import step as step_of
 OPTION_OF = {
     "rollout": "rollout_function_path",
     "generate": "custom_generate_function_path",
+    "agent": "agent_path",
     "reward": "custom_rm_path",
     "group_reward": "custom_group_rm_path",
     "filter": "dynamic_sampling_filter_path",
@@ -88,6 +89,8 @@ class Answer:
     log_probs: list[float] = dataclasses.field(default_factory=lambda: [-0.5])
     finish_reason: str = "stop"
     spans: list[VersionSpan] = dataclasses.field(default_factory=lambda: [VersionSpan(0, 0, 1)])
+    matched: int | None = None
+    kept: list[bytes] | None = None
 
 
 class Engine:
@@ -279,7 +282,8 @@ class Case:
 
     def text(self, prefix: str = "def", body: str = "") -> str:
         if not self.method:
-            return f"{prefix} plug({self.head}):\n{textwrap.indent(body or self.body, '    ')}\n"
+            text = textwrap.indent(body or self.body, "    ").replace("AWAIT ", "await " if prefix != "def" else "")
+            return f"{prefix} plug({self.head}):\n{text}\n"
         whole = textwrap.dedent(self.head).replace("ASYNC ", "async " if prefix != "def" else "")
         return (
             f"{whole}\nclass plug(plug):\n    {prefix} {self.method}(self, *args):\n        {body}\n" if body else whole
@@ -330,6 +334,10 @@ CASES = {
     "generate": Case(
         call=roll, head="args, sample, sampling_params", body=FILLED + "return sample",
         effect=(0, [], [("by plug", 0.0, False)] * 2), expected="a Sample, or a list of them",
+    ),
+    "agent": Case(
+        call=roll, head="args, sample, session", body="AWAIT session.generate([3, 4])\nreturn 0.25",
+        effect=(0, [], [("2", 0.25, False)] * 2), expected="None, a number or a mapping",
     ),
     "reward": Case(
         call=roll, head="args, sample", body="return 0.25", effect=(0, [], [("by engine", 0.25, False)] * 2),
