@@ -314,8 +314,7 @@ class Driver:
         return self._times.of_buffer(await self._calls.buffer(BufferState.release, step))
 
     async def _publish(self) -> None:
-        is_there = self._published == self._version and not self._memory.engines_lack_weights
-        if not is_there and self._plan.roles.trained:
+        if self._published != self._version and self._plan.roles.trained:
             await self._memory.enter(Phase.PUBLISH, [ACTOR])
             await self._send_weights()
 
