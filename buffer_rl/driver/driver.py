@@ -427,9 +427,12 @@ class Driver:
         self._saved = step
 
     async def _write(self, step: int, owes_evaluation: bool) -> None:
-        for index, role in enumerate(self._plan.roles.trained):
+        first, *others = self._plan.roles.trained
+        await self._memory.enter(Phase.TRAIN, [first])
+        await self._save_call("save", step, *[True] * owes_evaluation)
+        for role in others:
             await self._memory.enter(Phase.TRAIN, [role])
-            await self._save_call(*["save_next"] if index else ["save", step, *[True] * owes_evaluation])
+            await self._save_call("save_next")
         if self._plan.async_save:
             self._sealing = self._calls.spawn(self._save_call("seal"))
         else:

@@ -282,7 +282,7 @@ Walk = Sequence[tuple[Phase, str]]
 
 
 def walk(
-    phases: Walk, roles: RolePlan = TWO, turns_class: type[MemoryTurns] = MemoryTurns, **options: bool
+    phases: Walk, roles: RolePlan = TWO, turns_class: type[MemoryTurns] = MemoryTurns, **options: Any
 ) -> SharedDevice:
     """Go through the phases, each with its work."""
     plan = replace(PLAN, roles=roles, **options)
@@ -361,7 +361,10 @@ def forgetting(tag: str) -> type[MemoryTurns]:
     return Forgetful
 
 
-MUTANTS = {"swapped": Swapped, **{tag: forgetting(tag) for tag in ("optimizer", "frozen", "weights", "kv_cache")}}
+MUTANTS: dict[str, type[MemoryTurns]] = {
+    "swapped": Swapped,
+    **{tag: forgetting(tag) for tag in ("optimizer", "frozen", "weights", "kv_cache")},
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
