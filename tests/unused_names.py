@@ -38,6 +38,7 @@ ALLOWED: Mapping[str, str] = {
     "fetch": "the driver calls it by its name",
     "estimate": "the driver calls it by its name",
     "finish_stream": "the driver calls it by its name",
+    "save_next": "the driver calls it by its name",
     "send_weights": "the driver calls it by its name",
     "receive_weights": "the publisher calls it by its name",
     "log_probs_of": "the driver calls it by its name",

@@ -314,8 +314,7 @@ class Driver:
         return self._times.of_buffer(await self._calls.buffer(BufferState.release, step))
 
     async def _publish(self) -> None:
-        is_there = self._published == self._version and not self._memory.engines_lack_weights
-        if not is_there and self._plan.roles.trained:
+        if self._published != self._version and self._plan.roles.trained:
             await self._memory.enter(Phase.PUBLISH, [ACTOR])
             await self._send_weights()
 
@@ -428,12 +427,12 @@ class Driver:
         self._saved = step
 
     async def _write(self, step: int, owes_evaluation: bool) -> None:
-        for index, role in enumerate(self._plan.roles.trained):
+        first, *others = self._plan.roles.trained
+        await self._memory.enter(Phase.TRAIN, [first])
+        await self._save_call("save", step, *[True] * owes_evaluation)
+        for role in others:
             await self._memory.enter(Phase.TRAIN, [role])
-            if index:
-                await self._save_call("save_next")
-            else:
-                await self._save_call("save", step, *[True] * owes_evaluation)
+            await self._save_call("save_next")
         if self._plan.async_save:
             self._sealing = self._calls.spawn(self._save_call("seal"))
         else:

@@ -115,11 +115,6 @@ class MemoryTurns:
         if self._plan.offload_rollout:
             self._held[ENGINES] = frozenset()
 
-    @property
-    def engines_lack_weights(self) -> bool:
-        """Whether a version that was published is not there any more."""
-        return not self._held.get(ENGINES, frozenset(WEIGHTS)) >= set(WEIGHTS)
-
     def in_turn(self, roles: Sequence[str]) -> list[Sequence[str]]:
         """Trained roles as they train: all at once, or one after another if they take turns."""
         return [[role] for role in roles] if self._plan.offload_train else [roles]
@@ -132,7 +127,7 @@ class MemoryTurns:
 
     async def weights(self) -> None:
         """Before the actor's weights are read, by a call that needs nothing else."""
-        if not self._held.get(ACTOR, HELD[Phase.PUBLISH].trained) >= HELD[Phase.PUBLISH].trained:
+        if self._lacks(ACTOR, HELD[Phase.PUBLISH].trained):
             await self.enter(Phase.LOG_PROBS, [ACTOR])
 
     async def generation(self, *, evaluation: bool) -> None:
@@ -143,10 +138,13 @@ class MemoryTurns:
                 await unbroken(self._generation())
 
     async def _generation(self) -> None:
-        if self.engines_lack_weights:
+        if self._lacks(ENGINES, HELD[Phase.PUBLISH].engines):
             await self._move(Phase.PUBLISH, [ACTOR])
             await self._send()
         await self._move(Phase.GENERATE, self._plan.roles.trained)
+
+    def _lacks(self, holder: str, tags: frozenset[str]) -> bool:
+        return not self._held.get(holder, tags) >= tags
 
     async def _move(self, phase: Phase, trained: Collection[str]) -> None:
         """Go to a row of the table: first everything that is given up, then what is taken."""

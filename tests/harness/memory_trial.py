@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,13 +22,13 @@ from harness.virtual_time import VirtualRuntime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrial:
-    """A setting in lockstep, and what is changed of its plan. lost: rollouts whose rows are lost once. signal_s: when a
-    signal with a deadline comes, if one does."""
+    """A setting in lockstep, and what is changed of its plan. lost: rollouts whose rows are lost once. signal_in: in
+    which move of memory a signal with a deadline comes, if one does."""
 
     setting: Setting
     changes: Mapping[str, Any]
     lost: frozenset[int]
-    signal_s: float | None
+    signal_in: int | None
 
 
 def drawn_trial(seed: int) -> MemoryTrial:
@@ -69,7 +70,7 @@ def drawn_trial(seed: int) -> MemoryTrial:
         setting=setting,
         changes=changes,
         lost=lost,
-        signal_s=draw.uniform(0, 400) if draw.random() < 0.4 else None,
+        signal_in=draw.randrange(draw.choice([8, 120])) if draw.random() < 0.6 else None,
     )
 
 
@@ -105,7 +106,7 @@ def run_trial(
     attempt."""
     buffer, outcome = TrialBuffer(folder, trial.setting), Outcome(trial.setting)
     saves, fails = Saves(buffer), Stopping(trial.setting.stops_at)
-    losing, devices, signal_s = Losing(trial.lost, fails), list[SharedDevice](), trial.signal_s
+    losing, devices, signal_in = Losing(trial.lost, fails), list[SharedDevice](), trial.signal_in
     while True:
         stop = StopRequest()
         runtime, driver, _ = world(trial.setting, buffer, saves, fails, outcome, trial.changes, stop)
@@ -119,8 +120,7 @@ def run_trial(
         devices.append(device)
         roles = {**runtime.roles, "train": losing, "critic": Losing(frozenset()), "reference": References()}
         runtime.roles = on_device(device, roles)
-        if signal_s is not None:
-            runtime.loop.create_task(_signalled(runtime, stop, signal_s))
+        device.moves = partial(_signal, runtime, stop, signal_in)
         try:
             result = driver.run()
         except TrainError:
@@ -130,12 +130,12 @@ def run_trial(
         device.require("weights" in device.held["train"], "the weights are exported once the run has ended")
         if result.signal is None:
             return devices
-        signal_s = None
+        signal_in = None
         assert saves.step == result.steps
         buffer.go_back(saves)
 
 
-async def _signalled(runtime: VirtualRuntime, stop: StopRequest, seconds: float) -> None:
-    await runtime.loop.sleep_until(runtime.now() + seconds)
-    if stop.can_wait:
-        stop.take(signal.SIGTERM)
+def _signal(runtime: VirtualRuntime, stop: StopRequest, signal_in: int | None, move: int) -> None:
+    """A signal with a deadline comes in the middle of one of the moves."""
+    if move == signal_in:
+        runtime.loop.call_later(1.0, lambda: stop.take(signal.SIGTERM) if stop.can_wait else None)

@@ -39,8 +39,8 @@ class SharedDevice:
     their order; ``faults`` what was refused. What is taken is held from the beginning of the call, and what is given up
     until its end.
 
-    offloaded: the holders that give up memory; others hold theirs, and do not count. released: the offloaded engines
-    have none at first, else all. version: of the engines' weights.
+    offloaded: the holders that give up memory; others hold theirs, and do not count. version: of the engines' weights.
+    moves: called with their number so far when another one begins.
     """
 
     def __init__(self, trained: Collection[str], *, train: bool, rollout: bool, version: int = 0) -> None:
@@ -52,6 +52,8 @@ class SharedDevice:
         self.calls: list[str] = []
         self.faults: list[str] = []
         self.runtime: VirtualRuntime | None = None
+        self.moves: Callable[[int], None] = lambda number: None
+        self._num_moves = 0
         self._moving: set[tuple[str, str]] = set()
         self._used: Counter[tuple[str, str]] = Counter()
 
@@ -60,9 +62,7 @@ class SharedDevice:
         pairs = {(holder, tag) for tag in tags}
         self.require(holder in self.offloaded and frozenset(tags) <= self.held[holder], f"{holder} has no such {tags}")
         self.require(not pairs & (self._moving | (+self._used).keys()), f"{holder} gives up {tags}, which are in use")
-        self._moving |= pairs
-        await self.wait(seconds)
-        self._moving -= pairs
+        await self._move(pairs, seconds)
         self.held[holder] -= frozenset(tags)
         if holder == "engines" and "weights" in tags:
             self.version = None
@@ -75,9 +75,7 @@ class SharedDevice:
         fits = any(all(tags <= row.get(name, frozenset()) for name, tags in held.items()) for row in ROWS)
         self.require(fits, f"no row has all of {held}")
         pairs = {(holder, tag) for tag in tags}
-        self._moving |= pairs
-        await self.wait(seconds)
-        self._moving -= pairs
+        await self._move(pairs, seconds)
 
     @asynccontextmanager
     async def using(self, what: str, needs: Needs) -> AsyncIterator[None]:
@@ -97,6 +95,13 @@ class SharedDevice:
         if not holds:
             self.faults.append(what)
             raise AssertionError(what)
+
+    async def _move(self, pairs: set[tuple[str, str]], seconds: float) -> None:
+        self._moving |= pairs
+        self.moves(self._num_moves)
+        self._num_moves += 1
+        await self.wait(seconds)
+        self._moving -= pairs
 
     async def wait(self, seconds: float) -> None:
         assert self.runtime is not None

@@ -27,7 +27,8 @@ from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, RunResult, Schedule, parse_early_stop
 from buffer_rl.records.groups import Ticket
 from harness.fake_roles import FakePublisher, FakeRollouts, FakeTrain
-from harness.memory_trial import References, drawn_trial, run_trial
+from harness.memory_trial import MemoryTrial, References, drawn_trial, run_trial
+from harness.schedule_trial import Setting
 from harness.shared_device import ENGINES, PASSES, STEP, WEIGHTS, Needs, SharedDevice, on_device
 from harness.virtual_time import VirtualRuntime
 
@@ -254,6 +255,22 @@ def test_whatever_happens_in_a_run_a_device_never_holds_more_than_one_row(tmp_pa
         assert [fault for device in devices for fault in device.faults] == [], seed
 
 
+def test_a_signal_in_any_move_of_memory_waits_for_its_end_and_the_last_step_is_saved(tmp_path: Path) -> None:
+    """With rollouts after an evaluation and without one, and of steps that are saved and that are not."""
+    setting = Setting(schedule=PLAN.schedule, groups_per_step=2, num_steps=3, eval_interval=2)
+    same = ("offload_train", "offload_rollout", "publish_at_start", "saves")
+    changes = {**{name: getattr(PLAN, name) for name in same}, "roles": TWO, "save_on_exit_s": 1e6, "save_interval": 2}
+    trial = MemoryTrial(setting=setting, changes=changes, lost=frozenset(), signal_in=None)
+    (undisturbed,) = run_trial(trial, tmp_path)
+    num_moves = len([call for call in undisturbed.calls if " -" in call or " +" in call])
+    num_ended = 0
+    for move in range(num_moves):
+        devices = run_trial(replace(trial, signal_in=move), tmp_path)
+        assert [fault for device in devices for fault in device.faults] == [], move
+        num_ended += len(devices) > 1  # and was continued; before the first publication and at the end a run cannot
+    assert num_ended > num_moves / 2
+
+
 WORK: dict[Phase, Needs] = {
     Phase.LOG_PROBS: {"train": PASSES, "critic": PASSES},
     Phase.PUBLISH: {"train": WEIGHTS, "engines": WEIGHTS},
@@ -265,7 +282,7 @@ Walk = Sequence[tuple[Phase, str]]
 
 
 def walk(
-    phases: Walk, roles: RolePlan = TWO, turns_class: type[MemoryTurns] = MemoryTurns, **options: bool
+    phases: Walk, roles: RolePlan = TWO, turns_class: type[MemoryTurns] = MemoryTurns, **options: Any
 ) -> SharedDevice:
     """Go through the phases, each with its work."""
     plan = replace(PLAN, roles=roles, **options)
@@ -344,7 +361,10 @@ def forgetting(tag: str) -> type[MemoryTurns]:
     return Forgetful
 
 
-MUTANTS = {"swapped": Swapped, **{tag: forgetting(tag) for tag in ("optimizer", "frozen", "weights", "kv_cache")}}
+MUTANTS: dict[str, type[MemoryTurns]] = {
+    "swapped": Swapped,
+    **{tag: forgetting(tag) for tag in ("optimizer", "frozen", "weights", "kv_cache")},
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
