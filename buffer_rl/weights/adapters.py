@@ -25,7 +25,6 @@ from buffer_rl.engines.protocol import Adapter
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import read_config, text_config
 from buffer_rl.options.section import required
-from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plan.schedule import num_adapters
 from buffer_rl.weights.disk import VERSION_GLOB, DiskTransport
 from buffer_rl.weights.publish import LogProbCheck, TrainerLogProbs, check_temperature
@@ -161,7 +160,7 @@ class AdapterCheck(LogProbCheck):
         if args.max_logprob_diff is not None:
             allowed = min(allowed, args.max_logprob_diff)
         temperature = check_temperature(args)
-        return cls(log_probs(ACTOR), log_probs("base"), newest, temperature=temperature, max_diff=allowed)
+        return cls(log_probs("actor"), log_probs("base"), newest, temperature=temperature, max_diff=allowed)
 
     def differing(self, engines: EngineControlClient, urls: Collection[str], version: int) -> dict[str, str]:
         """Those of the engines at ``urls`` that do not sample with the newest adapter, with what was found."""

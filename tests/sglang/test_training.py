@@ -78,7 +78,7 @@ def test_adapters_beside_the_base_are_what_the_trainer_has_after_each_step(
     differences = metrics_of(folder, "train/train_rollout_logprob_abs_diff")
     assert differences
     assert max(differences) < 1e-4
-    rewards = metrics_of(folder, REWARD)
+    rewards = metrics_of(folder, "rollout/raw_reward" if schedule else REWARD)
     assert mean(rewards[-LAST:]) > rewards[0]
     assert len(list((folder / "weights").iterdir())) == (4 if schedule else 2)
 
