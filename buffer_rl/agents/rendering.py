@@ -56,7 +56,7 @@ class Renderer:
     def quoted(self, value: Any) -> Any:
         """The value with a seam in each special token of its texts, keys of objects apart."""
         if isinstance(value, str):
-            return self._special.sub(lambda found: f"{found[0][0]}{_SEAM}{found[0][1:]}", value.replace(_SEAM, ""))
+            return self._special.sub(lambda found: f"{found[0][0]}{_SEAM}{found[0][1:]}", value)
         if isinstance(value, Mapping):
             return {key: self.quoted(each) for key, each in value.items()}
         return [self.quoted(each) for each in value] if isinstance(value, list | tuple) else value

@@ -131,11 +131,14 @@ def test_after_a_rendering_the_conversation_goes_on_behind_it() -> None:
 
 def test_of_answers_with_equal_text_the_one_whose_ids_or_reasoning_the_client_names_goes_on() -> None:
     talk = Talk(APPENDS)
-    answers = [talk.ask([user("Q")], f"{CALL}<e>", tools=[ADD]) for _ in range(3)]
+    odd = [CALL.replace('"a": 1', f'"a":{" " * number}1') for number in range(3)]
+    answers = [talk.ask([user("Q")], f"{call}<e>", tools=[ADD]) for call in odd]
     assert len({answer["tool_calls"][0]["id"] for answer in answers}) == 3
     spelt = [talk.ask([user("R")], f"<think>{thought}</think>hi<e>") for thought in "abc"]
     for number in range(3):
         talk.ask([user("Q"), answers[number], tool("3")], f"{number}<e>", tools=[ADD])
+        (row,) = [row for row in talk.rows if row.turns[-1] is talk.turns[-1]]
+        assert row.turns == [talk.turns[number], talk.turns[-1]]
         talk.ask([user("R"), spelt[number], user("S")], f"{number}<e>")
         (row,) = [row for row in talk.rows if row.turns[-1] is talk.turns[-1]]
         assert row.turns == [talk.turns[3 + number], talk.turns[-1]]
@@ -193,7 +196,7 @@ def test_an_answer_without_tokens_can_be_gone_on_from() -> None:
     assert (talk.causes, len(talk.rows)) == (["new", "extends"], 1)
 
 
-def test_special_tokens_stay_text_in_tools_and_arguments_and_unmatched_seams_disappear() -> None:
+def test_special_tokens_stay_text_in_tools_and_system_prompts_and_typed_seams_disappear() -> None:
     talk = Talk(APPENDS)
     evil = {"type": "function", "function": {"name": "<e>add"}}
     prompt = talk.conversation.prompt([{"role": "system", "content": "a\ufdd0b<s>"}], [evil])
