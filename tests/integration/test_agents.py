@@ -1,0 +1,103 @@
+"""Whole runs in which an agent plays the guessing game of the example."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.observe.metrics import read_metrics
+from buffer_rl.options.section import compose
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
+FUNCTIONS = Path(__file__).parent / "agent_functions.py"
+EOS, ANSWER = 1, "a"
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+Run = Callable[..., tuple[list[dict[str, Any]], list[dict[str, Any]], Path]]
+
+
+@pytest.fixture(scope="session")
+def game(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rounds and the model of the example."""
+    folder = tmp_path_factory.mktemp("game")
+    runpy.run_path(str(EXAMPLE / "prepare.py"))["prepare"](folder)
+    return folder
+
+
+@pytest.fixture
+def run(game: Path, train: Callable[[Any], Any], tmp_path: Path) -> Run:
+    """``run(name, **changes)``: metrics, rows and folder of a run of two steps."""
+
+    def play(name: str, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Path]:
+        folder = tmp_path / name
+        options: dict[str, Any] = {
+            "run_dir": str(folder),
+            "hf_checkpoint": str(game / "model"),
+            "prompt_data": str(game / "train.jsonl"),
+            "agent_path": f"{FUNCTIONS}:asks_and_plays",
+            "rollout_sample_filter_path": f"{FUNCTIONS}:note_rows",
+            "reward_key": "score",
+            "num_rollout": 2,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "rollout_max_response_len": 4,
+            "rollout_max_context_len": 64,
+            "engine_context_length": 64,
+            "lr": 1e-3,
+            "logger": [],
+            "progress": "none",
+            **changes,
+        }
+        train(compose(CORE_SECTIONS)(**options))
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        return read_metrics(folder / "metrics.jsonl"), rows, folder
+
+    return play
+
+
+def values(metrics: list[dict[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in metrics if name in line]
+
+
+def test_two_deterministic_runs_end_with_equal_bits_though_agents_ask_at_once(run: Run, game: Path) -> None:
+    """The same agent plays in evaluation, and engine and trainer agree about its rows."""
+    held_out = {"eval_prompt_data": [f"heldout={game / 'heldout.jsonl'}@[0:6]"], "eval_interval": 2}
+    first, rows, folder = run("first", deterministic=True, **held_out)
+    second, others, other_folder = run("second", deterministic=True, **held_out)
+    assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"])
+    left, right = (load_file(each / "hf" / "model.safetensors") for each in (folder, other_folder))
+    assert {name: array.tobytes() for name, array in left.items()} == {n: a.tobytes() for n, a in right.items()}
+    for name in ("rollout/agent/turns", "rollout/agent/rows", "rollout/raw_reward", "eval/heldout/score"):
+        assert values(first, name) == values(second, name) != []
+    assert values(first, "eval/heldout/won") != []
+    assert min(values(first, "rollout/agent/rows")) >= 2
+    assert max(values(first, "train/train_rollout_logprob_abs_diff")) < 1e-5
+
+
+def test_in_an_asynchronous_run_each_turn_has_the_versions_that_sampled_it(run: Run) -> None:
+    metrics, rows, _ = run("async", schedule="async", max_staleness=2, num_rollout=5)
+    assert len(values(metrics, "train/loss")) == 5
+    for row in rows:
+        mask = row["mask"]
+        covered = [0] * len(mask)
+        for _, start, end in row["spans"]:
+            covered[start:end] = [1] * (end - start)
+        assert covered == mask
+        versions = [version for version, _, _ in row["spans"]]
+        assert versions == sorted(versions)
+    assert len({version for row in rows for version, _, _ in row["spans"]}) > 1
+
+
+def test_an_over_sampled_run_of_agents_loses_no_group(run: Run) -> None:
+    metrics, _, _ = run("over", over_sampling_batch_size=6)
+    assert values(metrics, "rollout/num_groups") == [4.0, 4.0]
+    aborted, surplus = (values(metrics, f"rollout/{name}_groups") for name in ("aborted", "surplus"))
+    assert [sum(pair) for pair in zip(aborted, surplus, strict=True)] == [2.0, 2.0]
+    assert not any(name.startswith("rollout/drop_") for line in metrics for name in line)
