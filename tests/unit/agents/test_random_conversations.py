@@ -71,8 +71,14 @@ class Embedded(AgentEngine):
         return found
 
 
-@pytest.mark.parametrize("number", [30, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-@pytest.mark.parametrize("history", ["template", "append"])
+@pytest.mark.parametrize(
+    ("number", "history"),
+    [
+        (30, "template"),
+        (30, "append"),
+        pytest.param(1000, "template", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+    ],
+)
 async def test_each_sampled_token_of_random_conversations_is_trained_once_behind_the_ids_that_the_engine_saw(
     model_folder: Callable[..., str], number: int, history: str
 ) -> None:
