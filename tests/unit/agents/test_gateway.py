@@ -170,11 +170,11 @@ async def test_a_session_that_is_over_or_never_was_is_gone_and_is_counted_as_lat
 
 
 async def test_requests_that_run_at_the_end_are_answered_with_410_and_cancelled() -> None:
-    engine = AgentEngine(never)
-    async with client_over(engine) as (session, client):
+    engine, line = AgentEngine(never), Line()
+    async with client_over(engine) as (session, client), line.http:
         gateway = gateway_module.Gateway(engine.tokenizer)
         async with gateway.opened(session) as (url, key):
-            own = client.with_options(base_url=url, api_key=key)
+            own = client.with_options(base_url=url, api_key=key, http_client=line.http)
             tasks = []
             for _ in range(2):
                 engine.asked.clear()
@@ -185,7 +185,7 @@ async def test_requests_that_run_at_the_end_are_answered_with_410_and_cancelled(
                 await task
             assert caught.value.status_code == 410
         await gateway.aclose()
-    assert len(engine.cancelled) == 2
+    assert (len(engine.cancelled), line.sent) == (2, ["0", "0"])
 
 
 async def ask(client: Any, *, repeats: bool = False, **options: Any) -> tuple[str, str]:
