@@ -42,7 +42,6 @@ ALLOWED: Mapping[str, str] = {
     "send_weights": "the driver calls it by its name",
     "receive_weights": "the publisher calls it by its name",
     "log_probs_of": "the driver calls it by its name",
-    "save_next": "the driver calls it by its name",
     "use_adapter": "the publisher calls it by its name",
     "generate_turn": "generate functions of users call it",
     "add_observation": "generate functions of users call it",
