@@ -187,7 +187,7 @@ async def client_over(engine: AgentEngine, **options: Any) -> AsyncIterator[tupl
         gateway = Gateway(engine.tokenizer)
         try:
             async with gateway.opened(session) as (url, key):
-                strict = openai.AsyncOpenAI(base_url=url, api_key=key, _strict_response_validation=True, timeout=30)
+                strict = openai.AsyncOpenAI(base_url=url, api_key=key, _strict_response_validation=True, timeout=120)
                 async with strict:
                     yield session, strict
         finally:

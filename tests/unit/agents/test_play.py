@@ -143,7 +143,7 @@ async def test_an_agent_that_hangs_is_cut_with_what_there_is_and_has_the_lowest_
         await asyncio.sleep(FOREVER_S)
 
     agent = Plays(hangs)
-    fake, metrics = await roll(agent, AgentEngine(), num_samples=3, agent_timeout_s=0.5)
+    fake, metrics = await roll(agent, AgentEngine(), num_samples=3, agent_timeout_s=1.5)
     cut, *others = fake.finished[0].samples
     assert agent.counts == {0: 1, 1: 1, 2: 1}
     assert (cut.status, cut.reward, cut.response_length, cut.remove_sample) == (Status.TRUNCATED, 0.0, 8, False)
@@ -159,7 +159,7 @@ async def test_the_lowest_reward_is_that_of_the_group_if_it_is_below_zero() -> N
         reward = await Plays(hangs)(args, sample, session)
         return {"score": -reward}
 
-    fake, _ = await roll(lower, AgentEngine(), num_samples=3, agent_timeout_s=0.5, reward_key="score")
+    fake, _ = await roll(lower, AgentEngine(), num_samples=3, agent_timeout_s=1.5, reward_key="score")
     assert [sample.reward for sample in fake.finished[0]] == [{"score": -2.0}, {"score": -1.0}, {"score": -2.0}]
 
 
@@ -175,7 +175,7 @@ async def test_a_plain_agent_that_hangs_in_a_request_is_cut_and_let_go() -> None
         return 1.0
 
     engine = AgentEngine(lambda prompt, params: asyncio.Event().wait() if "hang" in prompt else "x")
-    fake, metrics = await roll(agent, engine, num_samples=1, agent_timeout_s=0.5)
+    fake, metrics = await roll(agent, engine, num_samples=1, agent_timeout_s=1.5)
     assert fake.finished[0][0].status is Status.TRUNCATED
     assert of(metrics)["end_timeout"] == 1
     assert await asyncio.to_thread(ended.wait, 30)
@@ -188,7 +188,7 @@ async def test_a_sample_that_was_cut_before_its_first_answer_is_masked_and_its_s
             await asyncio.sleep(FOREVER_S)
         await session.chat(user("go"))
 
-    fake, metrics = await roll(agent, AgentEngine(), agent_timeout_s=0.5)
+    fake, metrics = await roll(agent, AgentEngine(), agent_timeout_s=1.5)
     masked, trained = fake.finished[0].samples
     assert (masked.remove_sample, masked.reward, masked.response_length) == (True, None, 0)
     assert (trained.remove_sample, trained.reward) == (False, 1.0)
@@ -347,7 +347,7 @@ async def test_an_agent_that_blocks_the_loop_is_cut_and_the_others_are_played_ag
         return 1.0
 
     with caplog.at_level(logging.INFO, "buffer_rl.agents"):
-        fake, metrics = await roll(agent, AgentEngine(), num_samples=3, agent_timeout_s=1.0)
+        fake, metrics = await roll(agent, AgentEngine(), num_samples=3, agent_timeout_s=2.0)
     free.set()
     assert counts == {0: 1, 1: 2, 2: 2}
     assert [sample.status for sample in fake.finished[0]] == [Status.TRUNCATED, Status.COMPLETED, Status.COMPLETED]
@@ -377,7 +377,7 @@ async def test_an_evaluation_plays_the_same_agent_and_gives_every_sample_a_rewar
         await asyncio.sleep(FOREVER_S)
         return 1.0
 
-    fake, metrics = await roll(Plays(other), AgentEngine(), num_samples=3, evaluation=True, agent_timeout_s=0.5)
+    fake, metrics = await roll(Plays(other), AgentEngine(), num_samples=3, evaluation=True, agent_timeout_s=1.5)
     assert [sample.reward for sample in fake.finished[0]] == [0.0, 1.0, 2.0]
     assert metrics["eval/default"] == 1.0
     assert of(metrics) == {}
