@@ -298,7 +298,10 @@ async def test_what_asks_after_the_end_is_refused_and_counted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sleeps", "asks", "swallows", "plain"])
-async def test_agents_that_an_over_sampled_rollout_does_not_need_end_at_once(kind: str) -> None:
+async def test_agents_that_an_over_sampled_rollout_does_not_need_end_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(play, "GRACE_S", FOREVER_S)
     free = threading.Event()
 
     async def agent(args: Any, sample: Sample, session: Any) -> float:
