@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,19 @@ from buffer_rl.embedded.sampling import LogProbDetails, SamplingParams
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.engines.client import GenerateResult
 from buffer_rl.records.groups import VersionSpan
-from harness.agent_play import END, AgentEngine, context_of
+from buffer_rl.testing.tiny import make_tiny_model
+from harness.agent_play import TEMPLATE, AgentEngine, chat_tokenizer, context_of
 from harness.agent_talk import Noting, converse, trained
+from harness.chat_tokenizer import byte_tokenizer
 
 AT_ONCE = 16
 MOST_TOKENS = 6
+
+
+def pieces_tokenizer() -> Any:
+    """Bytes, and words that a model may also write in pieces, which the tokenizer would not choose."""
+    words = ["ab", "12", "1a2b", "user", " b"]
+    return byte_tokenizer(TEMPLATE, special=["<eos>"], merges=words, eos_token="<eos>")
 
 
 @dataclass
@@ -37,7 +46,9 @@ class Embedded(AgentEngine):
         self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any], **_: Any
     ) -> GenerateResult:
         params = SamplingParams(
-            max_new_tokens=sampling_params["max_new_tokens"], stop_token_ids=frozenset({END}), temperature=1.0
+            max_new_tokens=sampling_params["max_new_tokens"],
+            stop_token_ids=frozenset({self.tokenizer.eos_token_id}),
+            temperature=1.0,
         )
         request = Request(rid=rid, prompt_ids=tuple(input_ids), params=params, seed=sampling_params["sampling_seed"])
         answer = self.waiting[rid] = asyncio.get_running_loop().create_future()
@@ -50,7 +61,7 @@ class Embedded(AgentEngine):
             log_probs=list(request.log_probs),
             finish_reason=reason,
             spans=[VersionSpan(3, 0, len(request.output_ids))],
-            matched=END if reason == "stop" else None,
+            matched=request.output_ids[-1] if reason == "stop" else None,
         )
 
     async def work(self) -> None:
@@ -72,19 +83,23 @@ class Embedded(AgentEngine):
 
 
 @pytest.mark.parametrize(
-    ("number", "history"),
+    ("number", "history", "make_tokenizer"),
     [
-        (30, "template"),
-        (30, "append"),
-        pytest.param(1000, "template", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        (30, "template", chat_tokenizer),
+        (30, "append", pieces_tokenizer),
+        (30, "template", pieces_tokenizer),
+        pytest.param(1000, "template", pieces_tokenizer, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
     ],
 )
 async def test_each_sampled_token_of_random_conversations_is_trained_once_behind_the_ids_that_the_engine_saw(
-    model_folder: Callable[..., str], number: int, history: str
+    tmp_path: Path, number: int, history: str, make_tokenizer: Callable[[], Any]
 ) -> None:
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_folder("qwen3"), dtype=torch.float32).eval()
-    engine = Embedded(scheduler=Scheduler(FastDecoder(model, 512, deterministic=False), max_running_requests=AT_ONCE))
+    tokenizer = make_tokenizer()
+    folder = make_tiny_model(tmp_path, vocab=len(tokenizer) + 2, characters="")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    decoder = FastDecoder(model, 512, deterministic=False)
+    engine = Embedded(scheduler=Scheduler(decoder, max_running_requests=AT_ONCE), tokenizer=tokenizer)
     noting: Any = Noting(engine)
     async with context_of(noting, rollout_max_response_len=MOST_TOKENS, agent_history=history) as context:
         work = asyncio.ensure_future(engine.work())
