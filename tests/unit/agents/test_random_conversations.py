@@ -110,6 +110,10 @@ async def test_each_sampled_token_of_random_conversations_is_trained_once_behind
     assert total == noting.sampled
     assert total.total() > 8 * number
     assert sum((session.causes for session in sessions), Counter()).keys() >= {"new", "extends", "changed"}
+    for session in sessions:
+        recorded_ids = {(*each.turn.prompt_ids, *each.turn.output_ids) for each in session.exchanges} | {()}
+        for prompt in (each.prompt for each in session.exchanges if each.prompt is not None):
+            assert prompt.ids[: prompt.num_held] in recorded_ids  # never encoded anew
     for row in made:
         scores = engine.scores(row.tokens, len(row.tokens) - row.response_length)
         for mask, recorded, score in zip(row.loss_mask, row.rollout_log_probs, scores, strict=True):
