@@ -1,14 +1,10 @@
-"""Options of agents, and their checks."""
+"""Options of agents."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from buffer_rl.errors import ConfigError
-from buffer_rl.options.section import Section, flag_of, option
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
+from buffer_rl.options.section import Section, option
 
 
 class AgentOptions(Section):
@@ -37,31 +33,3 @@ class AgentOptions(Section):
     agent_timeout_s: float = option(
         600.0, "deadline for one sample of an agent, in seconds; then it is truncated, with the lowest reward", gt=0
     )
-
-
-def check_agents(args: Args) -> None:
-    """Raises ConfigError for options that contradict an agent."""
-    given = [flag_of(name) for name in ("agent_path", "tools_path") if getattr(args, name)]
-    if not given:
-        return
-    if len(given) == 2:
-        raise ConfigError(
-            "an agent of yours calls tools itself",
-            where="--agent-path and --tools-path",
-            hint="--tools-path alone is the built-in agent",
-        )
-    refused = {
-        "custom_generate_function_path": "an agent takes its place",
-        "custom_convert_samples_to_train_data_path": "it returns values per row, and an agent's sample may be several",
-        "partial_rollout": "an answer that was aborted is asked for again",
-    }
-    for name, why in refused.items():
-        if getattr(args, name):
-            raise ConfigError(why, where=f"{given[0]} and {flag_of(name)}", hint=f"take {flag_of(name)} out")
-    if 2 * args.agent_timeout_s > args.rollout_timeout_s:
-        raise ConfigError(
-            f"a sample may be played twice, {args.agent_timeout_s:g} s each, and the rollout ends after "
-            f"{args.rollout_timeout_s:g} s",
-            where="--agent-timeout-s and --rollout-timeout-s",
-            expected="a rollout's deadline of at least twice a sample's",
-        )

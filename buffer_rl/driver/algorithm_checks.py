@@ -168,3 +168,31 @@ def _check_correction(args: Args) -> None:
     loss = LOSSES.get(loss_of(args))
     if loss is not None and loss.uncorrected:
         raise ConfigError(f"{loss_of(args)} {loss.uncorrected}", where="--use-tis", hint="take it out")
+
+
+def check_agents(args: Args) -> None:
+    """Raises ConfigError for options that contradict an agent."""
+    given = [flag_of(name) for name in ("agent_path", "tools_path") if getattr(args, name)]
+    if not given:
+        return
+    if len(given) == 2:
+        raise ConfigError(
+            "an agent of yours calls tools itself",
+            where="--agent-path and --tools-path",
+            hint="--tools-path alone is the built-in agent",
+        )
+    refused = {
+        "custom_generate_function_path": "an agent takes its place",
+        "custom_convert_samples_to_train_data_path": "it returns values per row, and an agent's sample may be several",
+        "partial_rollout": "an answer that was aborted is asked for again",
+    }
+    for name, why in refused.items():
+        if getattr(args, name):
+            raise ConfigError(why, where=f"{given[0]} and {flag_of(name)}", hint=f"take {flag_of(name)} out")
+    if 2 * args.agent_timeout_s > args.rollout_timeout_s:
+        raise ConfigError(
+            f"a sample may be played twice, {args.agent_timeout_s:g} s each, and the rollout ends after "
+            f"{args.rollout_timeout_s:g} s",
+            where="--agent-timeout-s and --rollout-timeout-s",
+            expected="a rollout's deadline of at least twice a sample's",
+        )

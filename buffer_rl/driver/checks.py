@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from buffer_rl.agents.options import check_agents
 from buffer_rl.algo.rewards import rewards_kind
 from buffer_rl.cluster.locality import require_local_engines
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.source import check_sources
-from buffer_rl.driver.algorithm_checks import check_algorithm
+from buffer_rl.driver.algorithm_checks import check_agents, check_algorithm
 from buffer_rl.driver.async_checks import async_notices, check_async
 from buffer_rl.driver.offload import check_offload
 from buffer_rl.engines.external import urls_of

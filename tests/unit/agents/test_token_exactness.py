@@ -28,7 +28,7 @@ ELSEWHERE = {
         "a client repeats a request after a lost answer, or while the first still runs",
         "the recorded answer; one turn",
     ),
-    16: ("a client disconnects", "its request is aborted, the turn is not trained"),
+    16: ("a client disconnects", "the answer is recorded and trained all the same"),
     17: ("streamed or not; chat, responses, Messages", "the same turn, the same ids"),
     20: ("a prompt longer than the context", "refused (400), truncated; no row without a sampled token"),
 }

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.agents.options import check_agents
 from buffer_rl.agents.tools import MOST_ERROR_TEXT, ToolAgent
 from buffer_rl.cli import main
+from buffer_rl.driver.algorithm_checks import check_agents
 from buffer_rl.errors import ConfigError
 from buffer_rl.records.groups import Status
 from harness.agent_play import AgentEngine, make_args, roll
