@@ -309,16 +309,19 @@ class Driver:
         return is_free()
 
     async def _publish_and_release(self, step: int) -> dict[str, float]:
+        found: dict[str, float] = {}
         if self._plan.publish_each_step or self._owes_evaluation:
-            await self._publish()
-        return self._times.of_buffer(await self._calls.buffer(BufferState.release, step))
+            found = await self._publish()
+        return found | self._times.of_buffer(await self._calls.buffer(BufferState.release, step))
 
-    async def _publish(self) -> None:
-        if self._published != self._version and self._plan.roles.trained:
-            await self._memory.enter(Phase.PUBLISH, [ACTOR])
-            await self._send_weights()
+    async def _publish(self) -> dict[str, float]:
+        if self._published == self._version or not self._plan.roles.trained:
+            return {}
+        await self._memory.enter(Phase.PUBLISH, [ACTOR])
+        return await self._send_weights()
 
-    async def _send_weights(self) -> None:
+    async def _send_weights(self) -> dict[str, float]:
+        """Returns what the publication says about the weights; its times are the observer's."""
         version = self._version
         with self._times.of("publish", "publish", version):
             self._observer.phase("publish")
@@ -330,6 +333,7 @@ class Driver:
             span = WorkSpan(name="pause", rollout_id=version, start=ended - paused, end=ended)
             self._observer.worked("publish", [span])
         self._observer.published(version, times)
+        return {name: value for name, value in times.items() if name.startswith("publish/")}
 
     async def _feed_engines(self, version: int) -> None:
         """Every engine that is left is a replacement without weights: publish the newest ones again."""

@@ -29,6 +29,7 @@ def weights_of(run_dir: str) -> dict[str, torch.Tensor]:
 DISTRIBUTED = "buffer_rl.weights.distributed:DistributedTransport"
 
 
+SHARE = "publish/unchanged_share"
 GAP = "train/train_rollout_logprob_abs_diff"
 IMITATING = "harness.sglang_service:launch_imitating_sglang"
 
@@ -86,6 +87,9 @@ def test_engines_serve_what_is_trained_in_parts_after_each_step_in_every_way(
     for name, way in ways.items():
         assert train(options_in(tmp_path / name, **same, **way)).steps == 3
     if "lora_rank" in parts:
+        shares = [row[SHARE] for row in metrics_of(str(tmp_path / "disk")) if SHARE in row]
+        assert len(shares) == 3
+        assert max(shares) < 0.5  # in float32
         alone = same | {"lora_publish": "adapter", "check_weight_update_equal": False}
         for name in "disk", "async":
             folder = tmp_path / f"{name}, adapters alone"
