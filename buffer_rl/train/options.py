@@ -54,9 +54,7 @@ class TrainOptions(Section):
     num_passes_per_rollout: int = option(
         1, "number of passes over each rollout (PPO epochs), each of --num-steps-per-rollout steps", ge=1
     )
-    num_train_ranks: int = option(
-        1, "number of trainer ranks; with the default backend, each is a data-parallel replica", ge=1, common=True
-    )
+    num_train_ranks: int = option(1, "number of trainer ranks; data-parallel replicas by default", ge=1, common=True)
     fsdp_size: int = option(
         1,
         "number of trainer ranks that one copy of the model is split over (FSDP2); 1: each rank has all of it, "
