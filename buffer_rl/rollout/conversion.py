@@ -20,6 +20,7 @@ from buffer_rl.plugin.calls import call, contained, error_text, place, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
+from buffer_rl.rollout.options import plays_agents
 from buffer_rl.rollout.user_functions import resolve_function
 
 if TYPE_CHECKING:
@@ -197,10 +198,16 @@ class GroupConverter:
                 raise returned(kind, path, values.tolist(), expected, at=at, error_class=RolloutError)
         return raw_rewards, rewards
 
+    def _penalised_length(self, sample: Sample) -> int:
+        """The length that penalties are about: of an agent's sample the sampled tokens, each once, not what it read."""
+        if not plays_agents(self._args):
+            return sample.response_length
+        return sum(row.effective_response_length for row in sample.rows)
+
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
         """Shaped, and normalised as the algorithm says, over ``sample_index``: a sample that fanned out counts once,
         with the mean of its parts, and every part gets its sample's value, of raw rewards as well."""
-        shaped_rewards = shaped(self._args, raw, np.asarray([_penalised_length(s) for s in samples]))
+        shaped_rewards = shaped(self._args, raw, np.asarray([self._penalised_length(s) for s in samples]))
         if all(sample.sample_index == place for place, sample in enumerate(samples)):  # no sample fanned out
             return normalized(rewards_kind(self._args), shaped_rewards, self._args.pass_at_k)
         _, place = np.unique([s.sample_index for s in samples], return_inverse=True)
@@ -268,13 +275,6 @@ def _with_its_rows(sample: Sample) -> list[Sample]:
     if not sample.remove_sample:
         return sample.rows
     return [sample, *(_with_a_token(row.changed(remove_sample=True)) for row in sample.rows[1:])]
-
-
-def _penalised_length(sample: Sample) -> int:
-    """The length that penalties are about: of an agent's sample the sampled tokens, each once, and not what it read."""
-    if "parts" not in sample.__dict__:
-        return sample.response_length
-    return sum(row.effective_response_length for row in sample.rows)
 
 
 def _with_a_token(sample: Sample) -> Sample:

@@ -22,7 +22,7 @@ from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate, reset_to_prompt
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.options import PLAY, generate_path
-from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import call_plugin
 
 if TYPE_CHECKING:
@@ -57,20 +57,20 @@ async def generate_group(lease: Lease, params: dict[str, Any], stats: RolloutSta
 async def score_group(context: RolloutContext, group: SampleGroup, stats: RolloutStats) -> list[RewardFailure]:
     """Score the samples that were not aborted, in place; one that has a reward keeps it. Returns the failures."""
     to_score = [s for s in group.samples if s.status not in (Status.ABORTED, Status.FAILED)]
-    cut = [sample for sample in to_score if "lowest_reward" in sample.__dict__]
+    scored = [sample for sample in to_score if not sample.__dict__.get("lowest_reward")]
     with stats.scoring.running():
-        scored = [sample for sample in to_score if sample not in cut] if cut else to_score
         failures = await context.scorer.score(scored, of_set=group.rm_type)
-    for sample in cut:
-        _set_lowest(context.args, sample, scored)
+    if len(scored) < len(to_score):
+        _set_lowest(context.args, to_score, scored)
     return failures
 
 
-def _set_lowest(args: Args, sample: Sample, others: list[Sample]) -> None:
-    """Of an agent's sample that was cut at a limit: the lowest reward of the group, or 0 if none is below it."""
-    known = [other.get_reward_value(args) for other in others if other.reward is not None]
-    lowest = min([0.0, *known])
-    sample.reward = {args.reward_key: lowest} if args.reward_key else lowest
+def _set_lowest(args: Args, samples: list[Sample], scored: list[Sample]) -> None:
+    """Of agents' samples that were cut at a limit: the lowest reward of the group, or 0 if none is below it."""
+    lowest = min([0.0, *(reward for reward in rewards_of(args, scored) if reward is not None)])
+    for sample in samples:
+        if sample.__dict__.get("lowest_reward"):
+            sample.reward = {args.reward_key: lowest} if args.reward_key else lowest
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], *, of_user: bool = False) -> list[T]:

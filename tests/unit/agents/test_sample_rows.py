@@ -16,6 +16,8 @@ from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.rollout.production import score_group
+from buffer_rl.rollout.stats import RolloutStats
 from harness.agent_play import AgentEngine, context_of, make_args, roll, user
 from harness.ledger_contents import count_states
 from harness.local_buffer import local_client, local_state
@@ -167,3 +169,19 @@ async def test_the_ledger_counts_groups_of_agents_as_others(tmp_path: Path) -> N
     bench.state.commit(0, 1)
     bench.state.release(1)
     assert count_states(bench.state.ledger, source, 0, 2)[GroupState.TRAINED] == 2
+
+
+async def test_a_hook_that_reads_the_fields_of_agents_does_not_make_an_agents_sample() -> None:
+    """Else its length would be another one to penalties, and its reward the lowest."""
+    options: dict[str, Any] = {"agent_path": None, "length_penalty": 1.0, "disable_rewards_normalization": True}
+    uid = (await fanned_out()).uid
+    rewards = []
+    for reads in (False, True):
+        sample = Sample(uid=uid, tokens=[3, 4, 5, 6], response_length=3, loss_mask=[1, 0, 1], reward=1.0)
+        if reads:
+            assert (sample.parts, sample.messages, sample.lowest_reward) == ([], [], False)
+        rewards.append(encode(SampleGroup(uid=uid, samples=[sample]), **options)[1]["reward"].tolist())
+        async with context_of(AgentEngine(), fans_out) as context:
+            assert await score_group(context, SampleGroup(uid=uid, samples=[sample]), RolloutStats()) == []
+        assert sample.reward == 1.0
+    assert rewards[0] == rewards[1]
