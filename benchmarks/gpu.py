@@ -45,7 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
-    "float32": {},
+    "float32, layers recomputed": {"recompute_granularity": "full"},
     "bf16": {"bf16": True},
     "bf16, layers recomputed": {"bf16": True, "recompute_granularity": "full"},
     "bf16, moments on the host": {"bf16": True, "optimizer_cpu_offload": True},

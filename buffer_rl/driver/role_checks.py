@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.driver.checks import STREAM
 from buffer_rl.errors import ConfigError
+from buffer_rl.kinds.kind import absent_of
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.kinds.trainer import HasValues, ReloadsReference, Sleeps
 from buffer_rl.options.section import flag_of
@@ -156,10 +157,9 @@ def _check_trainer(args: Args, registry: PluginRegistry) -> None:
         needed.append((Sleeps, "cannot give its memory to the engines", "--offload-train", "--train-backend torch"))
     for power, what, flag, other in needed:
         trainer = registry.resolve("trainer", args.train_backend)
-        if isinstance(trainer, type) and not issubclass(trainer, power):
-            absent = " and ".join(name for name in vars(power) if name[0] != "_" and not hasattr(trainer, name))
+        if isinstance(trainer, type) and (absent := absent_of(trainer, power)):
             raise ConfigError(
-                f"the trainer {args.train_backend!r} {what}: it has no method {absent}",
+                f"the trainer {args.train_backend!r} {what}: it has no method {' and '.join(absent)}",
                 where=f"{flag} and --train-backend",
                 hint=f"add {other}, or the method (see buffer_rl.kinds.trainer.{power.__name__})",
             )

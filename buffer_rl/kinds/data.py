@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.records.groups import Column, Sample, SampleGroup
 
 
-@runtime_checkable
 class DataSource(Protocol):
     """Returns prompt groups in a reproducible order, and never ends. Constructed as ``cls(args)`` in a process of its
     own; see docs/plugins.md for what it may return. The groups may be lists of samples, and methods may be async.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from buffer_rl.kinds.kind import PluginKind
 
@@ -65,7 +65,6 @@ class WeightTransport(Protocol):
         """Free everything: the run ends, or a publication failed for good. May be called twice."""
 
 
-@runtime_checkable
 class Releases(Protocol):
     """A weight transport that keeps something of a version until all engines have it."""
 

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeGuard, TypeVar
+
+Power = TypeVar("Power")
+
+
+def offers(built: object, power: Callable[..., Power]) -> TypeGuard[Power]:
+    """Whether an object of a constructed kind has all methods and attributes of the Protocol ``power``.
+
+    From Python 3.12 on, ``isinstance`` does not see what an object gets by ``__getattr__``, which a guarded one does.
+    """
+    return not absent_of(built, power)
+
+
+def absent_of(built: object, power: Any) -> list[str]:
+    """The names that ``offers`` does not find."""
+    return [name for name in vars(power) if not name.startswith("_") and not hasattr(built, name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

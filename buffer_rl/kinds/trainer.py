@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.kinds.token_loss import Sums
@@ -65,7 +65,6 @@ class Trainer(Protocol):
         """The inverse of ``save``. Raises CheckpointError if something is missing or does not fit."""
 
 
-@runtime_checkable
 class HasValues(Protocol):
     """A trainer that can be a critic's (see ``Objective.critic``)."""
 
@@ -74,7 +73,6 @@ class HasValues(Protocol):
         have them."""
 
 
-@runtime_checkable
 class ReloadsReference(Protocol):
     """A trainer for ``--ref-update-interval`` without ``--num-ref-workers``."""
 
@@ -91,7 +89,6 @@ class Memory(StrEnum):
     FROZEN = "frozen"
 
 
-@runtime_checkable
 class TrainsAdapters(Protocol):
     """A trainer for ``--lora-rank``. Its ``log_probs`` has the model "base": the policy without adapters."""
 
@@ -107,7 +104,6 @@ class TrainsAdapters(Protocol):
         of ``args.engine_dtype`` as at the last call. Called in all ranks, after each publication."""
 
 
-@runtime_checkable
 class Sleeps(Protocol):
     """A trainer for ``--offload-train``. One whose methods take no ``tags`` moves everything: it sleeps once no part is
     needed, and wakes up if one is."""
@@ -123,7 +119,6 @@ class Sleeps(Protocol):
         """The inverse of ``sleep``."""
 
 
-@runtime_checkable
 class SavesLater(Protocol):
     """A trainer whose ``save`` returns under ``args.async_save`` before all is written."""
 

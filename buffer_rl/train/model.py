@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from buffer_rl.kinds.trainer import ModelConverter
 from buffer_rl.options.section import required
 from buffer_rl.plugin.calls import call, construct, contained, place, raised, returned
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.train.host_memory import HostMemory, wait_for_copies
 from buffer_rl.train.lora import PART, base_state, layers_with_adapter, merged, write_adapter
 from buffer_rl.train.output_layer import fuse_where_possible
 from buffer_rl.train.packing import pack_where_possible
@@ -55,11 +57,18 @@ class Model:
         folder: str | None = None,
     ) -> None:
         self.module = module
+        self._on_host = HostMemory()
         self._converter, self._converter_name, self._folder = converter, converter_name, folder
 
     def move(self, device: torch.device) -> None:
         """Move the weights to a device."""
-        torch.nn.Module.to(self.module, device)
+        if device.type != "cpu":
+            torch.nn.Module.to(self.module, device, non_blocking=True)
+        else:
+            places = itertools.count()
+            module: Any = self.module
+            module._apply(lambda tensor: self._on_host.copy_of(next(places), tensor))
+        wait_for_copies()
 
     def recompute_layers(self) -> None:
         """From now on, keep no activations of the decoder layers, but compute them again in the backward pass. Raises

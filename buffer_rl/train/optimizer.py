@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, NonFiniteError, TrainError
+from buffer_rl.train.host_memory import HostMemory, wait_for_copies
 from buffer_rl.train.learning_rate import learning_rate as learning_rate
 from buffer_rl.train.sharding import local, whole
 
@@ -41,6 +42,7 @@ class Optimizer:
 
     def __init__(self, args: Args, model: torch.nn.Module, world_size: int) -> None:
         self.step_count = 0
+        self._on_host = HostMemory()
         self._args = args
         self._world_size = world_size
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -112,8 +114,12 @@ class Optimizer:
 
     def _move_moments(self, *, offload: bool) -> None:
         for parameter, state in self._adam.state.items():
-            device = torch.device("cpu") if offload else parameter.device
-            state.update({key: value.to(device) for key, value in state.items()})
+            for key, value in state.items():
+                if not offload:
+                    state[key] = value.to(parameter.device, non_blocking=True)
+                else:
+                    state[key] = self._on_host.copy_of((parameter, key), value)
+        wait_for_copies()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Adam's moments and step of each parameter, as ``{field}.{parameter name}``; empty before the first step, and

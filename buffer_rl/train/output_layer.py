@@ -138,7 +138,7 @@ class _LogProbs(torch.autograd.Function):
         *kept: torch.Tensor,
     ) -> torch.Tensor:
         """``[num_response_tokens, 2]``."""
-        size = chunk_size(len(weight_vh))
+        size = chunk_size(len(weight_vh), weight_vh.device)
         states_nh, matrix_vh = _factors(hidden_nh, weight_vh)
         first_sv, second_sv = _memory(2, states_nh, matrix_vh, size)
         parts = []

@@ -148,10 +148,26 @@ def attention(
     if attention_mask is not None or options.get("sliding_window") is not None:
         raise ValueError(f"{type(module).__name__} has a mask of its own, which packed rows do not have")
     outputs = []
+    if query.is_cuda and query.dtype == torch.float32:
+        # Without this, torch has no kernel for heads that share keys, and keeps the matrix of all pairs of tokens.
+        key, value = (_one_each(states, query.shape[1]) for states in (key, value))
+        compute = _attention_of_equal_heads
     for block in packing.blocks:
         output, _ = compute(module, *(block.rows_of(states) for states in (query, key, value)), None, **options)
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.output_m)[None], None
+
+
+def _one_each(states: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return states.repeat_interleave(num_heads // states.shape[1], dim=1)
+
+
+def _attention_of_equal_heads(
+    _module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    scale = options.get("scaling")
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return output.transpose(1, 2), None
 
 
 def is_packed(model: torch.nn.Module) -> bool:

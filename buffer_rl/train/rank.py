@@ -25,6 +25,7 @@ from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
+from buffer_rl.kinds.kind import offers
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import HasValues, Memory, ReloadsReference, SavesLater, Trainer, TrainsAdapters
@@ -333,7 +334,7 @@ class TrainRank:
     @dispatch(collect=lambda _, answers: all(answers))
     def is_saved(self) -> bool:
         """Whether what ``save`` began is written. Raises CheckpointError if it cannot be."""
-        return self._trainer.is_saved() if isinstance(self._trainer, SavesLater) else True
+        return self._trainer.is_saved() if offers(self._trainer, SavesLater) else True
 
     def load(self, path: str) -> None:
         """The inverse of ``save``."""
@@ -378,14 +379,14 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             expected="--train-backend torch, or a class that is derived from its",
             hint="take --fsdp-size out",
         )
-    if args.lora_rank and not (isinstance(built, TrainsAdapters) and built.trains_adapters):
+    if args.lora_rank and not (offers(built, TrainsAdapters) and built.trains_adapters):
         raise ConfigError(
             f"the trainer {name!r} trains all weights",
             where="--lora-rank",
             expected="--train-backend torch, or a class that is derived from its",
             hint="take --lora-rank out",
         )
-    if objective.critic and not isinstance(built, HasValues):
+    if objective.critic and not offers(built, HasValues):
         raise ConfigError(
             f"the trainer {name!r} has no value model",
             where="--train-backend and --advantage-estimator",

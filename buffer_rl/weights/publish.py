@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.engines.client import GenerateResult, parse_answer
 from buffer_rl.errors import BufferRLError, EngineError, WorkerDiedError
 from buffer_rl.kinds.engine import Releases, WeightTransport
+from buffer_rl.kinds.kind import offers
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.weights.sender import Senders
 
@@ -121,7 +122,7 @@ class Publisher:
             if self._is_held:
                 with contextlib.suppress(WorkerDiedError):  # the worker in its place sends anyway
                     self._unhold()
-        if isinstance(self._transport, Releases):
+        if offers(self._transport, Releases):
             self._transport.release(version)
         metrics = self._metrics(started) | dict(self._measure())
         if self._follow is not None:

@@ -110,7 +110,8 @@ def check_that_sleep_changes_nothing(model: str, distributed: bool) -> None:
     before = _weights(trainer)
     used = torch.cuda.memory_allocated()
     trainer.sleep()
-    assert torch.cuda.memory_allocated() < 0.2 * used
+    left = torch.cuda.memory_allocated() - 64 * 2**20  # of cuBLAS
+    assert left < 0.2 * used, f"{left} of {used} bytes are still there"
     trainer.wake_up()
     after = _weights(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)
