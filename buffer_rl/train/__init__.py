@@ -6,6 +6,7 @@ forward        log-probabilities and entropies under a model
 output_layer   output layer and log-probabilities as one function, without the logits of all tokens
 vocabulary     log-probabilities and entropies from logits, some tokens at a time
 objective      loss and advantage estimator of a run; gradients before the step's totals are known
+host_memory    copies of a GPU's tensors in pinned memory of the host
 optimizer      AdamW, reduction and sums of gradients
 learning_rate  the learning rate of each optimizer step
 steps          optimizer steps on a rollout; steps that are not finite; the KL coefficient under --kl-target
