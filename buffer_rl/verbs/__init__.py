@@ -18,6 +18,7 @@ engine_checks   what the engines of a run can do of what it asks for
 preflight       what a run needs of this machine and of its folders
 resources       what a run needs in numbers: rows for ranks, cores, space
 row_sources     the rows that a run reads, with file and line
+drill           ``drill``: a configuration and faults; its modules are in drill/
 trial           a trial of a few rows before a run: rendered, encoded, made training rows
 reward_trial    a trial of the reward on answers to a few rows
 """

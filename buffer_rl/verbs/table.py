@@ -27,6 +27,7 @@ VERBS = {
     "report": "write one HTML page of a run",
     "ledger": "where each group of a run is, and whether it adds up",
     "checkpoint": "check, list and remove checkpoints",
+    "drill": "test a configuration against faults, for a certificate",
     "export": "take the model out of a checkpoint",
     "completion": "print a completion script for a shell",
 }

@@ -1,0 +1,134 @@
+"""The runs of a drill: each is ``buffer-rl train`` in a process of its own, watched by what it writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from safetensors.numpy import load_file
+
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.ledger_tables import GroupState
+from buffer_rl.errors import CheckpointError, DeadlineError
+from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
+from buffer_rl.verbs.drill.faults import PHASES
+
+POLL_S = 0.02
+END_S = 60.0
+"""For a run that was asked to end."""
+
+
+class DrillRun:
+    """A run in ``folder``, which is its ``--run-dir``; what it prints is in ``output``."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.folder, self.output = folder, folder.with_suffix(".log")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "buffer_rl", "train", *arguments, "--run-dir", str(folder)]
+        with self.output.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=dict(environ)
+            )
+
+    @property
+    def driver(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def steps(self) -> list[dict[str, float]]:
+        """The metrics of its trained steps so far, in the order in which they were trained."""
+        return [line for line in self.lines() if "perf/step_time" in line]
+
+    def lines(self) -> list[dict[str, float]]:
+        """All of its metrics so far."""
+        return read_metrics(self.folder) if (self.folder / METRICS_FILE).exists() else []
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether ``condition`` came to hold before the run ended. Raises DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None:
+            if condition():
+                return True
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"nothing happened within {timeout_s:g} s", where=str(self.output))
+            time.sleep(POLL_S)
+        return condition()
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit status. Raises DeadlineError."""
+        self.wait_until(lambda: self._process.poll() is not None, timeout_s)
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """Kill the driver, as ``kill -9`` does."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End the run, if it has not."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    def last_lines(self, number: int = 12) -> str:
+        """The end of what it printed."""
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-number:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run came to. weights: of the model that it wrote, by name. trained: groups. doubled, faults: what the
+    ledger has against the accounting, the former for groups that were trained twice."""
+
+    weights: Mapping[str, bytes]
+    trained: frozenset[str]
+    quarantined: int
+    doubled: tuple[str, ...]
+    faults: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> Outcome:
+        """What the folder of an ended run holds. Raises CheckpointError if its ledger or model cannot be read."""
+        audit = LedgerAudit(folder / FILE_NAME)
+        try:
+            faults = audit.faults()
+            states = list(audit.states())
+        finally:
+            audit.close()
+        try:
+            files = [load_file(file) for file in sorted((folder / "hf").glob("*.safetensors"))]
+        except OSError as error:
+            raise CheckpointError(f"the model is not there: {error}", where=str(folder / "hf")) from error
+        return cls(
+            weights={name: array.tobytes() for file in files for name, array in file.items()},
+            trained=frozenset(str(uid) for uid, state in states if state is GroupState.TRAINED),
+            quarantined=sum(state is GroupState.QUARANTINED for _, state in states),
+            doubled=tuple(fault for fault in faults if "was trained" in fault),
+            faults=tuple(fault for fault in faults if "was trained" not in fault),
+        )
+
+
+def usual_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each metric that tells how long a phase takes, over all steps but the first."""
+    names = {*PHASES.values(), "perf/step_time"}
+    later = steps[1:] or steps
+    return {name: median(values) for name in names if (values := [step[name] for step in later if name in step])}
+
+
+def reward_marks(folder: Path) -> tuple[int, dict[str, int]]:
+    """How many groups met a fault of the reward, and how many samples by its kind."""
+    names = [path.name.rsplit(".", 2) for path in folder.iterdir()]
+    return len({uid for uid, _, _ in names}), dict(Counter(kind for _, _, kind in names))
