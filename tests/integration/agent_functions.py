@@ -27,6 +27,7 @@ def note_rows(args: Any, groups: list[Any]) -> None:
                 "row": str(row.row_id),
                 "tokens": row.tokens,
                 "mask": row.loss_mask,
+                "log_probs": row.rollout_log_probs,
                 "spans": [[span.version, span.start, span.end] for span in row.weight_versions],
             }
             file.write(json.dumps(line) + "\n")

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.observe.metrics import read_metrics
@@ -81,8 +83,31 @@ def test_two_deterministic_runs_end_with_equal_bits_though_agents_ask_at_once(ru
     assert max(values(first, "train/train_rollout_logprob_abs_diff")) < 1e-5
 
 
-def test_in_an_asynchronous_run_each_turn_has_the_versions_that_sampled_it(run: Run) -> None:
-    metrics, rows, _ = run("async", schedule="async", max_staleness=2, num_rollout=5)
+def log_probs_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Of each token but the first, ``[num_tokens - 1]``."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+    found: torch.Tensor = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1)
+    return found
+
+
+def test_in_an_asynchronous_run_each_turn_has_the_versions_that_sampled_it(run: Run, game: Path) -> None:
+    """What a version's weights give, which each step's checkpoint has, is what its tokens were sampled with."""
+    saves = game.parent / "async_saves"
+    more = {"save": str(saves), "save_interval": 1, "lr": 1e-2}
+    metrics, rows, _ = run("async", schedule="async", max_staleness=2, num_rollout=5, **more)
+    folders = [game / "model", *(saves / f"step_{step:06d}" / "hf" for step in range(1, 6))]
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
+    with_others = []
+    for row in rows:
+        response = len(row["mask"])
+        expected = [log_probs_of(model, row["tokens"])[-response:] for model in models]
+        recorded = torch.tensor(row["log_probs"])
+        for version, start, end in row["spans"]:
+            assert (expected[version][start:end] - recorded[start:end]).abs().max() < 1e-4
+            others = [each for number, each in enumerate(expected) if abs(number - version) == 1]
+            with_others.append(min(float((each[start:end] - recorded[start:end]).abs().max()) for each in others))
+    assert sum(difference > 1e-3 for difference in with_others) > len(with_others) / 4  # another one would be seen
     assert len(values(metrics, "train/loss")) == 5
     for row in rows:
         mask = row["mask"]
