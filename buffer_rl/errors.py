@@ -100,6 +100,10 @@ class WorkerDiedError(WorkerError):
     else all processes of the run are started again from a checkpoint."""
 
 
+class WorkerHungError(WorkerDiedError):
+    """A worker process hung and was ended, which is treated as a death."""
+
+
 class PayloadLostError(WorkerError):
     """Payloads in the object store are gone with the process that owned them: the rollout is produced again."""
 

@@ -20,6 +20,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import ray
 
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerError
+from buffer_rl.observe.pulse import Waits, waiting
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -57,6 +58,10 @@ class Answers:
 
     def wait(self, method: str, submit: Callable[[], Any]) -> Any:
         """The answer to the call that ``submit`` makes, once it is there."""
+        with waiting(Waits.DEADLINE):
+            return self._wait(method, submit)
+
+    def _wait(self, method: str, submit: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:

@@ -17,6 +17,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.rollout import as_leased_group, check_statuses
+from buffer_rl.observe.pulse import progress
 from buffer_rl.records.groups import NO_UID, Column, GroupUid, QueueHeader, RowId, Sample, SampleGroup, Ticket
 from buffer_rl.records.utf8 import lone_surrogate
 
@@ -185,6 +186,7 @@ class RolloutClient:
 
     def _progressed(self) -> None:
         self.progressed_at = asyncio.get_running_loop().time()
+        progress()
 
     get_samples = blocking(aget_samples)
     add_samples = blocking(aadd_samples)

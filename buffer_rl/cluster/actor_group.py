@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,15 @@ from typing import Any, Self, cast
 import ray
 
 from buffer_rl.cluster.dispatch import Collect, To, dispatch_of, first_answer, plan_calls
-from buffer_rl.errors import BufferRLError, DeadlineError, TrainError, WorkerDiedError, WorkerError
+from buffer_rl.cluster.member import PULSE, Member, write_stack_at_signal
+from buffer_rl.errors import (
+    BufferRLError,
+    DeadlineError,
+    TrainError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerHungError,
+)
 from buffer_rl.records.groups import Topology
 
 PATIENCE_S = 1.0
@@ -35,13 +43,15 @@ PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """A call under way. members: names of those that work on it, one for each of ``futures``."""
+    """A call under way. members: names of those that work on it, one for each of ``futures``. hung: as that of the
+    group."""
 
     role: str
     method: str
     members: Sequence[str]
     futures: Sequence[Future[Any]]
     collect: Collect = first_answer
+    hung: Mapping[str, str] = field(default_factory=dict)
 
     def ended(self) -> bool:
         """Whether all members answered, or one failed."""
@@ -53,7 +63,7 @@ class Call:
         all, named (see ``root_failure``)."""
         if failures := failures_of(self.members, self.method, self.futures):  # the others may still be at work
             role, error = root_failure(failures)
-            raise name_failure(role, error) from error
+            raise name_failure(role, error, self.hung.get(role.removesuffix(f".{self.method}"), "")) from error
         return self.collect(self.role, [future.result() for future in self.futures])
 
     def wait(self, timeout_s: float) -> Any:
@@ -72,6 +82,7 @@ class ActorGroup:
     trainer; where absent, each is a replica of its own.
     independent: members do not share their work, so that a restart replaces the dead alone. timeout_s: deadline of each
     call that a restart makes.
+    hung: of members whose processes were ended because they hung, by name, what is to be said of it.
     """
 
     def __init__(
@@ -88,6 +99,7 @@ class ActorGroup:
         if size < 1:
             raise ValueError(f"the group {role!r} has no members")
         self.role = role
+        self.hung: dict[str, str] = {}
         self.actors = [start_member(rank) for rank in range(size)]
         self.places = list(places) or [Topology(dp_rank=rank, dp_size=size) for rank in range(size)]
         self._start_member = start_member
@@ -107,6 +119,8 @@ class ActorGroup:
 
         def start(rank: int) -> Any:
             chosen = {"num_cpus": 0, "max_restarts": 0, **options(rank)}
+            if issubclass(member_class, Member):
+                chosen["concurrency_groups"] = {PULSE: 1}
             return cast("Any", ray.remote)(**chosen)(member_class).remote(*args(rank))
 
         return cls(role, start, size, member_class=member_class, **more)
@@ -115,13 +129,19 @@ class ActorGroup:
         """Call ``method`` on the members that it is dispatched to; returns at once."""
         declared = dispatch_of(self._class, method)
         calls = plan_calls(declared, args, self.places, next(self._turns) if declared.to is To.ONE else 0)
-        names = [f"{self.role} {rank}" if len(self.actors) > 1 else self.role for rank in calls.members]
+        names = [self.name_of(rank) for rank in calls.members]
         with self._order:  # of two threads' calls, which have members wait for each other, the same for all
             futures = [
                 getattr(self.actors[rank], method).remote(*own).future()
                 for rank, own in zip(calls.members, calls.args, strict=True)
             ]
-        return Call(role=self.role, method=method, members=names, futures=futures, collect=calls.collect)
+        return Call(
+            role=self.role, method=method, members=names, futures=futures, collect=calls.collect, hung=self.hung
+        )
+
+    def name_of(self, rank: int) -> str:
+        """What errors and notices call a member."""
+        return f"{self.role} {rank}" if len(self.actors) > 1 else self.role
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """``start`` and wait for the answer. Raises DeadlineError, or a member's error, named."""
@@ -150,6 +170,7 @@ class ActorGroup:
         for rank, actor in enumerate(self.actors):
             if not self._independent or is_dead(actor, "ready"):
                 _kill(actor)
+                self.hung.pop(self.name_of(rank), None)
                 self.actors[rank] = self._start_member(rank)
         if self._independent:
             with contextlib.suppress(WorkerDiedError):  # the next call finds who died
@@ -204,8 +225,10 @@ class FusedMember:
     role: str
 
     def __getattr__(self, method: str) -> Any:
-        call = self.process.call.options(concurrency_group=self.role)
-        return SimpleNamespace(remote=lambda *args: call.remote(self.role, method, args))
+        call = self.process.call.options(concurrency_group=PULSE if method == PULSE else self.role)
+        handle = SimpleNamespace(remote=lambda *args: call.remote(self.role, method, args))
+        handle.options = lambda **_: handle
+        return handle
 
 
 @dataclass(eq=False)
@@ -233,7 +256,7 @@ class FusedProcesses:
 
     def _started(self, rank: int) -> Any:
         members = self._members(rank)
-        threads = {"concurrency_groups": dict.fromkeys(members, 1)}
+        threads = {"concurrency_groups": dict.fromkeys((*members, PULSE), 1)}
         options = {"num_cpus": 0, "max_restarts": 0, **self._options(rank), **threads}
         return cast("Any", ray.remote)(**options)(FusedProcess).remote(members)
 
@@ -256,8 +279,9 @@ def is_dead(actor: Any, method: str) -> bool:
     return False
 
 
-def name_failure(role: str, error: BaseException) -> BufferRLError:
-    """The error to raise for ``error``, which a call to ``role`` ended with.
+def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLError:
+    """The error to raise for ``error``, which a call to ``role`` ended with. hung: what to say if its process was ended
+    because it hung.
 
     An error of ``buffer_rl.errors`` keeps its class; anything else becomes a WorkerError that names the role, the
     original exception and the end of its traceback, or a WorkerDiedError.
@@ -273,6 +297,8 @@ def name_failure(role: str, error: BaseException) -> BufferRLError:
     if isinstance(error, ray.exceptions.RayActorError):
         if error.actor_init_failed:  # Ray keeps the constructor's error as text alone, and it stands at the end
             return WorkerError(f"the process could not be set up: {_tail(str(error))}", where=role)
+        if hung:
+            return WorkerHungError(hung, where=role, hint="the stack of all its threads is in its log")
         return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role)
     return WorkerError(f"{type(error).__name__}: {error}", where=role)
 
@@ -327,7 +353,8 @@ def _first_lines(text: str, lines: int = 6) -> str:
 
 
 def redirect_output(path: str) -> None:
-    """Send this process's standard output and error, and those of its children, to the end of ``path``."""
+    """Send this process's standard output and error, and those of its children, to the end of ``path``; at a signal,
+    the stack of its threads too."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -340,3 +367,4 @@ def redirect_output(path: str) -> None:
     # What user code prints may be any text, and no locale's encoding may fail for it.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    write_stack_at_signal()

@@ -59,6 +59,12 @@ class PlacementOptions(Section):
     train_env_vars: dict[str, str] = option(
         {}, "environment variables of trainer ranks and role processes", metavar="JSON"
     )
+    hang_timeout_s: float = option(
+        60.0,
+        "end and replace a process of trainer, roles, reward model or rollout that does not answer for N seconds, or "
+        "makes no progress for N seconds and for 20 times its longest pause so far",
+        gt=0,
+    )
     placement_timeout_s: float = option(300.0, "deadline for free devices on the cluster, in seconds", gt=0)
 
 

@@ -28,6 +28,7 @@ from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.environment import StopRequest, direct_variables, signals_as_exceptions, variables
 from buffer_rl.cluster.fork_server import fork_server
+from buffer_rl.cluster.hangs import HangWatch
 from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
@@ -152,7 +153,7 @@ class _Run:
     source: Any = None
     trained: dict[str, ActorGroup] = field(default_factory=dict)
     reference: FolderUpdates | None = None
-    reward: Sequence[Any] = ()
+    reward: ActorGroup | None = None
     storage: Sequence[StorageUnit] = ()
     rollout: ActorGroup | None = None
 
@@ -275,9 +276,9 @@ class _Run:
 
     def _reward_model(self) -> Part:
         group = self.processes.stops(start_reward_model(self.args, self.logs, self.placement))
-        self.reward = group.actors
+        self.reward = group
         yield from self._loading(group)
-        self.processes.watchers.append(RewardModelWatch(self.reward, self.args, self.observer.notice))
+        self.processes.watchers.append(RewardModelWatch(group, self.args, self.observer.notice))
 
     def _storage(self) -> Part:
         """The processes that own large payloads; without them the Buffer does."""
@@ -290,7 +291,8 @@ class _Run:
     def _rollout_workers(self) -> Part:
         addresses = {} if self.fleet is None else self.fleet.addresses
         self.args = args = self.args.model_copy(update=addresses)
-        shared = self.placement, self.storage, self.source, self.reward
+        reward = () if self.reward is None else self.reward.actors
+        shared = self.placement, self.storage, self.source, reward
         workers = start_rollout_workers(args, dump_args(args), self.buffer.actor, self.logs, *shared)
         self.rollout = self.processes.stops(workers, "close", CLOSE_TIMEOUT_S)
         yield from self._loading(workers)
@@ -331,6 +333,9 @@ class _Run:
         plan, fleet = self._plan(), self.fleet
         self._start_local_roles(plan)
         self.observer.planned(plan.num_rollouts)
+        groups = [*self.trained.values(), *self.roles.values(), self.reward, self.rollout]
+        watched = [group for group in groups if group is not None]
+        self.processes.watchers.append(HangWatch(watched, self.args.hang_timeout_s, self.observer.notice))
         runtime = RayRuntime(self.processes.targets, self.processes.watchers)
         starved = fleet.starved_version if fleet is not None and self.engines is not None else lambda: None
         return Driver(plan, runtime, self.observer, stop, starved)

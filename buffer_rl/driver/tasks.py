@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, cast
 
-from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError
+from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerHungError
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.plan.schedule import RolePlan, RunPlan
 
@@ -261,9 +261,9 @@ class Restarts:
                 error.hint = error.hint or f"--role-max-restarts: {seen} of {seen} were used for {role}"
                 raise error
             self._counts[role] += 1
-            self._observer.notice(
-                f"{role} died and is replaced ({seen + 1} of {self._plan.max_restarts}): {error.what}"
-            )
+            how = "hung" if isinstance(error, WorkerHungError) else "died"
+            count = f"{seen + 1} of {self._plan.max_restarts}"
+            self._observer.notice(f"{role} {how} and is replaced ({count}): {error.what}")
             restarted = self._runtime.answer(self._runtime.restart(role), self._timeout_s)
             self._replacing[role] = asyncio.ensure_future(restarted)
         await asyncio.shield(self._replacing[role])

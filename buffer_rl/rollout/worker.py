@@ -7,6 +7,7 @@ call; the driver waits for ``run``, with a deadline for the whole rollout.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import threading
@@ -22,11 +23,13 @@ from buffer_rl.buffer.storage import StorageUnit
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import To, dispatch
 from buffer_rl.cluster.environment import direct_variables
+from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.protocol import Adapter
 from buffer_rl.errors import WorkerError
+from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.run_folder import sample_record
 from buffer_rl.options.section import load_args
 from buffer_rl.options.user_args import user_args
@@ -94,7 +97,7 @@ class LoopGuard:
             return
         self._failure = ended.exc_value
         while True:
-            for ended_now in [waiting for waiting in self._waiting if not waiting.done()]:
+            for ended_now in [each for each in self._waiting if not each.done()]:
                 ended_now.set_result(None)
             try:
                 self._loop.run_forever()
@@ -103,7 +106,7 @@ class LoopGuard:
                 self._failure = error
 
 
-class RolloutWorker:
+class RolloutWorker(Member):
     """Runs rollouts and evaluations: several at a time, but of a rollout function without ``concurrent = True`` one
     rollout. ``source``: the actor of the user's data source, where there is one.
 
@@ -163,7 +166,8 @@ class RolloutWorker:
         """Send the engines no request from now on, of evaluations neither, until ``unhold``; returns when none runs.
         Raises DeadlineError after ``timeout_s``, and sends again."""
         if (engine := self._context().engine) is not None:
-            await engine.gate.close(timeout_s)
+            with waiting(Waits.DEADLINE):
+                await engine.gate.close(timeout_s)
 
     async def unhold(self) -> None:
         """Send what ``hold`` held back; nothing without one."""
@@ -181,10 +185,10 @@ class RolloutWorker:
         if ticket.num_groups == 0:  # the worker before this one died when all were finished
             return {}, []
         function = self._functions[ticket.evaluation]
-        if ticket.evaluation or getattr(function, "concurrent", False):
-            return await self._produced(ticket, function)
-        async with self._one_rollout:
-            return await self._produced(ticket, function)
+        several = ticket.evaluation or getattr(function, "concurrent", False)
+        with waiting(Waits.DEADLINE):  # requests, rewards, calls of user code and the rollout have their own
+            async with contextlib.nullcontext() if several else self._one_rollout:
+                return await self._produced(ticket, function)
 
     async def _produced(
         self, ticket: Ticket, function: Callable[..., Any]

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from buffer_rl.errors import TrainError
 from buffer_rl.files.hf_config import length_problem
 from buffer_rl.kinds.objective import Objective
+from buffer_rl.observe.pulse import progress
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, no_rows, row_blocks, split_rows
 from buffer_rl.train.output_layer import at_predictors, fused_log_probs, is_fused
@@ -163,6 +164,7 @@ def passes(
     blocks += [[] for _ in range(num_passes(len(blocks)) - len(blocks))]
     for indices in blocks:
         yield indices, collate(batch.select(indices), device, packed=packed) if indices else no_rows(device)
+        progress()
 
 
 def _require_vocabulary(model: PreTrainedModel, batch: TrainBatch) -> None:

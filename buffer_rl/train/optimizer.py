@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from buffer_rl.errors import CheckpointError, NonFiniteError, TrainError
+from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.train.host_memory import HostMemory, wait_for_copies
 from buffer_rl.train.learning_rate import learning_rate as learning_rate
 from buffer_rl.train.sharding import local, whole
@@ -185,7 +186,8 @@ class Optimizer:
             return gradients
         flat = torch.cat([g.reshape(-1) for g in own]) if self._sum is None else self._sum.flat()
         if self._world_size > 1:
-            dist.all_reduce(flat)
+            with waiting(Waits.PEERS):
+                dist.all_reduce(flat)
         parts = torch.split(flat.mul_(scale), [g.numel() for g in own])
         for gradient, part in zip(own, parts, strict=True):
             gradient.copy_(part.view_as(gradient))

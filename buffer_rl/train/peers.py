@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.errors import BufferRLError, TrainError
+from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.records.groups import Topology
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ def most_of(count: int, device: torch.device, group: Any = None) -> int:
     import torch.distributed as dist
 
     most = torch.tensor(count, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return int(most)
+    with waiting(Waits.PEERS):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        return int(most)
 
 
 class Peers:
@@ -47,7 +49,8 @@ class Peers:
             check_topologies([place])
             return
         places: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, place)
+        with waiting(Waits.PEERS):
+            dist.all_gather_object(places, place)
         check_topologies(places)
         ranks = range(len(places))
         replicas = [[rank for rank in ranks if places[rank].dp_rank == number] for number in range(place.dp_size)]
@@ -64,8 +67,10 @@ class Peers:
             import torch.distributed as dist
 
             failed = torch.tensor(float(error is not None), device=_device())
-            dist.all_reduce(failed, group=self._group)
-            if error is None and failed:
+            with waiting(Waits.PEERS):
+                dist.all_reduce(failed, group=self._group)
+                any_failed = bool(failed)
+            if error is None and any_failed:
                 raise TrainError("another rank cannot go on", where=self._where, hint="its own error says why")
         if error is not None:
             raise error
@@ -91,8 +96,9 @@ def summed_over_ranks(numbers: Sequence[float]) -> list[float]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=_device())
-    dist.all_reduce(tensor)
-    return [float(number) for number in tensor.tolist()]
+    with waiting(Waits.PEERS):
+        dist.all_reduce(tensor)
+        return [float(number) for number in tensor.tolist()]
 
 
 def _device() -> str:

@@ -22,6 +22,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import all_answers, dispatch
+from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
@@ -29,6 +30,7 @@ from buffer_rl.kinds.kind import offers
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import HasValues, Memory, ReloadsReference, SavesLater, Trainer, TrainsAdapters
+from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import loss_of, role_args
@@ -77,7 +79,7 @@ def answer_of_head(role: str, answers: list[Any]) -> Any:
     return next((answer for answer in answers if answer is not None), None)
 
 
-class TrainRank:
+class TrainRank(Member):
     """One rank: a ``Trainer`` and the rows that it works on."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, rank: int, world_size: int, log_path: str) -> None:
@@ -301,7 +303,8 @@ class TrainRank:
 
     def write_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder, as they are trained."""
-        self._trainer.save_hf(path)
+        with waiting(Waits.DEADLINE):  # for a disk
+            self._trainer.save_hf(path)
 
     def write_adapter(self, path: str) -> None:
         """Write the adapters that are trained in peft's format."""
@@ -323,11 +326,13 @@ class TrainRank:
         weights: Iterator[Any] = self._trainer.export()
         if self._trainer.topology.is_source:
             weights = self._names.checked(weights)
-        return self._sender(method, weights, *arguments)
+        with waiting(Waits.DEADLINE):  # for engines
+            return self._sender(method, weights, *arguments)
 
     def save(self, path: str) -> None:
         """Write everything that a resume needs; under ``--async-save`` it may be whole only when ``is_saved``."""
-        self._trainer.save(path)
+        with waiting(Waits.DEADLINE):  # for a disk
+            self._trainer.save(path)
         if self._rank == 0:
             self._kl.save(path)
 

@@ -24,6 +24,7 @@ import numpy as np
 import ray
 
 from buffer_rl.cluster.actor_group import PATIENCE_S, ActorGroup, redirect_output
+from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.errors import ConfigError, WorkerDiedError
 from buffer_rl.options.section import dump_args, load_args, required
@@ -94,7 +95,7 @@ class _Call:
     scores: asyncio.Future[list[float]]
 
 
-class RewardModelWorker:
+class RewardModelWorker(Member):
     """One process of the role ``reward``: an asynchronous actor, whose forward passes have a thread of their own."""
 
     def __init__(self, args_text: str, log_path: str = "") -> None:
@@ -178,15 +179,17 @@ def start_reward_model(args: Args, log_dir: str, placement: Placement) -> ActorG
 
 
 class RewardModelWatch:
-    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process was replaced.
+    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process of ``group`` was
+    replaced.
 
     max_deaths: of all processes of the role over the run, ``--role-max-restarts`` where absent.
     """
 
     def __init__(
-        self, actors: Sequence[Any], args: Args, notice: Callable[[str], None], max_deaths: int | None = None
+        self, group: ActorGroup, args: Args, notice: Callable[[str], None], max_deaths: int | None = None
     ) -> None:
-        self._actors = list(actors)
+        self._group = group
+        self._actors = list(group.actors)
         self._notice = notice
         self._max_deaths: int = args.role_max_restarts if max_deaths is None else max_deaths
         self._pids = [answers_of(args).wait("pid", actor.pid.remote) for actor in self._actors]
@@ -212,9 +215,10 @@ class RewardModelWatch:
                 return
             self._pids[index] = pid
             self._deaths += 1
+            how = "hung" if self._group.hung.pop(self._group.name_of(index), "") else "died"
             if self._deaths > self._max_deaths:
                 raise self._too_many(index, self._deaths)
-            text = f"process {index} of the reward model died and was replaced"
+            text = f"process {index} of the reward model {how} and was replaced"
             self._notice(f"{text} ({self._deaths} of {self._max_deaths}; process {pid})")
 
     def _too_many(self, index: int, deaths: int) -> WorkerDiedError:

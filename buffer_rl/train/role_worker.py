@@ -18,9 +18,11 @@ import numpy as np
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
+from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import TrainError
+from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import fused_roles, own_roles, process_counts
@@ -65,7 +67,7 @@ def _has_rows_of(batch: TrainBatch, column: Any) -> bool:
     return bool(np.shape(column)[:1] == (len(batch),))
 
 
-class RoleWorker:
+class RoleWorker(Member):
     """One process of a role of ``buffer_rl.plan.roles.DEDICATED``, or of ``--role-path``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
@@ -93,7 +95,8 @@ class RoleWorker:
 
     def receive_weights(self, method: str, *arguments: Any) -> None:
         """``join``, ``receive`` or ``leave`` of ``RoleModel``: the trainer broadcasts weights."""
-        getattr(self._model, method)(*arguments)
+        with waiting(Waits.DEADLINE):
+            getattr(self._model, method)(*arguments)
 
     def version(self) -> str:
         """The weight version that it computes with."""

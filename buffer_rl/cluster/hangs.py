@@ -1,0 +1,123 @@
+"""The watcher of members that hang: it asks for their pulse, and ends one that hangs with a stack of its threads.
+
+Who waits for whom: nothing waits for the watcher. It runs on the thread of the driver's watchers, and waits for a
+process that hangs a few seconds at most, while it takes the stack. What follows is what follows a death.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.cluster.member import PULSE, end_process, frames_of, take_stack
+from buffer_rl.observe.pulse import Look, Pulse, hung_members
+
+NODE_S = 20.0
+"""Deadline for a task on the node of a process that hangs."""
+FIRST_S = 5.0
+"""How long the members, which are ready, may take to answer for the first time."""
+MAX_INTERVAL_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A member. question: under way; asked: when the newest one began. pulse: None until the process has answered."""
+
+    actor: Any
+    question: Any = None
+    asked: float = 0.0
+    silent_s: float = 0.0
+    pulse: Pulse | None = None
+
+    def look(self, now: float, since_last: float, interval_s: float) -> Look:
+        """Read the answer, and ask again. since_last: time since the last look that counts as silence."""
+        if self.question is not None:
+            if ray.wait([self.question], timeout=0)[0]:
+                question, self.question, self.silent_s = self.question, None, 0.0
+                try:
+                    self.pulse = ray.get(question)
+                except ray.exceptions.RayError:  # it died: a process in its place has yet to answer
+                    self.pulse = None
+            else:
+                self.silent_s += since_last
+        if self.question is None and now - self.asked >= interval_s:
+            self.ask(now)
+        return Look(pulse=self.pulse, silent_s=self.silent_s)
+
+    def ask(self, now: float) -> None:
+        """Ask for the pulse."""
+        self.question, self.asked = getattr(self.actor, PULSE).options(concurrency_group=PULSE).remote(), now
+
+
+class HangWatch:
+    """A watcher of the driver. groups: their members are of classes derived from ``Member`` and are ready. timeout_s:
+    see ``hung_members``. notice: called with a line for each process that is ended."""
+
+    def __init__(
+        self,
+        groups: Sequence[ActorGroup],
+        timeout_s: float,
+        notice: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._notice = notice
+        self._now = now
+        self._looked = now()
+        self._interval_s = min(timeout_s / 4, MAX_INTERVAL_S)
+        self._groups = {group: [_Watched(actor) for actor in group.actors] for group in groups}
+        watched = [member for members in self._groups.values() for member in members]
+        for member in watched:
+            member.ask(self._looked)
+        if watched:  # what hangs before it has answered once has no known process
+            ray.wait([member.question for member in watched], num_returns=len(watched), timeout=FIRST_S)
+
+    def __call__(self) -> None:
+        """One look."""
+        now = self._now()
+        # If this process was stopped meanwhile, the members were not silent for all that time.
+        since_last, self._looked = min(now - self._looked, self._timeout_s / 2), now
+        hung: list[tuple[Pulse, str, str]] = []
+        for group, members in self._groups.items():
+            for rank, actor in enumerate(group.actors):
+                if members[rank].actor is not actor:  # it was replaced
+                    members[rank] = _Watched(actor)
+            looks = [member.look(now, since_last, self._interval_s) for member in members]
+            for rank, reason in hung_members(looks, self._timeout_s).items():
+                hung.append((cast("Pulse", looks[rank].pulse), group.name_of(rank), reason))
+        for pulse, name, reason in {
+            (pulse.node, pulse.pid): (pulse, name, reason) for pulse, name, reason in hung
+        }.values():
+            self._end(pulse, name, reason)
+
+    def _end(self, pulse: Pulse, name: str, reason: str) -> None:
+        """Take the stack of a process, end it, and have its calls fail with the reason."""
+        method = pulse.calls[0].method if pulse.calls else ""
+        stack = _on_node(pulse.node, take_stack, pulse.pid, pulse.log) or ""
+        frames = frames_of(stack, method) or "none"
+        what = f"hung: {reason} (process {pulse.pid} on {pulse.host}), stack: {frames}"
+        for group, members in self._groups.items():
+            for rank, member in enumerate(members):
+                if member.pulse is not None and (member.pulse.node, member.pulse.pid) == (pulse.node, pulse.pid):
+                    group.hung[group.name_of(rank)] = what
+                    members[rank] = _Watched(member.actor)
+        self._notice(f"{name} {what}; its process is ended, and {pulse.log or 'its log'} has the stack of all threads")
+        _on_node(pulse.node, end_process, pulse.pid)
+
+
+def _on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The answer of ``function``, called on a node; None if the node does not answer."""
+    if node == ray.get_runtime_context().get_node_id():
+        return function(*args)
+    place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    try:
+        task = cast("Any", ray.remote)(num_cpus=0, max_retries=0, scheduling_strategy=place)(function)
+        return ray.get(task.remote(*args), timeout=NODE_S)
+    except ray.exceptions.RayError:  # fault boundary: what is on a lost node dies with it
+        return None

@@ -1,0 +1,208 @@
+"""The pulse of a member process: its calls under way and their progress; and which members of a role hang.
+
+A call makes *progress* when code in it says so (``progress``), begins or ends a wait, or returns. The time between two
+marks of progress is a gap. A member knows the longest gap of each of its methods, and compares the current one with it.
+
+Pure logic, without Ray: ``buffer_rl.cluster.hangs`` asks the members.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+GAP_FACTOR = 20
+"""A call hangs once its gap is so many times the longest gap before."""
+
+
+class Waits(StrEnum):
+    """What a call waits for: nothing, the other ranks (a collective), or something that has a deadline of its own."""
+
+    NOT = ""
+    PEERS = "the other ranks"
+    DEADLINE = "an answer with a deadline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPulse:
+    """The calls of one method that are under way. Times in seconds: since the oldest one began, and since the newest
+    mark of progress. num_marks: of the method so far."""
+
+    method: str
+    running_s: float
+    idle_s: float
+    num_marks: int
+    waits: Waits = Waits.NOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """A member's answer. gaps: the longest gap in seconds of each method that has returned once. log: the file with
+    its output, empty if it is not known.
+
+    Example:
+        Pulse(calls=(CallPulse(method="train", running_s=9.0, idle_s=0.2, num_marks=40),), gaps={"train": 0.5})
+    """
+
+    calls: tuple[CallPulse, ...] = ()
+    gaps: Mapping[str, float] = field(default_factory=dict)
+    pid: int = 0
+    node: str = ""
+    host: str = ""
+    log: str = ""
+
+
+@dataclass(slots=True)
+class _Method:
+    begun: list[float] = field(default_factory=list)  # one for each call under way
+    waits: list[Waits] = field(default_factory=list)
+    marked: float = 0.0
+    num_marks: int = 0
+    longest_gap: float = 0.0
+    has_returned: bool = False
+
+
+class PulseRecorder:
+    """Notes the calls of one member, from any thread. now: a clock in seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._methods: dict[str, _Method] = {}
+
+    @contextmanager
+    def call(self, method: str) -> Iterator[None]:
+        """A call of ``method`` is under way in the block; a call within it is a part of it."""
+        if _current.get() is not None:
+            yield
+            return
+        with self._lock:
+            noted, begun = self._methods.setdefault(method, _Method()), self._now()
+            noted.marked = noted.marked if noted.begun else begun
+            noted.begun.append(begun)
+        token = _current.set((self, noted))
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            self.mark(noted)
+            with self._lock:
+                noted.begun.remove(begun)
+                noted.has_returned = True
+
+    def mark(self, method: _Method, *, counts_gap: bool = True) -> None:
+        """The calls of ``method`` made progress."""
+        with self._lock:
+            now = self._now()
+            if counts_gap:
+                method.longest_gap = max(method.longest_gap, now - method.marked)
+            method.marked = now
+            method.num_marks += 1
+
+    def calls(self) -> tuple[CallPulse, ...]:
+        """The methods with calls under way."""
+        with self._lock:
+            now = self._now()
+            return tuple(
+                CallPulse(
+                    method=name,
+                    running_s=now - min(each.begun),
+                    idle_s=now - each.marked,
+                    num_marks=each.num_marks,
+                    # Several calls of a method wait only if each of them does.
+                    waits=each.waits[-1] if len(each.waits) >= len(each.begun) else Waits.NOT,
+                )
+                for name, each in self._methods.items()
+                if each.begun
+            )
+
+    def gaps(self) -> dict[str, float]:
+        """As ``Pulse.gaps``."""
+        with self._lock:
+            return {name: each.longest_gap for name, each in self._methods.items() if each.has_returned}
+
+
+_current: ContextVar[tuple[PulseRecorder, _Method] | None] = ContextVar("buffer_rl_pulse", default=None)
+
+
+def progress() -> None:
+    """Mark progress of the call under way; nothing outside of a member's call."""
+    if (found := _current.get()) is not None:
+        recorder, method = found
+        recorder.mark(method)
+
+
+@contextmanager
+def waiting(waits: Waits) -> Iterator[None]:
+    """The call under way waits in the block; nothing outside of a member's call. The time of a wait with a deadline of
+    its own is no gap."""
+    if (found := _current.get()) is None:
+        yield
+        return
+    recorder, method = found
+    recorder.mark(method)
+    method.waits.append(waits)
+    try:
+        yield
+    finally:
+        method.waits.remove(waits)
+        recorder.mark(method, counts_gap=waits is not Waits.DEADLINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A member as the watcher sees it. pulse: the newest; None before the first. silent_s: how long the newest question
+    has had no answer."""
+
+    pulse: Pulse | None = None
+    silent_s: float = 0.0
+
+
+def hung_members(looks: Sequence[Look], timeout_s: float) -> dict[int, str]:
+    """The members of a role that hang, by place, with the reason.
+
+    A member that has answered before is silent after ``timeout_s``. A call is stuck after ``timeout_s`` without
+    progress, if that is also ``GAP_FACTOR`` times the longest gap of its method, its own and its siblings'. A call of a
+    method that has never returned is not stuck, nor is a wait with a deadline of its own.
+
+    A silent member comes first: others may wait for it. Of stuck ones, those that wait for the other ranks hang only if
+    all members do.
+    """
+    silent = {
+        place: f"no answer for {look.silent_s:.0f} s {_at_work(look.pulse)}"
+        for place, look in enumerate(looks)
+        if look.pulse is not None and look.silent_s > timeout_s
+    }
+    if silent or any(look.silent_s > timeout_s / 3 for look in looks):  # soon it may be silent
+        return silent
+    stuck = {place: call for place, look in enumerate(looks) if (call := _stuck_call(look, looks, timeout_s))}
+    culprits = {place: call for place, call in stuck.items() if call.waits is Waits.NOT}
+    if not culprits and len(stuck) == len(looks):
+        culprits = stuck
+    return {place: f"no progress for {call.idle_s:.0f} s in {_named(call)}" for place, call in culprits.items()}
+
+
+def _stuck_call(look: Look, looks: Sequence[Look], timeout_s: float) -> CallPulse | None:
+    """The call of a member that has made no progress for too long."""
+    if look.pulse is None:
+        return None
+    for call in look.pulse.calls:
+        if call.method in look.pulse.gaps and call.waits is not Waits.DEADLINE:
+            longest = max(each.pulse.gaps.get(call.method, 0.0) for each in looks if each.pulse is not None)
+            if call.idle_s > max(timeout_s, GAP_FACTOR * longest):
+                return call
+    return None
+
+
+def _at_work(pulse: Pulse | None) -> str:
+    calls = pulse.calls if pulse is not None else ()
+    return f"in {', '.join(map(_named, calls))}" if calls else "between calls"
+
+
+def _named(call: CallPulse) -> str:
+    return f"{call.method}, waiting for {call.waits}" if call.waits is Waits.PEERS else call.method
