@@ -183,7 +183,10 @@ class Drill:
         if fault.kind == "cut":
             _pause(run, CUT_S)
             lift(fault, met)
-        survived = _trains_on(run, len(steps))
+        else:
+            run.wait_until(lambda: not met.alive(), START_S + LIMIT_S)
+        # In a publication, the step that is under way has been trained.
+        survived = _trains_on(run, len(run.steps()) + (fault.phase == "publication"))
         seconds = time.monotonic() - began
         replaced = fault.kind == "cut" or not met.alive()
         found = "" if not replaced else "waited" if fault.kind == "cut" else f"process {met.pid} was replaced"
@@ -248,6 +251,7 @@ class Drill:
             "save": str(self.folder / f"{name.replace(' ', '_')}_saves"), "progress": "plain",
             "max-global-restarts": restarts, "role-max-restarts": restarts, "buffer-max-restarts": restarts,
             "engine-max-restarts": restarts, "rollout-health-check-timeout": SHORT_S, "buffer-hang-timeout-s": SHORT_S,
+            "hang-timeout-s": SHORT_S,
         }  # fmt: skip
         if (model := self.folder / "model").exists():
             own |= {"hf-checkpoint": str(model)}
