@@ -48,6 +48,8 @@ SHORT_S = "5"
 CUT_S = 3.0
 FAILING_GROUPS = 15
 """Groups that meet a fault of the reward, about."""
+REWARD_S = 30.0
+"""Deadline of a reward at most: one of the faults is that it hangs."""
 START_S, LIMIT_S = 300.0, 600.0
 MODELS = ("ref_load", "critic_load", "opd_teacher_load")
 
@@ -105,6 +107,9 @@ class Drill:
     """Groups with a failing reward that no run counted as failed."""
 
     def __post_init__(self) -> None:
+        from buffer_rl.plan.schedule import Schedule
+
+        self.promised = self.args.deterministic and Schedule.of(self.args).max_staleness == 0
         self.kinds = list(self.namespace.drill_faults)
         self.own = _without_own_flags(self.namespace.arguments[1:])
         actions = [kind for kind in ("kill", "stop") if kind in self.kinds]
@@ -120,8 +125,6 @@ class Drill:
 
     def certificate(self) -> Certificate:
         """Run everything. Raises BufferRLError if the undisturbed run fails."""
-        from buffer_rl.plan.schedule import Schedule
-
         usual = self._undisturbed()
         if self.faults:
             self._disturbed(usual)
@@ -132,7 +135,6 @@ class Drill:
         if "driver" in self.kinds:
             self._continued("driver", None, usual)
         quiet, *others = self.outcomes.values()
-        promised = self.args.deterministic and Schedule.of(self.args).max_staleness == 0
         equal = len(self.outcomes) == len(self.ends) and all(each.weights == quiet.weights for each in others)
         return Certificate(
             command=shlex.join(["buffer-rl", *self.namespace.arguments]),
@@ -143,7 +145,7 @@ class Drill:
             groups_lost=sum(self.num_steps * self.args.rollout_batch_size - len(each.trained) for each in others),
             groups_doubled=sum(len(each.doubled) for each in self.outcomes.values()),
             rewards_from_failures=self.counted,
-            equal_bits=equal if promised else None,
+            equal_bits=equal if self.promised else None,
             left_out=self.left_out,
         )
 
@@ -204,7 +206,8 @@ class Drill:
         marks.mkdir()
         every = max(2, self.num_steps * self.args.rollout_batch_size // FAILING_GROUPS)
         plan = {"folder": str(marks), "every": every, "kinds": KINDS, "reward": reward}
-        flags = ["--custom-rm-path", "buffer_rl.verbs.drill.reward:score", "--rm-timeout-s", SHORT_S]
+        flags = ["--custom-rm-path", "buffer_rl.verbs.drill.reward:score", "--rm-timeout-s"]
+        flags += [str(min(self.args.rm_timeout_s, REWARD_S))]
         flags += ["--on-reward-error", "retry", "--no-trial", "--max-data-failures", str(self.num_steps * 1000)]
         with self._run("rewards", flags, {PLAN: json.dumps(plan)}) as run:
             status = run.wait(START_S + LIMIT_S)
@@ -274,6 +277,8 @@ class Drill:
             wrong += [*found.doubled, *found.faults]
             if (missing := self.num_steps * self.args.rollout_batch_size - len(found.trained)) != 0:
                 wrong.append(f"{missing} groups are missing")
+            if self.promised and found.weights != self.outcomes["undisturbed"].weights:
+                wrong.append(f"its weights are others; {found.quarantined} groups are in quarantine")
         self.ends[name] = tuple(wrong)
 
     def _add(self, row: Row) -> None:

@@ -6,11 +6,15 @@ What it needs is in the environment variable ``PLAN``, which reaches every proce
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.rollout.user_functions import is_async
 
 PLAN = "DRILL_REWARD_PLAN"
 """JSON: ``folder`` for marks of faults that were put in, ``every``: one of how many groups meets one, ``kinds``."""
@@ -63,9 +67,12 @@ async def _fail(kind: str) -> float:
 
 
 async def _own(args: Any, sample: Any) -> Any:
-    from buffer_rl.plugin.registry import PluginRegistry
+    function = _resolved(tuple(args.plugin), json.loads(os.environ[PLAN])["reward"])
+    if is_async(function):
+        return await function(args, sample)
+    return await asyncio.to_thread(function, args, sample)
 
-    plan = json.loads(os.environ[PLAN])
-    function = PluginRegistry.from_flags(args.plugin).resolve("reward", plan["reward"])
-    answer = function(args, sample)
-    return await answer if asyncio.iscoroutine(answer) else answer
+
+@functools.cache
+def _resolved(plugins: tuple[str, ...], reference: str) -> Any:
+    return PluginRegistry.from_flags(list(plugins)).resolve("reward", reference)
