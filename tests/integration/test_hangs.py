@@ -43,6 +43,8 @@ def happens(args, name):
 def stop(args, name, pid=0):
     if happens(args, name):
         os.kill(pid or os.getpid(), signal.SIGSTOP)
+        if not pid:  # the signal that has it write its stack also wakes it
+            wait_for_ever()
 
 
 async def generate(args, sample, sampling_params, evaluation=False):
@@ -175,7 +177,7 @@ def test_a_process_of_each_role_that_is_stopped_is_named_with_a_stack_and_replac
     found = re.findall(r"(\w+(?: \d)?) hung: no answer for (\d+) s (.*?) \(process \d+ on .*?\), stack: (.*?);", said)
     assert [name for name, *_ in found] == ["ref", "rollout", "reward", "train 1"], said
     assert [int(seconds) for _, seconds, *_ in found if int(seconds) > 10] == []
-    assert [at for _, _, at, _ in found] == ["in stream", "in run", found[2][2], "in train"]
+    assert [at for _, _, at, _ in found] == ["in stream", "in run", "between calls", "in train"]
     for (_, _, _, stack), function in zip(found, ("look", "generate", "", "accumulate"), strict=True):
         assert re.search(rf"\w+\.py:\d+ in \w*{function}", stack), said
     assert "ref hung and is replaced (1 of 2): hung: no answer" in said
@@ -184,3 +186,29 @@ def test_a_process_of_each_role_that_is_stopped_is_named_with_a_stack_and_replac
     assert "train 1.train: hung: no answer" in said
     assert "from the checkpoint of step 4 (global restart 1 of 3)" in said
     assert "in accumulate" in (disturbed / "logs" / "train_1.log").read_text()
+
+
+def test_a_rank_that_is_blocked_is_named_with_its_stack_and_the_one_that_waits_for_it_is_not(
+    run: Run, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disturbed = run("blocked")
+    said = capfd.readouterr().out
+    check_equal(disturbed, undisturbed)
+    assert re.findall(r"(train \d) hung: no progress for \d+ s in train \(process \d+ on ", said) == ["train 1"], said
+    assert re.search(
+        r"stack: (\w+\.py:\d+ in \w+ < )+hangs\.py:\d+ in wait_for_ever < hangs\.py:\d+ in accumulate", said
+    )
+    assert "from the checkpoint of step 4 (global restart 1 of 3)" in said
+
+
+def test_a_reward_that_blocks_for_ever_keeps_its_deadline_and_ends_no_process(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"rm_model": None, "custom_rm_path": "{folder}/hangs.py:reward", "rm_timeout_s": 4 * TIMEOUT_S}
+    folder = run("reward_function", **options)
+    said = capfd.readouterr().out
+    assert (folder / "reward_function").exists()
+    assert "hung" not in said
+    assert LedgerAudit(folder / "ledger.sqlite").faults() == []
+    (line,) = [line for line in (folder / "quarantine.jsonl").read_text().splitlines() if "reward_failed" in line]
+    print(line)
