@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -52,7 +53,7 @@ async def generate(args, sample, sampling_params, evaluation=False):
     if not evaluation and place == 2 and sample.sample_index == 0:
         if rollout == 2:
             stop(args, "rollout")
-        if rollout == 3:
+        if rollout == 3 and "reward" in args.run_dir:
             (model,) = [p for p in descendants(TEST) if p.command.startswith("ray::RewardModelWorker")]
             stop(args, "reward", model.pid)
     return await default.generate(args, sample, sampling_params)
@@ -87,6 +88,12 @@ class Trainer(TorchTrainer):
         self.steps += 1
         return super().accumulate(batch)
 
+    def optimizer_step(self, scale):
+        answer = super().optimizer_step(scale)
+        with Path(self.args.run_dir, "trained").open("a") as file:
+            print(time.time(), file=file)
+        return answer
+
     def load(self, path):
         super().load(path)
         self.steps = int(Path(path).parent.name.removeprefix("step_"))
@@ -97,7 +104,8 @@ def wait_for_ever():
 
 
 def reward(args, sample):
-    if sample.group_index == 4 and happens(args, "reward_function"):
+    if sample.group_index == 4:
+        Path(args.run_dir, "blocked_reward").touch()
         wait_for_ever()
     return sample.response.count("a")
 """
@@ -168,6 +176,14 @@ def check_equal(disturbed: Path, undisturbed: Path) -> None:
     assert audit.commits() == [(step, step + 1, GROUPS) for step in range(STEPS)]
 
 
+def report_recovery(run_dir: Path) -> None:
+    """Print the seconds from each hang to the next optimizer step."""
+    steps = sorted(map(float, (run_dir / "trained").read_text().split()))
+    for name in run_dir.name.split("-"):
+        began = float((run_dir / name).read_text())
+        print(f"{name}: trained again after {min(step for step in steps if step > began) - began:.1f} s")
+
+
 def test_a_process_of_each_role_that_is_stopped_is_named_with_a_stack_and_replaced_and_no_bit_changes(
     run: Run, undisturbed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +196,7 @@ def test_a_process_of_each_role_that_is_stopped_is_named_with_a_stack_and_replac
     assert [at for _, _, at, _ in found] == ["in stream", "in run", "between calls", "in train"]
     for (_, _, _, stack), function in zip(found, ("look", "generate", "", "accumulate"), strict=True):
         assert re.search(rf"\w+\.py:\d+ in \w*{function}", stack), said
+    report_recovery(disturbed)
     assert "ref hung and is replaced (1 of 2): hung: no answer" in said
     assert "rollout hung and is replaced (1 of 2): hung: no answer" in said
     assert "process 0 of the reward model hung and was replaced (1 of 2" in said
@@ -204,11 +221,11 @@ def test_a_rank_that_is_blocked_is_named_with_its_stack_and_the_one_that_waits_f
 def test_a_reward_that_blocks_for_ever_keeps_its_deadline_and_ends_no_process(
     run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"rm_model": None, "custom_rm_path": "{folder}/hangs.py:reward", "rm_timeout_s": 4 * TIMEOUT_S}
-    folder = run("reward_function", **options)
+    options = {"rm_model": None, "custom_rm_path": "{folder}/hangs.py:reward", "rm_timeout_s": 2 * TIMEOUT_S}
+    folder = run("waits", **options)
     said = capfd.readouterr().out
-    assert (folder / "reward_function").exists()
+    assert (folder / "blocked_reward").exists()
     assert "hung" not in said
     assert LedgerAudit(folder / "ledger.sqlite").faults() == []
-    (line,) = [line for line in (folder / "quarantine.jsonl").read_text().splitlines() if "reward_failed" in line]
-    print(line)
+    (line,) = (json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines())
+    assert (line["reason"], line["attempts"]) == ("reward_failed:timeout", 2)
