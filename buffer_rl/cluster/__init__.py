@@ -7,6 +7,8 @@ requirements  what the roles of a run need, and what is said where a cluster has
 placement     bundles that are reserved, and the actor options of each member
 actor_group   the members of a role: started, called, replaced, stopped; their failures and log files; roles in one
               process
+member        what a member process has so that it is seen to hang: its pulse, and the stack of its threads
+hangs         the watcher of members that hang
 dispatch      which members a call goes to, and how their answers become one
 locality      what must be on one machine
 fork_server   the process that the others of a local run are forked from

@@ -107,6 +107,7 @@ class ActorGroup:
         self._independent = independent
         self._timeout_s = timeout_s
         self._turns = itertools.count()
+        self._under_way: dict[tuple[int, int], str] = {}
         self._order = threading.Lock()
         self._kept: Callable[[], object] = lambda: None
 
@@ -135,9 +136,20 @@ class ActorGroup:
                 getattr(self.actors[rank], method).remote(*own).future()
                 for rank, own in zip(calls.members, calls.args, strict=True)
             ]
+        for rank, future in zip(calls.members, futures, strict=True):
+            self._note(rank, method, future)
         return Call(
             role=self.role, method=method, members=names, futures=futures, collect=calls.collect, hung=self.hung
         )
+
+    def _note(self, rank: int, method: str, future: Future[Any]) -> None:
+        key = rank, id(future)
+        self._under_way[key] = method
+        future.add_done_callback(lambda _: self._under_way.pop(key, None))
+
+    def under_way(self, rank: int) -> list[str]:
+        """The methods that were called on a member and have not answered, the oldest first."""
+        return [method for (member, _), method in list(self._under_way.items()) if member == rank]
 
     def name_of(self, rank: int) -> str:
         """What errors and notices call a member."""

@@ -35,8 +35,9 @@ class _Watched:
     silent_s: float = 0.0
     pulse: Pulse | None = None
 
-    def look(self, now: float, since_last: float, interval_s: float) -> Look:
-        """Read the answer, and ask again. since_last: time since the last look that counts as silence."""
+    def look(self, now: float, since_last: float, interval_s: float, called: Sequence[str]) -> Look:
+        """Read the answer, and ask again. since_last: time since the last look that counts as silence. called: as in
+        the answer."""
         if self.question is not None:
             if ray.wait([self.question], timeout=0)[0]:
                 question, self.question, self.silent_s = self.question, None, 0.0
@@ -48,7 +49,7 @@ class _Watched:
                 self.silent_s += since_last
         if self.question is None and now - self.asked >= interval_s:
             self.ask(now)
-        return Look(pulse=self.pulse, silent_s=self.silent_s)
+        return Look(pulse=self.pulse, silent_s=self.silent_s, called=called)
 
     def ask(self, now: float) -> None:
         """Ask for the pulse."""
@@ -83,24 +84,25 @@ class HangWatch:
         now = self._now()
         # If this process was stopped meanwhile, the members were not silent for all that time.
         since_last, self._looked = min(now - self._looked, self._timeout_s / 2), now
-        hung: list[tuple[Pulse, str, str]] = []
+        hung: dict[tuple[str, int], tuple[Look, str, str]] = {}  # by process: roles may share one
         for group, members in self._groups.items():
             for rank, actor in enumerate(group.actors):
                 if members[rank].actor is not actor:  # it was replaced
                     members[rank] = _Watched(actor)
-            looks = [member.look(now, since_last, self._interval_s) for member in members]
+            looks = [
+                member.look(now, since_last, self._interval_s, group.under_way(rank))
+                for rank, member in enumerate(members)
+            ]
             for rank, reason in hung_members(looks, self._timeout_s).items():
-                hung.append((cast("Pulse", looks[rank].pulse), group.name_of(rank), reason))
-        for pulse, name, reason in {
-            (pulse.node, pulse.pid): (pulse, name, reason) for pulse, name, reason in hung
-        }.values():
-            self._end(pulse, name, reason)
+                if (pulse := looks[rank].pulse) is not None:
+                    hung.setdefault((pulse.node, pulse.pid), (looks[rank], group.name_of(rank), reason))
+        for look, name, reason in hung.values():
+            self._end(cast("Pulse", look.pulse), look.methods, name, reason)
 
-    def _end(self, pulse: Pulse, name: str, reason: str) -> None:
+    def _end(self, pulse: Pulse, methods: Sequence[str], name: str, reason: str) -> None:
         """Take the stack of a process, end it, and have its calls fail with the reason."""
-        method = pulse.calls[0].method if pulse.calls else ""
         stack = _on_node(pulse.node, take_stack, pulse.pid, pulse.log) or ""
-        frames = frames_of(stack, method) or "none"
+        frames = frames_of(stack, methods[0] if methods else "") or "none"
         what = f"hung: {reason} (process {pulse.pid} on {pulse.host}), stack: {frames}"
         for group, members in self._groups.items():
             for rank, member in enumerate(members):

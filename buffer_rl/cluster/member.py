@@ -26,7 +26,7 @@ STACK_S = 3.0
 """Deadline for a process to write its stack."""
 STACK_FRAMES = 8
 """Frames of the stack in a notice; the log has all."""
-POLL_S = 0.05
+POLL_S = 0.01
 
 
 class Member:
@@ -79,19 +79,18 @@ def write_stack_at_signal() -> None:
 
 def take_stack(pid: int, log: str) -> str:
     """On the node of the process ``pid``, which called ``write_stack_at_signal`` and whose errors are in the file
-    ``log``: have it write its stack, also if it is stopped. Returns the text; empty if it writes none."""
-    try:
+    ``log``: have it write its stack, also if it is stopped; afterwards it is stopped. Returns the text; empty if it
+    writes none."""
+    text = ""
+    with contextlib.suppress(OSError):  # it has ended, or its log is not a file
         start = Path(log).stat().st_size
         os.kill(pid, STACK_SIGNAL)
         os.kill(pid, signal.SIGCONT)  # a stopped process gets the signal first
-    except OSError:  # it has ended, or its log is not a file
-        return ""
-    text, deadline = "", time.monotonic() + STACK_S
-    while time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        before, text = text, _end_of(log, start)
-        if text and text == before:
-            break
+        before, deadline = "", time.monotonic() + STACK_S
+        while time.monotonic() < deadline and not (text and text == before):
+            time.sleep(POLL_S)
+            before, text = text, _end_of(log, start)
+        os.kill(pid, signal.SIGSTOP)  # it must not go on with what it did
     return text
 
 

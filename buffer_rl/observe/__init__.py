@@ -9,6 +9,7 @@ timeline        spans of work of all roles, their clocks, and trace.json
 timeline_stats  idle shares, waits, overlap and lower bound of a step, from its spans
 curve           the learning curve, as a picture and as a line of text
 svg_chart       line charts, stacked bars and the spans of a step as SVG
+pulse           the pulse of a process: its calls and their progress; which members of a role hang
 startup         when each part of a run was ready
 report          the HTML report, whose page is in templates/; what a run learned, for the terminal at its end
 """

@@ -157,10 +157,16 @@ def waiting(waits: Waits) -> Iterator[None]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """A member as the watcher sees it. pulse: the newest; None before the first. silent_s: how long the newest question
-    has had no answer."""
+    has had no answer. called: the methods that the driver has called and that have not answered, the oldest first."""
 
     pulse: Pulse | None = None
     silent_s: float = 0.0
+    called: Sequence[str] = ()
+
+    @property
+    def methods(self) -> Sequence[str]:
+        """The methods under way."""
+        return self.called or [call.method for call in (self.pulse.calls if self.pulse is not None else ())]
 
 
 def hung_members(looks: Sequence[Look], timeout_s: float) -> dict[int, str]:
@@ -174,11 +180,11 @@ def hung_members(looks: Sequence[Look], timeout_s: float) -> dict[int, str]:
     all members do.
     """
     silent = {
-        place: f"no answer for {look.silent_s:.0f} s {_at_work(look.pulse)}"
+        place: f"no answer for {look.silent_s:.0f} s {_at_work(look)}"
         for place, look in enumerate(looks)
         if look.pulse is not None and look.silent_s > timeout_s
     }
-    if silent or any(look.silent_s > timeout_s / 3 for look in looks):  # soon it may be silent
+    if any(look.silent_s > timeout_s / 3 for look in looks):  # it may be silent soon
         return silent
     stuck = {place: call for place, look in enumerate(looks) if (call := _stuck_call(look, looks, timeout_s))}
     culprits = {place: call for place, call in stuck.items() if call.waits is Waits.NOT}
@@ -199,9 +205,8 @@ def _stuck_call(look: Look, looks: Sequence[Look], timeout_s: float) -> CallPuls
     return None
 
 
-def _at_work(pulse: Pulse | None) -> str:
-    calls = pulse.calls if pulse is not None else ()
-    return f"in {', '.join(map(_named, calls))}" if calls else "between calls"
+def _at_work(look: Look) -> str:
+    return f"in {look.methods[0]}" if look.methods else "between calls"
 
 
 def _named(call: CallPulse) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -43,6 +44,8 @@ def happens(args, name):
 def stop(args, name, pid=0):
     if happens(args, name):
         os.kill(pid or os.getpid(), signal.SIGSTOP)
+        if not pid:  # the signal that has it write its stack also wakes it
+            wait_for_ever()
 
 
 async def generate(args, sample, sampling_params, evaluation=False):
@@ -50,7 +53,7 @@ async def generate(args, sample, sampling_params, evaluation=False):
     if not evaluation and place == 2 and sample.sample_index == 0:
         if rollout == 2:
             stop(args, "rollout")
-        if rollout == 3:
+        if rollout == 3 and "reward" in args.run_dir:
             (model,) = [p for p in descendants(TEST) if p.command.startswith("ray::RewardModelWorker")]
             stop(args, "reward", model.pid)
     return await default.generate(args, sample, sampling_params)
@@ -85,6 +88,12 @@ class Trainer(TorchTrainer):
         self.steps += 1
         return super().accumulate(batch)
 
+    def optimizer_step(self, scale):
+        answer = super().optimizer_step(scale)
+        with Path(self.args.run_dir, "trained").open("a") as file:
+            print(time.time(), file=file)
+        return answer
+
     def load(self, path):
         super().load(path)
         self.steps = int(Path(path).parent.name.removeprefix("step_"))
@@ -95,7 +104,8 @@ def wait_for_ever():
 
 
 def reward(args, sample):
-    if sample.group_index == 4 and happens(args, "reward_function"):
+    if sample.group_index == 4:
+        Path(args.run_dir, "blocked_reward").touch()
         wait_for_ever()
     return sample.response.count("a")
 """
@@ -166,6 +176,14 @@ def check_equal(disturbed: Path, undisturbed: Path) -> None:
     assert audit.commits() == [(step, step + 1, GROUPS) for step in range(STEPS)]
 
 
+def report_recovery(run_dir: Path) -> None:
+    """Print the seconds from each hang to the next optimizer step."""
+    steps = sorted(map(float, (run_dir / "trained").read_text().split()))
+    for name in run_dir.name.split("-"):
+        began = float((run_dir / name).read_text())
+        print(f"{name}: trained again after {min(step for step in steps if step > began) - began:.1f} s")
+
+
 def test_a_process_of_each_role_that_is_stopped_is_named_with_a_stack_and_replaced_and_no_bit_changes(
     run: Run, undisturbed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,12 +193,39 @@ def test_a_process_of_each_role_that_is_stopped_is_named_with_a_stack_and_replac
     found = re.findall(r"(\w+(?: \d)?) hung: no answer for (\d+) s (.*?) \(process \d+ on .*?\), stack: (.*?);", said)
     assert [name for name, *_ in found] == ["ref", "rollout", "reward", "train 1"], said
     assert [int(seconds) for _, seconds, *_ in found if int(seconds) > 10] == []
-    assert [at for _, _, at, _ in found] == ["in stream", "in run", found[2][2], "in train"]
+    assert [at for _, _, at, _ in found] == ["in stream", "in run", "between calls", "in train"]
     for (_, _, _, stack), function in zip(found, ("look", "generate", "", "accumulate"), strict=True):
         assert re.search(rf"\w+\.py:\d+ in \w*{function}", stack), said
+    report_recovery(disturbed)
     assert "ref hung and is replaced (1 of 2): hung: no answer" in said
     assert "rollout hung and is replaced (1 of 2): hung: no answer" in said
     assert "process 0 of the reward model hung and was replaced (1 of 2" in said
     assert "train 1.train: hung: no answer" in said
     assert "from the checkpoint of step 4 (global restart 1 of 3)" in said
     assert "in accumulate" in (disturbed / "logs" / "train_1.log").read_text()
+
+
+def test_a_rank_that_is_blocked_is_named_with_its_stack_and_the_one_that_waits_for_it_is_not(
+    run: Run, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disturbed = run("blocked")
+    said = capfd.readouterr().out
+    check_equal(disturbed, undisturbed)
+    assert re.findall(r"(train \d) hung: no progress for \d+ s in train \(process \d+ on ", said) == ["train 1"], said
+    assert re.search(
+        r"stack: (\w+\.py:\d+ in \w+ < )+hangs\.py:\d+ in wait_for_ever < hangs\.py:\d+ in accumulate", said
+    )
+    assert "from the checkpoint of step 4 (global restart 1 of 3)" in said
+
+
+def test_a_reward_that_blocks_for_ever_keeps_its_deadline_and_ends_no_process(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"rm_model": None, "custom_rm_path": "{folder}/hangs.py:reward", "rm_timeout_s": 2 * TIMEOUT_S}
+    folder = run("waits", **options)
+    said = capfd.readouterr().out
+    assert (folder / "blocked_reward").exists()
+    assert "hung" not in said
+    assert LedgerAudit(folder / "ledger.sqlite").faults() == []
+    (line,) = (json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines())
+    assert (line["reason"], line["attempts"]) == ("reward_failed:timeout", 2)

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from buffer_rl.cluster.actor_group import failures_of, name_failure, root_failure
-from buffer_rl.errors import BufferRLError, PayloadLostError, PluginError, RolloutError, TrainError, WorkerError
+from buffer_rl.cluster.actor_group import Call, failures_of, name_failure, root_failure
+from buffer_rl.errors import (
+    BufferRLError,
+    PayloadLostError,
+    PluginError,
+    RolloutError,
+    TrainError,
+    WorkerError,
+    WorkerHungError,
+)
 
 
 def raw_error(cause: Exception) -> RayTaskError:
@@ -48,6 +56,24 @@ def test_a_worker_whose_constructor_failed_shows_the_constructors_error() -> Non
 
 def test_a_dead_process_is_said_to_have_died() -> None:
     assert name_failure("buffer", ActorDiedError()).what.startswith("the process died")
+
+
+def test_a_process_that_was_ended_because_it_hung_is_said_to_have_hung() -> None:
+    named = name_failure("train 1.train", ActorDiedError(), "hung: no answer for 61 s in train")
+    assert isinstance(named, WorkerHungError)
+    assert str(named).startswith("train 1.train: hung: no answer for 61 s in train")
+    failed = name_failure("train 0.train", task_error(TrainError("connection closed")), "hung")
+    assert type(failed) is TrainError
+
+
+def test_the_call_of_a_member_that_was_ended_because_it_hung_says_so() -> None:
+    futures = [Future[Any](), Future[Any]()]
+    futures[0].set_exception(RuntimeError("connection closed by peer"))
+    futures[1].set_exception(ActorDiedError())
+    members = ["train 0", "train 1"]
+    call = Call(role="train", method="train", members=members, futures=futures, hung={"train 1": "hung: no answer"})
+    with pytest.raises(WorkerHungError, match=r"train 1\.train: hung: no answer"):
+        call.result()
 
 
 def test_the_root_of_several_failures_is_a_death_then_a_named_error_then_the_first() -> None:
