@@ -26,6 +26,7 @@ VERBS = {
     "data": "validate, show and count data files",
     "report": "write one HTML page of a run",
     "ledger": "where each group of a run is, and whether it adds up",
+    "why": "what became of a group and why, or where a step's time went",
     "checkpoint": "check, list and remove checkpoints",
     "export": "take the model out of a checkpoint",
     "completion": "print a completion script for a shell",
