@@ -22,7 +22,7 @@ from buffer_rl.records.groups import GroupUid
 from buffer_rl.verbs.run_records import GroupRecord, RunRecords
 
 FAILURES = f"{NOTE}failures"
-FAILED, UNKNOWN, NOT_NEEDED = "failed", "unknown", "not needed"
+FAILED, UNKNOWN, NOT_NEEDED, BEGUN_AGAIN = "failed", "unknown", "not needed", "begun again"
 _REASONS = {
     TOO_OLD: "its tokens were older than --max-staleness allows when the selection of the step was open",
     UNREPORTED: "the rollout function leased it and never mentioned it again",
@@ -44,8 +44,9 @@ _NOW = {
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One lease. Times in seconds since 1970. end: the state that the lease ended with, None if it is in work; why: the
-    reason of the ledger, or what follows from the counts of failures (``FAILED``, ``NOT_NEEDED``, ``UNKNOWN``)."""
+    """One lease. Times in seconds since 1970. end: the state that the lease ended with, None if it is in work. why: the
+    reason of the ledger, or what follows from counts of failures and other leases (``FAILED``, ``NOT_NEEDED``,
+    ``BEGUN_AGAIN``, ``UNKNOWN``); empty if nothing does."""
 
     attempt: int
     ticket: int | None
@@ -110,6 +111,10 @@ def group_life(records: RunRecords, uid: GroupUid) -> GroupLife:
     life.failures = failures_of(records.audit.facts().get(FAILURES, "{}"), uid)
     life.attempts, life.later = split_attempts(history)
     explain_requeues(life)
+    if "--rollout-function-path" not in records.changed:
+        explain_rest(
+            life, {a.ticket: records.audit.of_rollout(a.ticket) for a in life.attempts if a.ticket is not None}
+        )
     last = life.attempts[-1].ticket if life.attempts else None
     life.record = records.group_record(uid, last, _selection(entry))
     if entry.state in (GroupState.REJECTED, GroupState.QUARANTINED) and last is not None:
@@ -163,13 +168,24 @@ def split_attempts(history: Sequence[Transition]) -> tuple[list[Attempt], list[T
 
 def explain_requeues(life: GroupLife) -> None:
     """Set ``why`` of attempts that went back to the queue without a reason: the ledger counts failures of a group, but
-    does not say which attempts failed."""
+    does not say which attempts these are."""
     unexplained = [a for a in life.attempts if a.end == GroupState.PENDING and not a.why]
     failed = sum(life.failures.values())
     if failed and any(a.end == GroupState.QUARANTINED for a in life.attempts):
         failed -= 1  # the one that put it there
     for attempt in unexplained:
-        attempt.why = FAILED if failed >= len(unexplained) else UNKNOWN if failed else NOT_NEEDED
+        attempt.why = FAILED if failed >= len(unexplained) else UNKNOWN if failed else ""
+
+
+def explain_rest(life: GroupLife, events: Mapping[int, Sequence[tuple[GroupUid, Transition]]]) -> None:
+    """Set ``why`` of attempts that ended without a failure: the default rollout function gives groups back at the end
+    of its rollout, so the rollout of a ticket that leased groups again afterwards was begun again. events: by
+    ticket."""
+    for attempt in life.attempts:
+        if attempt.end != GroupState.PENDING or attempt.why or attempt.ended is None or attempt.ticket is None:
+            continue
+        lines = [line for _, line in events[attempt.ticket] if line.after is GroupState.LEASED]
+        attempt.why = BEGUN_AGAIN if any(line.time > attempt.ended for line in lines) else NOT_NEEDED
 
 
 def replacements(events: Sequence[tuple[GroupUid, Transition]], uid: GroupUid) -> list[GroupUid]:
@@ -269,10 +285,11 @@ def _requeued(attempt: Attempt) -> str:
         return _REOPENED[attempt.why]
     known = {
         FAILED: "the attempt failed",
-        NOT_NEEDED: "no failure of it is counted, so its rollout did not need it or its rollout worker died",
-        UNKNOWN: "it failed, its rollout did not need it, or its rollout worker died",
+        NOT_NEEDED: f"train_{attempt.ticket} leased no group afterwards, so it did not need it any more",
+        BEGUN_AGAIN: f"no failure of it is counted, and train_{attempt.ticket} leased groups again afterwards, so its "
+        "rollout worker died or the rollout began again",
     }
-    return known.get(attempt.why, attempt.why)
+    return known.get(attempt.why, "it failed, its rollout did not need it, or its rollout worker died")
 
 
 def _later(line: Transition) -> str:
@@ -329,7 +346,7 @@ def not_recorded(life: GroupLife) -> list[str]:
     missing = []
     if life.attempts and life.num_workers > 1:
         missing.append(f"which of the {life.num_workers} rollout workers leased it")
-    unclear = [str(a.attempt) for a in life.attempts if a.why in (UNKNOWN, NOT_NEEDED)]
+    unclear = [str(a.attempt) for a in life.attempts if a.end == GroupState.PENDING and a.why in (UNKNOWN, "")]
     if unclear:
         missing.append(f"why attempt {' and '.join(unclear)} went back to the queue (the ledger has no reason)")
     if life.attempts and life.attempts[-1].end is not None and life.record is None:

@@ -91,8 +91,8 @@ def count_groups(life: StepLife, events: Sequence[tuple[GroupUid, Transition]]) 
         elif line.before is GroupState.LEASED:
             live[uid] -= 1
         if line.after in (GroupState.REJECTED, GroupState.QUARANTINED):
-            quarantined = "quarantined: " if line.after is GroupState.QUARANTINED else ""
-            dropped[f"{quarantined}{line.reason}"] += 1
+            quarantined = " (quarantine)" if line.after is GroupState.QUARANTINED else ""
+            dropped[f"{line.reason}{quarantined}"] += 1
         elif line.after is GroupState.PENDING:
             life.requeued += 1
             if line.reason:

@@ -27,6 +27,7 @@ VERBS = {
     "report": "write one HTML page of a run",
     "ledger": "where each group of a run is, and whether it adds up",
     "why": "what became of a group and why, or where a step's time went",
+    "rescore": "score the samples of a run by another reward",
     "checkpoint": "check, list and remove checkpoints",
     "export": "take the model out of a checkpoint",
     "completion": "print a completion script for a shell",
