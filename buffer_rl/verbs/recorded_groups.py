@@ -59,16 +59,17 @@ class RecordReader:
         self._tokenizer: Any = None
 
     def steps(self) -> list[RecordedStep]:
-        """All rollouts of which anything was recorded, ascending. Raises DataError for damaged files."""
+        """All rollouts, ascending, those of which nothing was recorded too. Raises DataError for damaged files."""
         commits = {rollout: number for rollout, _, number in self._records.audit.commits()}
         finished = {ticket.rollout_id: ticket.finished for ticket in self._records.audit.tickets(-1)}
-        found = {}
-        for rollout in sorted({*commits, *(number for number, _ in self._lines)}):
-            if (batch := self._records.dumped(rollout)) is not None:
-                found[rollout] = self._of_rows(batch, commits.get(rollout))
-            elif step := self._of_lines(rollout, finished.get(rollout)):
-                found[rollout] = step
-        return list(found.values())
+        found = []
+        for rollout in sorted({*commits, *finished, *(number for number, _ in self._lines)}):
+            batch = self._records.dumped(rollout)
+            if batch is None:
+                found.append(self._of_lines(rollout, finished.get(rollout)))
+            else:
+                found.append(self._of_rows(batch, commits.get(rollout)))
+        return found
 
     def _opened_source(self) -> PromptDataSource | None:
         if self._args.data_source_path is None and self._args.prompt_data:
@@ -93,7 +94,7 @@ class RecordReader:
             raise DataError("neither the data nor samples.jsonl has its prompt", where=f"group {uid}")
         return Sample(uid=uid, prompt=lines[0]["prompt"], label=lines[0].get("label"))
 
-    def _of_lines(self, rollout: int, total: int | None) -> RecordedStep | None:
+    def _of_lines(self, rollout: int, total: int | None) -> RecordedStep:
         step = RecordedStep(rollout_id=rollout, total=total)
         for (number, text), lines in self._lines.items():
             if number != rollout:
@@ -109,7 +110,7 @@ class RecordReader:
                 sample.status, sample.reward = Status(line["status"]), line["reward"]
                 samples.append(sample)
             step.groups.append(SampleGroup(uid=uid, samples=samples))
-        return step if step.groups else None
+        return step
 
     def _of_rows(self, batch: TrainBatch, total: int | None) -> RecordedStep:
         step = RecordedStep(rollout_id=batch.rollout_id, total=total, whole=True)

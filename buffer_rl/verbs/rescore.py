@@ -60,7 +60,7 @@ def run(namespace: argparse.Namespace) -> int:
     finally:
         records.audit.close()
     print_notices(reader.notices)
-    if not steps:
+    if not any(step.groups or step.skipped for step in steps):
         raise ConfigError(
             "the run has recorded no samples",
             where=str(namespace.folder),

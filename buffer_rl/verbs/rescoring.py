@@ -73,7 +73,7 @@ class Comparison:
 
 @dataclass(slots=True, kw_only=True)
 class Rescored:
-    """A step. advantages: by row, of the old and the new rewards: ``[response_length]`` each. errors: the first error
+    """A step. advantages: by row, of the tokens that are trained on, by the old and the new rewards. errors: the first
     of each reason."""
 
     rollout_id: int
@@ -168,9 +168,8 @@ def _advantages(objective: Objective, step: Rescored) -> None:
         computed = batch.columns.get("advantages")
         if computed is None:
             return
-        found.append(
-            {row: np.asarray(a) * np.asarray(mask) for row, a, mask in zip(rows, computed, masks, strict=True)}
-        )
+        trained = zip(rows, computed, masks, strict=True)
+        found.append({row: np.asarray(values)[np.asarray(mask) != 0] for row, values, mask in trained})
     step.advantages = {row: (found[0][row], found[1][row]) for row in found[0]}
 
 
@@ -251,7 +250,9 @@ def write_rows(path: Path, steps: Sequence[Rescored]) -> int:
                         "dropped": scored.drop,
                     }
                     if row in step.advantages:
-                        means = [float(np.mean(side)) for side in step.advantages[row]]
+                        means = [
+                            float(side.mean(dtype=np.float64)) if len(side) else 0.0 for side in step.advantages[row]
+                        ]
                         line |= {"old_advantage": means[0], "new_advantage": means[1]}
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                     count += 1

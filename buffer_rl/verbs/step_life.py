@@ -44,6 +44,7 @@ class StepLife:
     failures: dict[str, float] = field(default_factory=dict)
     restarts: list[str] = field(default_factory=list)
     traced: bool = False
+    at_work: bool = False
 
     def facts(self) -> dict[str, Any]:
         """As JSON values, with the sentences."""
@@ -59,7 +60,7 @@ def step_life(records: RunRecords, step: int) -> StepLife:
         steps = sorted({*metrics, *(rollout for rollout, _, _ in records.audit.commits())})
         known = f"a step from {steps[0]} to {steps[-1]}, or the one in work" if steps else "a run that has begun a step"
         raise ConfigError(f"the run has no step {step}", where="STEP", expected=known)
-    life = StepLife(step=step)
+    life = StepLife(step=step, at_work=records.writer is not None)
     count_groups(life, events)
     life.tickets = next((s.tickets for s in records.audit.selections(-1) if s.rollout_id == step), [])
     if "perf/step_time" in metrics.get(step, {}):
@@ -133,7 +134,7 @@ def sentences(life: StepLife) -> list[str]:
     told += [_waited(role, waits) for role, waits in life.waits.items() if any(waits.values())]
     told.append(_groups(life))
     if life.leased:
-        work = f", {life.in_work} are in work" if life.in_work else ""
+        work = f"; in work: {life.in_work}" if life.in_work else ""
         told.append(f"The ticket train_{life.step} leased {life.leased} groups, {life.requeued} went back{work}.")
     if life.dropped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in life.dropped.items())
@@ -164,6 +165,8 @@ def _groups(life: StepLife) -> str:
         return f"It trained on {len(chosen)} groups ({at}{by}): {names}."
     if life.selected:
         return f"It selected {len(chosen)} groups{by}, and has not committed them: {names}."
+    if not life.at_work:
+        return "It has not selected its groups, and no process of this machine writes the ledger: the run has ended."
     return "It has not selected its groups yet."
 
 

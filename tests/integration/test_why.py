@@ -164,8 +164,8 @@ def test_the_runs_own_reward_gives_what_was_recorded_and_another_what_another_ru
         assert [np.float32(line["new_reward"]) for line in found] == [np.float32(value) for value in new_raw]
         assert [np.float32(line["old_reward"]) for line in found] == [np.float32(value) for value in raw]
         # GRPO: each token's advantage is the normalised reward.
-        assert [np.float32(line["new_advantage"]) for line in found] == pytest.approx(new_trained_on, rel=1e-6, abs=0)
-        assert [np.float32(line["old_advantage"]) for line in found] == pytest.approx(trained_on, rel=1e-6, abs=0)
+        assert [line["new_advantage"] for line in found] == new_trained_on
+        assert [line["old_advantage"] for line in found] == trained_on
 
 
 def test_what_a_reward_raises_is_counted_and_the_other_groups_are_compared(

@@ -230,7 +230,7 @@ def test_a_step_has_its_times_waits_groups_drops_and_failures(
 def test_a_step_in_work_says_what_is_missing(run: AsyncRun, capsys: pytest.CaptureFixture[str]) -> None:
     facts = asked(capsys, run, 2)
     assert (facts["in_work"], facts["trained"]) == (1, [])
-    assert "It has not selected its groups yet." in facts["sentences"]
+    assert "It has not selected its groups, and no process of this machine writes the ledger" in str(facts)
     assert len(facts["not_recorded"]) == 2
 
 
