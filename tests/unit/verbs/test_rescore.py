@@ -128,6 +128,8 @@ def test_another_reward_replaces_that_of_the_run_and_its_key(
     assert rows[0]["reward"] == {"length": 1, "other": "text"}
     assert rows[0]["new_advantage"] == -rows[1]["new_advantage"] == pytest.approx(-(0.5**0.5), abs=1e-6)
     assert rescored("--custom-rm-path", "rewards.py:later")["all"]["new"] == pytest.approx(1 / 3)
+    facts = rescored("--rm-type", "exact_match")
+    assert (facts["reward"], facts["all"]["new"]) == ("--rm-type exact_match", 0.0)
 
 
 def test_what_the_users_code_raises_is_counted_by_reason(rescored: Callable[..., dict[str, Any]], folder: Path) -> None:

@@ -18,7 +18,15 @@ from buffer_rl.observe.metrics import MetricsFile
 from buffer_rl.observe.run_folder import SampleDump
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.records.groups import GroupUid, RowId
-from buffer_rl.verbs.group_life import nearest, replacements, shown_time, split_attempts
+from buffer_rl.verbs.group_life import (
+    Attempt,
+    GroupLife,
+    explain_requeues,
+    nearest,
+    replacements,
+    shown_time,
+    split_attempts,
+)
 from buffer_rl.verbs.step_life import engine_changes
 from harness.async_run import AsyncRun
 
@@ -155,6 +163,7 @@ def test_rewards_and_versions_are_those_of_the_samples_and_are_missed_aloud(
     assert facts["record"]["rewards"] == [1.0, 0.0]
     assert "reward 0.5 on average, from 0 to 1, standard deviation 0.5; tokens of weight version 0." in str(facts)
     assert facts["not_recorded"] == []
+    assert asked(capsys, run, f"{run.uid(TRAINED)}/1.0") == facts  # as messages name a row of it
     (missing,) = asked(capsys, run, run.uid(PREFETCHED))["not_recorded"]
     assert missing.startswith("its rewards and the weight versions of its tokens")
 
@@ -277,7 +286,8 @@ def test_a_replacement_is_certain_if_one_place_was_free_and_one_of_several_else(
     assert [uid.row for uid in replacements(two, GroupUid("s", 1, 0))] == [2, 3]
     again = [line(0, *lease), line(1, *lease), line(0, "leased", "pending"), line(1, *drop), line(0, *lease)]
     assert replacements(again, GroupUid("s", 1, 0)) == []
-    assert [uid.row for uid in replacements([*again, line(4, *lease)], GroupUid("s", 1, 0))] == [4]
+    more = [*again, line(4, *lease), line(5, *lease)]
+    assert [uid.row for uid in replacements(more, GroupUid("s", 1, 0))] == [4]
 
 
 def test_attempts_end_where_the_lease_does() -> None:
@@ -285,6 +295,18 @@ def test_attempts_end_where_the_lease_does() -> None:
     attempts, later = split_attempts([transition for _, transition in lines])
     assert [(a.leased, a.ended, a.end) for a in attempts] == [(1.0, 2.0, "finished")]
     assert [transition.time for transition in later] == [3.0]
+
+
+def test_the_failure_that_put_a_group_into_quarantine_explains_no_other_attempt() -> None:
+    def attempts(*ends: str) -> list[str]:
+        life = GroupLife(uid=GroupUid("s", 0, 0), failures={"data": 2})
+        life.attempts = [Attempt(attempt=n, ticket=0, leased=n, opening=1, end=end) for n, end in enumerate(ends)]
+        explain_requeues(life)
+        return [attempt.why for attempt in life.attempts]
+
+    assert attempts("pending", "pending", "quarantined") == ["unknown", "unknown", ""]
+    assert attempts("pending", "quarantined") == ["failed", ""]
+    assert attempts("pending", "pending", "finished") == ["failed", "failed", ""]
 
 
 def test_the_nearest_uids_have_the_source_then_the_epoch_then_the_row() -> None:
