@@ -207,6 +207,18 @@ class LedgerAudit:
         with self._reading():
             return [_transition(*row) for row in self._db.execute(query, (uid.source, uid.row, uid.epoch))]
 
+    def of_rollout(self, rollout_id: int) -> list[tuple[GroupUid, Transition]]:
+        """What happened to groups by the ticket, or the selection, of a rollout, the oldest first. Reads the whole
+        history."""
+        query = (
+            "SELECT s.source, row, epoch, time, from_state, to_state, h.attempt, h.rollout_id, h.reason, h.step,"
+            " incarnation FROM history h CROSS JOIN groups USING (admitted) JOIN sources s ON s.id = groups.source"
+            " WHERE h.rollout_id = ? ORDER BY h.id"
+        )
+        with self._reading():
+            rows = list(self._db.execute(query, (rollout_id,)))
+        return [(GroupUid(*row[:3]), _transition(*row[3:])) for row in rows]
+
     def faults(self, limit: int = 20) -> list[str]:
         """What contradicts the accounting, up to ``limit`` lines for each rule. Empty where all holds: the file is
         whole, each group's state is what its history ends with, the history has no gaps, none was trained twice or left

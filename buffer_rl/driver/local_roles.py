@@ -18,7 +18,7 @@ from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.driver.folders import retain
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError
 from buffer_rl.files.checkpoint import new_checkpoint
-from buffer_rl.files.row_file import read_rollout, write_rollout
+from buffer_rl.files.row_file import read_rollout, rollout_path, write_rollout
 from buffer_rl.observe.run_folder import changed_options
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
@@ -125,11 +125,6 @@ def _naming(folder: Path) -> Iterator[None]:
         if str(folder.parent) not in str(error):
             error.where = f"{error.where}, which writes to {folder.parent}"
         raise
-
-
-def rollout_path(template: str, rollout_id: int) -> Path:
-    """``template`` with its ``{rollout_id}`` filled in."""
-    return Path(template.replace("{rollout_id}", str(rollout_id)))
 
 
 class RolloutRecorder:

@@ -21,6 +21,11 @@ FORMAT = 1
 """Version of this layout; a reader refuses others."""
 
 
+def rollout_path(template: str, rollout_id: int) -> Path:
+    """``template`` with its ``{rollout_id}`` filled in."""
+    return Path(template.replace("{rollout_id}", str(rollout_id)))
+
+
 def write_rollout(path: Path, batch: TrainBatch) -> None:
     """Write all rows of a rollout; the file appears whole or not at all.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -27,6 +27,7 @@ from buffer_rl.records.groups import Sample
 
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
+QUARANTINE_FILE = "quarantine.jsonl"
 SURROGATES = "backslashreplace"
 """How files of JSON are written: a lone surrogate in a text becomes its escape, from which it is read again."""
 
@@ -172,13 +173,15 @@ class RunFacts:
     """Facts of a run, as in ``run.json``; all empty where there is no such file.
 
     started: UTC, ISO 8601. start: seconds from the command until each part was ready. changed:
-    the options that differ from their defaults, by flag.
+    the options that differ from their defaults, by flag. data: use, path, number of rows and source hash of each
+    data source.
     """
 
     started: str = ""
     start: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
     changed: Mapping[str, Any] = field(default_factory=dict)
+    data: Sequence[Mapping[str, Any]] = ()
 
 
 def changed_options(args: Args) -> dict[str, Any]:
@@ -225,7 +228,11 @@ def read_facts(run_dir: str | Path) -> RunFacts:
         found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
         started, version = str(found["started"]), str(found["version"])
         return RunFacts(
-            started=started, start=dict(found.get("start", {})), version=version, changed=dict(found["changed"])
+            started=started,
+            start=dict(found.get("start", {})),
+            version=version,
+            changed=dict(found["changed"]),
+            data=tuple(dict(source) for source in found.get("data", ())),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return RunFacts()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
+from buffer_rl.observe.run_folder import QUARANTINE_FILE as QUARANTINE_FILE
 from buffer_rl.observe.run_folder import SURROGATES
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.records.groups import GroupUid, RowId, SampleGroup, Ticket
@@ -44,7 +45,6 @@ FIRST_PAUSE_S = 0.1  # doubled with each failure of the infrastructure in a row
 LONGEST_PAUSE_S = 5.0
 CANARY_DEADLINE_S = 30.0
 """Longer than the client's own retries take. Engines that need more time count as not healthy."""
-QUARANTINE_FILE = "quarantine.jsonl"
 EXCERPT_CHARS = 400
 ERROR_CHARS = 4000
 _CAUSES = {Domain.INFRA: "of the engines or the network", Domain.DATA: "of the data"}

@@ -26,6 +26,8 @@ VERBS = {
     "data": "validate, show and count data files",
     "report": "write one HTML page of a run",
     "ledger": "where each group of a run is, and whether it adds up",
+    "why": "what became of a group and why, or where a step's time went",
+    "rescore": "score the samples of a run by another reward",
     "checkpoint": "check, list and remove checkpoints",
     "drill": "test a configuration against faults, for a certificate",
     "export": "take the model out of a checkpoint",

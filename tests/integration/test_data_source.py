@@ -16,9 +16,8 @@ import pytest
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
-from buffer_rl.driver.local_roles import rollout_path
 from buffer_rl.errors import PluginError, WorkerError
-from buffer_rl.files.row_file import read_rollout
+from buffer_rl.files.row_file import read_rollout, rollout_path
 from buffer_rl.records.groups import GroupUid
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.processes import descendants, holds_within

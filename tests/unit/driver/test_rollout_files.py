@@ -11,9 +11,9 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.data.source import PromptDataSource
-from buffer_rl.driver.local_roles import RecordedRollouts, rollout_path
+from buffer_rl.driver.local_roles import RecordedRollouts
 from buffer_rl.errors import DataError
-from buffer_rl.files.row_file import read_rollout, write_rollout
+from buffer_rl.files.row_file import read_rollout, rollout_path, write_rollout
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from harness.local_buffer import local_state

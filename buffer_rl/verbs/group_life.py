@@ -1,0 +1,362 @@
+"""The life of one group, from what a run's folder has recorded: each attempt at it, its samples, and where it is now.
+
+The facts are of the ledger and of the files beside it. What follows from several of them is said with its reason; what
+none of them has is listed as not recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from statistics import fmean, pstdev
+from typing import Any
+
+from buffer_rl.buffer.ledger_audit import Transition
+from buffer_rl.buffer.ledger_file import NOTE
+from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
+from buffer_rl.buffer.rollouts import TOO_OLD, UNREPORTED
+from buffer_rl.errors import ConfigError
+from buffer_rl.records.groups import GroupUid
+from buffer_rl.verbs.run_records import GroupRecord, RunRecords
+
+FAILURES = f"{NOTE}failures"
+FAILED, UNKNOWN, NOT_NEEDED, BEGUN_AGAIN = "failed", "unknown", "not needed", "begun again"
+_REASONS = {
+    TOO_OLD: "its tokens were older than --max-staleness allows when the selection of the step was open",
+    UNREPORTED: "the rollout function leased it and never mentioned it again",
+    "prompt_too_long": "its prompt has more tokens than --rollout-max-prompt-len",
+    "aborted": "the generate function ended it as aborted, or without any reward",
+    "generate_failed": "the generate function gave it the status failed",
+}
+"""Why the framework rejects groups. Other reasons are those of a filter, or of the user's rollout function."""
+_REOPENED = {
+    "restart": "the Buffer began again with the ledger",
+    "restore": "the run went back to a checkpoint",
+}
+_NOW = {
+    GroupState.LEASED: "It is in work.",
+    GroupState.FINISHED: "It is finished, and no step has selected it yet.",
+    GroupState.PENDING: "It waits in the queue, before all groups that were never leased.",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One lease. Times in seconds since 1970. end: the state that the lease ended with, None if it is in work. why: the
+    reason of the ledger, or what follows from counts of failures and other leases (``FAILED``, ``NOT_NEEDED``,
+    ``BEGUN_AGAIN``, ``UNKNOWN``); empty if nothing does."""
+
+    attempt: int
+    ticket: int | None
+    leased: float
+    opening: int
+    end: str | None = None
+    ended: float | None = None
+    why: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupLife:
+    """The facts. kind: ``training``, ``evaluation`` or ``foreign``. later: what happened after the attempts, the oldest
+    first. record: what was recorded of the samples of the newest attempt. replaced_by: the groups that the ticket
+    leased for it; one of several if there is more than one."""
+
+    uid: GroupUid
+    kind: str = "training"
+    row_of: str = ""
+    state: str = GroupState.PENDING
+    reason: str = ""
+    attempts: list[Attempt] = field(default_factory=list)
+    later: list[Transition] = field(default_factory=list)
+    failures: dict[str, int] = field(default_factory=dict)
+    record: GroupRecord | None = None
+    evaluations: list[GroupRecord] = field(default_factory=list)
+    replaced_by: list[str] = field(default_factory=list)
+    error: str = ""
+    filter_name: str = ""
+    at_work: bool = False
+    num_workers: int = 1
+    reward_key: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values, with the sentences."""
+        told, missing = sentences(self), not_recorded(self)
+        return {**asdict(self), "uid": str(self.uid), "sentences": told, "not_recorded": missing}
+
+
+def group_life(records: RunRecords, uid: GroupUid) -> GroupLife:
+    """Raises ConfigError for a uid that the run does not have, with the nearest ones."""
+    row_of, use = _row_of(records, uid)
+    entry, history = records.audit.entry(uid), records.audit.history(uid)
+    life = GroupLife(
+        uid=uid,
+        row_of=row_of,
+        at_work=records.writer is not None,
+        num_workers=int(records.changed.get("--num-rollout-workers", 1)),
+        reward_key=records.changed.get("--reward-key"),
+    )
+    if "--rollout-function-path" not in records.changed:
+        life.filter_name = str(records.changed.get("--dynamic-sampling-filter-path", ""))
+    if entry is None:
+        life.evaluations = records.eval_records(uid)
+        if use.startswith("eval/") or life.evaluations:
+            life.kind = "evaluation"
+        elif not row_of:
+            raise unknown_uid(records, str(uid))
+        return life
+    life.state, life.reason = entry.state, entry.reason
+    life.kind = "training" if row_of or _is_of_source(records, uid) else "foreign"
+    life.failures = failures_of(records.audit.facts().get(FAILURES, "{}"), uid)
+    life.attempts, life.later = split_attempts(history)
+    explain_requeues(life)
+    if "--rollout-function-path" not in records.changed:
+        explain_rest(
+            life, {a.ticket: records.audit.of_rollout(a.ticket) for a in life.attempts if a.ticket is not None}
+        )
+    last = life.attempts[-1].ticket if life.attempts else None
+    life.record = records.group_record(uid, last, _selection(entry))
+    if entry.state in (GroupState.REJECTED, GroupState.QUARANTINED) and last is not None:
+        life.replaced_by = [str(other) for other in replacements(records.audit.of_rollout(last), uid)]
+    lines = [line for line in records.quarantined if line.get("uid") == str(uid)]
+    life.error = str(lines[-1].get("error", "")) if lines else ""
+    return life
+
+
+def _selection(entry: LedgerEntry) -> int | None:
+    return entry.rollout_id if entry.selected or entry.state is GroupState.TRAINED else None
+
+
+def _row_of(records: RunRecords, uid: GroupUid) -> tuple[str, str]:
+    """The data file of a uid's row, and its use; empty if the run names no such row."""
+    for source in records.facts.data:
+        use, rows = str(source.get("use", "")), source.get("num_rows")
+        # Uids of an evaluation set are of the set's name and the source's hash.
+        name = (
+            f"{use.removeprefix('eval/')}@{source.get('source_hash')}" if use != "train" else source.get("source_hash")
+        )
+        if uid.source == name and (rows is None or 0 <= uid.row < int(rows)):
+            return str(source.get("path", "")), use
+    return "", ""
+
+
+def _is_of_source(records: RunRecords, uid: GroupUid) -> bool:
+    return any(row.source == uid.source and row.epoch is not None for row in records.audit.epochs())
+
+
+def failures_of(note: str, uid: GroupUid) -> dict[str, int]:
+    """How many attempts at the group failed, by domain, from the ledger's note of all failures."""
+    counts: Mapping[str, Mapping[str, int]] = json.loads(note)
+    return {domain: of[str(uid)] for domain, of in sorted(counts.items()) if of.get(str(uid))}
+
+
+def split_attempts(history: Sequence[Transition]) -> tuple[list[Attempt], list[Transition]]:
+    """The leases of a group, each with its end, and what happened to it while it was finished."""
+    attempts: list[Attempt] = []
+    later: list[Transition] = []
+    for line in history:
+        if line.after is GroupState.LEASED:
+            opened = Attempt(attempt=line.attempt, ticket=line.rollout_id, leased=line.time, opening=line.incarnation)
+            attempts.append(opened)
+        elif line.before is GroupState.LEASED and attempts:
+            attempts[-1].end, attempts[-1].ended, attempts[-1].why = line.after, line.time, line.reason
+        else:
+            later.append(line)
+    return attempts, later
+
+
+def explain_requeues(life: GroupLife) -> None:
+    """Set ``why`` of attempts that went back to the queue without a reason: the ledger counts failures of a group, but
+    does not say which attempts these are."""
+    unexplained = [a for a in life.attempts if a.end == GroupState.PENDING and not a.why]
+    failed = sum(life.failures.values())
+    if failed and any(a.end == GroupState.QUARANTINED for a in life.attempts):
+        failed -= 1  # the one that put it there
+    for attempt in unexplained:
+        attempt.why = FAILED if failed >= len(unexplained) else UNKNOWN if failed else ""
+
+
+def explain_rest(life: GroupLife, events: Mapping[int, Sequence[tuple[GroupUid, Transition]]]) -> None:
+    """Set ``why`` of attempts that ended without a failure: the default rollout function gives groups back at the end
+    of its rollout, so the rollout of a ticket that leased groups again afterwards was begun again. events: by
+    ticket."""
+    for attempt in life.attempts:
+        if attempt.end != GroupState.PENDING or attempt.why or attempt.ended is None or attempt.ticket is None:
+            continue
+        lines = [line for _, line in events[attempt.ticket] if line.after is GroupState.LEASED]
+        attempt.why = BEGUN_AGAIN if any(line.time > attempt.ended for line in lines) else NOT_NEEDED
+
+
+def replacements(events: Sequence[tuple[GroupUid, Transition]], uid: GroupUid) -> list[GroupUid]:
+    """The groups that a ticket leased in place of one that it dropped: one if the ticket had no other lease to replace
+    at that time, else all that it leased until each was replaced. events: of the ticket."""
+    places: list[GroupUid] = []
+    leased: list[GroupUid] = []
+    for other, line in events:
+        if line.before is GroupState.LEASED and line.after is not GroupState.FINISHED:
+            places.append(other)
+        elif line.after is GroupState.LEASED and other in places:
+            places.remove(other)  # it went back to the queue, and takes its own place again
+        elif line.after is GroupState.LEASED and places:
+            leased.append(other)
+        if places and len(leased) == len(places):
+            if uid in places:
+                return leased
+            places, leased = [], []
+    return leased if uid in places else []
+
+
+def unknown_uid(records: RunRecords, text: str) -> ConfigError:
+    """The error for a uid that the run does not have."""
+    near = ", ".join(map(str, nearest([uid for uid, _ in records.audit.states()], text)))
+    return ConfigError(
+        f"the run has no group {text!r:.80}",
+        where="UID",
+        expected=f"SOURCE:ROW:EPOCH of a group of the run, such as {near}" if near else "SOURCE:ROW:EPOCH",
+        hint="uids are spelled as in the run's messages, samples.jsonl and quarantine.jsonl; evaluations have "
+        "NAME@SOURCE:ROW:EPOCH; a number alone is a step",
+    )
+
+
+def nearest(uids: Sequence[GroupUid], text: str, count: int = 3) -> list[GroupUid]:
+    """The uids that differ least from a text: in their source, then in epoch and row."""
+    source, _, rest = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in rest.split(":")]
+    row, epoch = numbers[0], numbers[1] if len(numbers) > 1 else 0
+
+    def distance(uid: GroupUid) -> tuple[int, int, int]:
+        same = next((n for n, (a, b) in enumerate(zip(uid.source, source, strict=False)) if a != b), len(source))
+        return -same, abs(uid.epoch - epoch), abs(uid.row - row)
+
+    return sorted(uids, key=distance)[:count]
+
+
+def sentences(life: GroupLife) -> list[str]:
+    """The life as plain sentences, the oldest first."""
+    told = [_origin(life)]
+    for attempt in life.attempts:
+        told.append(_attempt(attempt, life))
+    told += [_later(line) for line in life.later]
+    if life.failures:
+        counted = ", ".join(f"{count} {domain}" for domain, count in life.failures.items())
+        told.append(f"Failed attempts at it, by domain: {counted}.")
+    if life.error:
+        told.append(f"The error: {life.error.splitlines()[0]}")
+    told += [_samples(record, life.reward_key, "Its samples") for record in [life.record] if record is not None]
+    told += [_samples(r, life.reward_key, f"Evaluated with version {r.rollout_id}") for r in life.evaluations]
+    told += _verdict(life)
+    return [sentence for sentence in told if sentence]
+
+
+def _origin(life: GroupLife) -> str:
+    what = f"row {life.uid.row} of {life.row_of}" if life.row_of else f"row {life.uid.row} of source {life.uid.source}"
+    if life.kind == "foreign":
+        return "It is a foreign group: the rollout function made it, and no data source has it."
+    if life.kind == "evaluation":
+        return f"It is {what}, a prompt of an evaluation: the ledger has training groups only."
+    return f"It is {what}, in epoch {life.uid.epoch}."
+
+
+def _attempt(attempt: Attempt, life: GroupLife) -> str:
+    began = f"Attempt {attempt.attempt}: train_{attempt.ticket} leased it at {shown_time(attempt.leased)}"
+    if attempt.ended is None:
+        return f"{began}, and has not reported it yet."
+    after = f"{attempt.ended - attempt.leased:.3f} s later"
+    match attempt.end:
+        case GroupState.FINISHED:
+            kept = f", kept by the filter {life.filter_name}" if life.filter_name else ""
+            return f"{began}; {after} it was finished{kept}."
+        case GroupState.REJECTED:
+            return f"{began}; {after} it was rejected: {_because(attempt.why, life)}."
+        case GroupState.QUARANTINED:
+            return f"{began}; {after} it was put into quarantine: {attempt.why}."
+    return f"{began}; {after} it went back to the queue: {_requeued(attempt)}."
+
+
+def _because(reason: str, life: GroupLife) -> str:
+    if reason in _REASONS:
+        return f"{reason} ({_REASONS[reason]})"
+    return f"{reason} (by the filter {life.filter_name})" if life.filter_name else reason
+
+
+def _requeued(attempt: Attempt) -> str:
+    if attempt.why in _REOPENED:
+        return _REOPENED[attempt.why]
+    known = {
+        FAILED: "the attempt failed",
+        NOT_NEEDED: f"train_{attempt.ticket} leased no group afterwards, so it did not need it any more",
+        BEGUN_AGAIN: f"no failure of it is counted, and train_{attempt.ticket} leased groups again afterwards, so its "
+        "rollout worker died or the rollout began again",
+    }
+    return known.get(attempt.why, "it failed, its rollout did not need it, or its rollout worker died")
+
+
+def _later(line: Transition) -> str:
+    at = shown_time(line.time)
+    match line.after:
+        case GroupState.FINISHED:
+            return f"The step of train_{line.rollout_id} selected it at {at}."
+        case GroupState.TRAINED:
+            return f"Optimizer step {line.step}, of train_{line.rollout_id}, trained on it; committed at {at}."
+        case GroupState.REJECTED:
+            return f"It was rejected when it was finished, at {at}: {line.reason} ({_REASONS.get(line.reason, '')})."
+    why = _REOPENED.get(line.reason, "its step had enough groups, or its selection was given up")
+    return f"It went back to the queue when it was finished, at {at}: {why}."
+
+
+def _samples(record: GroupRecord, reward_key: str | None, what: str) -> str:
+    rewards = [r.get(reward_key) if isinstance(r, Mapping) else r for r in record.rewards]
+    numbers = [float(r) for r in rewards if isinstance(r, int | float)]
+    text = f"{what} ({record.origin}): {len(rewards)} {'row' if len(rewards) == 1 else 'rows'}"
+    if numbers:
+        spread = f", from {min(numbers):g} to {max(numbers):g}, standard deviation {pstdev(numbers):.4g}"
+        text += f", reward {fmean(numbers):.4g} on average{spread if len(numbers) > 1 else ''}"
+    if record.versions:
+        text += f"; tokens of weight version {' and '.join(map(str, record.versions))}"
+    return f"{text}."
+
+
+def _verdict(life: GroupLife) -> list[str]:
+    """Where it is now, unless what happened last says it."""
+    if life.kind == "evaluation":
+        return []
+    told = []
+    if life.replaced_by:
+        one = f"In its place the ticket leased {life.replaced_by[0]}."
+        several = f"In its place the ticket leased one of {', '.join(life.replaced_by)}."
+        told.append(one if len(life.replaced_by) == 1 else several)
+    if not life.attempts:
+        return ["It was never leased: no rollout has needed it yet."]
+    if life.kind == "foreign" and life.state == GroupState.PENDING:
+        return [*told, "It was lost before its step, or not needed, and no queue has it: it may be imported again."]
+    if life.state == GroupState.FINISHED and life.later and life.later[-1].after is GroupState.FINISHED:
+        told.append("It is selected, and the step has not committed it.")
+    elif life.state in _NOW:
+        told.append(_NOW[GroupState(life.state)])
+    if life.state in _NOW and not life.at_work:
+        told.append("No process of this machine writes the ledger: the run has ended, or is on another machine.")
+    return told
+
+
+def not_recorded(life: GroupLife) -> list[str]:
+    """What the run's folder does not have."""
+    if life.kind == "evaluation":
+        return [] if life.evaluations else ["its responses (samples.jsonl has --dump-samples groups an evaluation)"]
+    missing = []
+    if life.attempts and life.num_workers > 1:
+        missing.append(f"which of the {life.num_workers} rollout workers leased it")
+    unclear = [str(a.attempt) for a in life.attempts if a.end == GroupState.PENDING and a.why in (UNKNOWN, "")]
+    if unclear:
+        missing.append(f"why attempt {' and '.join(unclear)} went back to the queue (the ledger has no reason)")
+    if life.attempts and life.attempts[-1].end is not None and life.record is None:
+        kept = (
+            "samples.jsonl has finished groups, --dump-samples a rollout; --save-debug-rollout-data has all of a step"
+        )
+        missing.append(f"its rewards and the weight versions of its tokens ({kept})")
+    return missing
+
+
+def shown_time(seconds: float) -> str:
+    """The local time, to the millisecond."""
+    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="milliseconds")

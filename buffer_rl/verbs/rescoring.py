@@ -1,0 +1,271 @@
+"""Recorded groups scored by another reward, as a run scores, filters and normalises them, and compared with before."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from buffer_rl.errors import BufferRLError
+from buffer_rl.observe.run_folder import SURROGATES
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import Column, RowId, Sample, SampleGroup, Status, TrainBatch
+from buffer_rl.rollout.conversion import GroupConverter
+from buffer_rl.rollout.failures import CONVERSION_FAILED, AttemptFailure
+from buffer_rl.rollout.scoring import Scorer
+from buffer_rl.rollout.user_functions import apply_filter, resolve_function
+from buffer_rl.train.objective import Objective
+from buffer_rl.verbs.recorded_groups import RecordedStep
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+FILTER_FAILED = "filter_failed"
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoredGroup:
+    """One group with both rewards. group: its samples have the new one. old, new: the rewards of ``samples``. drop: the
+    reason of the filter, empty if it keeps the group. rows: the ids of the rows of both columns, in which ``reward`` is
+    what advantages are made of."""
+
+    group: SampleGroup
+    old: list[float]
+    new: list[float]
+    rows: list[RowId]
+    old_columns: dict[str, Column]
+    new_columns: dict[str, Column]
+    drop: str = ""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples with a reward: one that a filter removed may have none."""
+        return [sample for sample in self.group if sample.reward is not None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """What another reward changes, of a step or of all. old, new: mean rewards. correlation: Spearman's, of the rewards
+    of all rows, None if one side is constant. equal_rewards: share of rows; equal_best: share of groups whose samples
+    with the highest reward are the same. dropped: groups that the run's filter would drop, by reason. signs: rows whose
+    advantage has another sign (of its sum over the tokens that are trained on), None if there are no advantages.
+    failed: groups that could not be scored, by reason. of: groups that the rollout had, None if not known."""
+
+    groups: int = 0
+    rows: int = 0
+    of: int | None = None
+    old: float | None = None
+    new: float | None = None
+    correlation: float | None = None
+    equal_rewards: float | None = None
+    equal_best: float | None = None
+    dropped: dict[str, int] = field(default_factory=dict)
+    signs: int | None = None
+    failed: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rescored:
+    """A step. advantages: by row, of the tokens that are trained on, by the old and the new rewards. errors: the first
+    of each reason."""
+
+    rollout_id: int
+    groups: list[ScoredGroup]
+    comparison: Comparison
+    advantages: dict[RowId, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+async def rescore(args: Args, registry: PluginRegistry, steps: Iterable[RecordedStep]) -> list[Rescored]:
+    """Score all groups anew. args: the run's options, with the other reward. Raises ConfigError, PluginError and
+    DataError for a reward that cannot be used at all; what it raises for a sample is counted."""
+    scorer, converter = Scorer(args, registry), GroupConverter.from_args(args, registry)
+    dynamic_filter = resolve_function(registry, "filter", args.dynamic_sampling_filter_path)
+    objective = Objective(args, registry)
+    done = []
+    try:
+        for step in steps:
+            failed, errors, scored = Counter(step.skipped), dict[str, str](), list[ScoredGroup]()
+            for group in step.groups:
+                result = await _score(args, scorer, converter, group, step)
+                if isinstance(result, ScoredGroup):
+                    await _filter(args, dynamic_filter, result, errors)
+                    scored.append(result)
+                else:
+                    failed[result[0]] += 1
+                    errors.setdefault(*result)
+            rescored = Rescored(rollout_id=step.rollout_id, groups=scored, comparison=Comparison(), errors=errors)
+            _advantages(objective, rescored)
+            rescored.comparison = compared(scored, rescored.advantages)
+            rescored.comparison.of, rescored.comparison.failed = step.total, dict(failed)
+            done.append(rescored)
+    finally:
+        await scorer.aclose()
+    return done
+
+
+async def _score(
+    args: Args, scorer: Scorer, converter: GroupConverter, group: SampleGroup, step: RecordedStep
+) -> ScoredGroup | tuple[str, str]:
+    """The group with both rewards, or the reason why there are none and the error."""
+    new = replace(group, samples=[copy.deepcopy(sample) for sample in group])
+    to_score = [sample for sample in new if sample.status not in (Status.ABORTED, Status.FAILED)]
+    for sample in new:
+        sample.reward = None
+    failures = await scorer.score(to_score)
+    if failures:
+        return AttemptFailure.of_reward(failures[0]).reason, str(failures[0].error)
+    try:
+        new_rows, new_columns = converter.encode(new, False)
+        old_rows, old_columns = converter.encode(group, False)
+        if all(row in step.trained_on for row in old_rows):
+            old_columns["reward"] = np.asarray([step.trained_on[row] for row in old_rows], dtype=np.float32)
+        old = [s.get_reward_value(args) for s in group if s.reward is not None]
+        rewards = [s.get_reward_value(args) for s in new if s.reward is not None]
+        if len(old) != len(rewards) or new_rows != old_rows:
+            return CONVERSION_FAILED, f"group {group.uid}: other samples have a reward than before"
+    except (BufferRLError, ValueError) as error:
+        return CONVERSION_FAILED, str(error)
+    return ScoredGroup(group=new, rows=new_rows, old=old, new=rewards, old_columns=old_columns, new_columns=new_columns)
+
+
+async def _filter(args: Args, function: Callable[..., Any] | None, scored: ScoredGroup, errors: dict[str, str]) -> None:
+    judged = replace(scored.group, samples=[copy.deepcopy(sample) for sample in scored.samples])
+    try:
+        decision = await apply_filter(function, args.dynamic_sampling_filter_path, args, judged)
+        scored.drop = "" if decision.keep else decision.reason
+    except BufferRLError as error:
+        scored.drop = FILTER_FAILED
+        errors.setdefault(FILTER_FAILED, str(error))
+
+
+def _advantages(objective: Objective, step: Rescored) -> None:
+    """Have the run's estimator compute the advantages of all groups, before and after. If it needs what is not
+    recorded, such as log-probabilities, there are none."""
+    found: list[dict[RowId, np.ndarray]] = []
+    for side in ("old_columns", "new_columns"):
+        parts = [(group.rows, getattr(group, side)) for group in step.groups]
+        names = set.intersection(*(set(columns) for _, columns in parts)) if parts else set()
+        rows = [row for of_group, _ in parts for row in of_group]
+        columns: dict[str, Any] = {}
+        for name in names:
+            values = [value for _, of_group in parts for value in of_group[name]]
+            columns[name] = np.asarray(values) if isinstance(parts[0][1][name], np.ndarray) else values
+        batch = TrainBatch(rollout_id=step.rollout_id, task=f"train_{step.rollout_id}", row_ids=rows, columns=columns)
+        try:
+            objective.compute_advantages(batch)
+        except (BufferRLError, KeyError) as error:
+            step.errors["no_advantages"] = str(error)
+            return
+        masks = batch.columns.get("loss_mask", [])
+        computed = batch.columns.get("advantages")
+        if computed is None:
+            return
+        trained = zip(rows, computed, masks, strict=True)
+        found.append({row: np.asarray(values)[np.asarray(mask) != 0] for row, values, mask in trained})
+    step.advantages = {row: (found[0][row], found[1][row]) for row in found[0]}
+
+
+def compared(groups: Sequence[ScoredGroup], advantages: dict[RowId, tuple[np.ndarray, np.ndarray]]) -> Comparison:
+    """The comparison of the groups, of one step or of several."""
+    old = [value for group in groups for value in group.old]
+    new = [value for group in groups for value in group.new]
+    if not old:
+        return Comparison()
+    equal = [np.float32(a) == np.float32(b) for a, b in zip(old, new, strict=True)]
+    best = [_best(group.old) == _best(group.new) for group in groups]
+    changed = [np.sign(np.sum(a)) != np.sign(np.sum(b)) for a, b in advantages.values()]
+    return Comparison(
+        groups=len(groups),
+        rows=len(old),
+        old=fmean(old),
+        new=fmean(new),
+        correlation=rank_correlation(old, new),
+        equal_rewards=fmean(map(float, equal)),
+        equal_best=fmean(map(float, best)),
+        dropped=dict(Counter(group.drop for group in groups if group.drop)),
+        signs=sum(map(bool, changed)) if advantages else None,
+    )
+
+
+def total(steps: Sequence[Rescored]) -> Comparison:
+    """The comparison of all steps together."""
+    advantages = {(step.rollout_id, row): pair for step in steps for row, pair in step.advantages.items()}
+    found = compared([group for step in steps for group in step.groups], advantages)  # type: ignore[arg-type]
+    for step in steps:
+        found.failed = dict(Counter(found.failed) + Counter(step.comparison.failed))
+    known = [step.comparison.of for step in steps]
+    found.of = None if None in known else sum(number for number in known if number is not None)
+    return found
+
+
+def _best(rewards: Sequence[float]) -> list[int]:
+    best = max(rewards)
+    return [place for place, reward in enumerate(rewards) if reward == best]
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Spearman's rank correlation, with the mean rank for equal values; None if one side is constant."""
+    a, b = _ranks(left), _ranks(right)
+    a, b = a - a.mean(), b - b.mean()
+    norm = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    return float((a * b).sum() / norm) if norm > 0 else None
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    _, places, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    ranks: np.ndarray = (ends - (counts - 1) / 2)[places]
+    return ranks
+
+
+def write_rows(path: Path, steps: Sequence[Rescored]) -> int:
+    """Write one line of JSON a sample, with both rewards and both advantages (means over the tokens that are trained
+    on). Returns how many. Raises OSError."""
+    count = 0
+    with path.open("w", encoding="utf-8", errors=SURROGATES) as file:
+        for step in steps:
+            for scored in step.groups:
+                for sample, old, new in zip(scored.samples, scored.old, scored.new, strict=True):
+                    row = sample.row_id
+                    line = {
+                        "rollout_id": step.rollout_id,
+                        "uid": str(row.uid),
+                        "sample_index": row.sample_index,
+                        "part": row.part,
+                        "prompt": sample.prompt,
+                        "response": sample.response,
+                        "label": sample.label,
+                        "status": str(sample.status),
+                        "old_reward": old,
+                        "new_reward": new,
+                        "reward": sample.reward,
+                        "dropped": scored.drop,
+                    }
+                    if row in step.advantages:
+                        means = [
+                            float(side.mean(dtype=np.float64)) if len(side) else 0.0 for side in step.advantages[row]
+                        ]
+                        line |= {"old_advantage": means[0], "new_advantage": means[1]}
+                    file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                    count += 1
+    return count
+
+
+def facts_of(steps: Sequence[Rescored]) -> dict[str, Any]:
+    """The comparisons as JSON values."""
+    errors: dict[str, str] = {}
+    for step in steps:
+        errors = step.errors | errors
+    return {
+        "steps": [{"rollout_id": step.rollout_id, **asdict(step.comparison)} for step in steps],
+        "all": asdict(total(steps)),
+        "errors": errors,
+    }
