@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -172,13 +173,15 @@ class RunFacts:
     """Facts of a run, as in ``run.json``; all empty where there is no such file.
 
     started: UTC, ISO 8601. start: seconds from the command until each part was ready. changed:
-    the options that differ from their defaults, by flag.
+    the options that differ from their defaults, by flag. cores: that the driver's processes may use; None if the run
+    did not note it.
     """
 
     started: str = ""
     start: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
     changed: Mapping[str, Any] = field(default_factory=dict)
+    cores: int | None = None
 
 
 def changed_options(args: Args) -> dict[str, Any]:
@@ -200,6 +203,7 @@ def write_facts(run_dir: str | Path, args: Args, provenance: Mapping[str, Any] |
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
+        "cores": len(os.sched_getaffinity(0)),
         "changed": changed_options(args),
         **(provenance or {}),
     }
@@ -225,7 +229,11 @@ def read_facts(run_dir: str | Path) -> RunFacts:
         found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
         started, version = str(found["started"]), str(found["version"])
         return RunFacts(
-            started=started, start=dict(found.get("start", {})), version=version, changed=dict(found["changed"])
+            started=started,
+            start=dict(found.get("start", {})),
+            version=version,
+            changed=dict(found["changed"]),
+            cores=found.get("cores"),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return RunFacts()
