@@ -6,7 +6,7 @@ Few parameters, each a median or a least-squares fit over the run's steps but th
     rewards      ``score`` for each group, one after another in a rollout worker
     update       ``update_fixed + update_token * tokens / ranks``, of the tokens of a step's responses
     passes       ``forward_token * tokens / ranks`` for each pass of a frozen model or old log-probabilities
-    fixed parts  of a ticket, before an update, of a publication (of it the pause of engines), between steps
+    fixed parts  of a ticket, before an update, of a publication and of it the pause of engines; the rest of a step
 
 Lengths are those of the samples that the run shows. What the timeline does not tell is listed (``Recorded.unknown``).
 """

@@ -187,10 +187,10 @@ class _Observer:
 
 
 class _NotedBuffer:
-    """A Buffer that notes the staleness of the groups of each selection, and takes the time between steps."""
+    """A Buffer that notes the staleness of each group that is selected, and adds the rest of a step."""
 
-    def __init__(self, state: BufferState, runtime: VirtualRuntime, between: float) -> None:
-        self._state, self._runtime, self._between = state, runtime, between
+    def __init__(self, state: BufferState, runtime: VirtualRuntime, rest: float) -> None:
+        self._state, self._runtime, self._rest = state, runtime, rest
         self.staleness: list[int] = []
 
     def close_selection(self, rollout_id: int, last_ticket: int | None = None) -> tuple[RolloutReport | None, int]:
@@ -201,7 +201,7 @@ class _NotedBuffer:
 
     async def commit(self, rollout_id: int, step: int) -> None:
         self._state.commit(rollout_id, step)
-        await self._runtime.loop.sleep_until(self._runtime.now() + self._between)
+        await self._runtime.loop.sleep_until(self._runtime.now() + self._rest)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)

@@ -122,7 +122,7 @@ def make_plan(
     from buffer_rl.observe.costs import Shape, fitted
     from buffer_rl.verbs.forecast import calibrated, forecast, write_prompts
 
-    args = _options(folder)
+    args = options_of(folder)
     setup, notes = setup_of(args, folder, cores)
     shape = Shape(groups=setup.groups, samples=setup.samples, engines=setup.engines, ranks=setup.ranks)
     recorded = fitted(folder, shape)
@@ -197,7 +197,7 @@ def setup_of(args: Any, folder: Path, cores: float | None) -> tuple[Setup, list[
     return setup, notes
 
 
-def _options(folder: Path) -> Any:
+def options_of(folder: Path) -> Any:
     """The options of a recorded run, as ``run.json`` has them. Raises ConfigError and DataError."""
     from buffer_rl.args import CORE_SECTIONS
     from buffer_rl.observe.run_folder import RUN_FILE, read_facts

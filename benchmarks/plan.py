@@ -1,0 +1,200 @@
+"""How near ``buffer-rl plan`` comes: one configuration is recorded, others are predicted from it, and then run.
+
+    python benchmarks/plan.py                # six runs, three times: ten minutes on a quiet machine
+    python benchmarks/plan.py --quick        # two runs of few steps: does everything work?
+
+The quickstart's warmed-up model and task (``make quickstart`` makes both), at a learning rate that changes nothing, so
+that all runs generate answers of the same lengths; each process has one thread. The first configuration of ``RUNS`` is
+recorded; the costs that are fitted from it predict the others. Each round records again.
+
+Other work on the machine takes cores. What it took between the first step and the last of each run is read from
+``/proc``: the share of the cores that is left is what a prediction is made for. It stands in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cpu_times import TICK_S, run_processes
+
+HERE = Path(__file__).resolve()
+QUICKSTART = HERE.parents[1] / "examples" / "quickstart"
+FILE = "load.jsonl"
+NEAR = 0.15
+FEWEST_CORES = 0.25
+ASYNC = ("--loss-type", "decoupled_ppo")
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "lockstep": ("--schedule", "lockstep"),
+    "pipelined": ("--schedule", "pipelined"),
+    "stream-gradients": ("--schedule", "pipelined", "--stream-gradients"),
+    "one-step-off": ("--schedule", "one-step-off", *ASYNC),
+    "async:1:2": ("--schedule", "async", "--max-staleness", "2", *ASYNC),
+}
+RUNS = (
+    ("lockstep", 1, 1),
+    ("lockstep", 2, 2),
+    ("stream-gradients", 1, 1),
+    ("one-step-off", 1, 2),
+    ("async:1:2", 1, 1),
+    ("async:1:2", 2, 1),
+)
+"""Schedule, engines, ranks."""
+
+
+class LoadLogger:
+    """A logger of ``--logger``: appends to ``RUN_DIR/load.jsonl`` one line a step: ``time`` (monotonic), CPU-seconds of
+    the whole machine and of this run so far."""
+
+    def __init__(self, args: Any, run_dir: str) -> None:
+        self._file = (Path(run_dir) / FILE).open("w", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Read at the end of a step."""
+        if "perf/step_time" in metrics:
+            own = sum(seconds for _, _, seconds in run_processes(os.getpid()))
+            line = {"time": time.monotonic(), "machine": machine_seconds(), "own": own}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def machine_seconds() -> float:
+    """CPU-seconds that all processes of the machine have used: user, nice, system."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return sum(int(field) for field in fields[1:4]) * TICK_S
+
+
+def cores_left(run_dir: Path) -> float:
+    """The cores that other work left to a run, on average between its first step and its last."""
+    lines = [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
+    first, last = lines[0], lines[-1]
+    others: float = (last["machine"] - first["machine"]) - (last["own"] - first["own"])
+    cores = len(os.sched_getaffinity(0))
+    return min(float(cores), max(FEWEST_CORES, cores - others / (last["time"] - first["time"])))
+
+
+def train(run_dir: Path, run: tuple[str, int, int], num_steps: int) -> None:
+    """One run, by the command line. Raises SystemExit if it fails."""
+    schedule, engines, ranks = run
+    command = [
+        str(Path(sysconfig.get_path("scripts")) / "buffer-rl"),
+        "train",
+        *("--config", str(QUICKSTART / "train.yaml"), "--run-dir", str(run_dir)),
+        *("--rollout-num-engines", str(engines), "--num-train-ranks", str(ranks), "--num-rollout", str(num_steps)),
+        *("--lr", "1e-9", "--eval-interval", "100000", "--skip-eval-before-train", "--progress", "none"),
+        *("--logger", f"{HERE}:LoadLogger", *FLAGS[schedule]),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Seconds a step, predicted and measured. cores: that were left to the run."""
+
+    run: tuple[str, int, int]
+    predicted: float
+    measured: float
+    cores: float
+
+    @property
+    def ratio(self) -> float:
+        """Of predicted to measured."""
+        return self.predicted / self.measured
+
+
+def compare(folder: Path, runs: Sequence[tuple[str, int, int]], num_steps: int, simulated: int) -> list[Compared]:
+    """Run every configuration, and predict each from the first one."""
+    from buffer_rl.observe.costs import Shape, fitted
+    from buffer_rl.verbs.forecast import calibrated, forecast, write_prompts
+    from buffer_rl.verbs.plan import options_of, parse_schedule, setup_of
+
+    found, base = [], None
+    prompts = write_prompts(folder)
+    for number, run in enumerate(runs):
+        run_dir = folder / f"run_{number}"
+        train(run_dir, run, num_steps)
+        name, engines, ranks = run
+        cores = cores_left(run_dir)
+        setup, _ = setup_of(options_of(run_dir), run_dir, cores)
+        recorded = fitted(run_dir, Shape(groups=setup.groups, samples=setup.samples, engines=engines, ranks=ranks))
+        if base is None:
+            base = recorded, calibrated(recorded, setup, simulated, prompts)
+        schedule, streams = parse_schedule(name)
+        assert (schedule, streams) == (setup.schedule, setup.streams_gradients)
+        predicted = forecast(*base, replace(setup, cores=cores), simulated, prompts)
+        found.append(Compared(run=run, predicted=predicted.step_s, measured=recorded.step_s, cores=cores))
+        one = found[-1]
+        print(f"{run}: predicted {one.predicted:.3f}, measured {one.measured:.3f}, {cores:.2f} cores", flush=True)
+    return found
+
+
+def table(rounds: Sequence[Sequence[Compared]]) -> list[str]:
+    """Markdown: a line a configuration, medians over rounds."""
+    lines = [
+        "| schedule | engines | ranks | predicted s | measured s | ratio | ratios | cores left |",
+        "|---" * 8 + "|",
+    ]
+    for members in zip(*rounds, strict=True):
+        name, engines, ranks = members[0].run
+        ratios = sorted(one.ratio for one in members)
+        predicted, measured, cores = (
+            statistics.median(values)
+            for values in zip(*((one.predicted, one.measured, one.cores) for one in members), strict=True)
+        )
+        spread = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        lines.append(
+            f"| {name} | {engines} | {ranks} | {predicted:.3f} | {measured:.3f} | {statistics.median(ratios):.2f} | "
+            f"{spread} | {cores:.2f} |"
+        )
+    return lines
+
+
+def main() -> int:
+    """Run and print; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=16, help="of each run")
+    parser.add_argument("--simulated", type=int, default=12, help="steps of each prediction")
+    parser.add_argument("--out", type=Path, help="folder of the runs (default: a temporary one)")
+    parser.add_argument("--quick", action="store_true", help="two runs of few steps: does everything work?")
+    flags = parser.parse_args()
+    if not (QUICKSTART / "build" / "sft" / "hf").is_dir():
+        print("the quickstart's model is not there: make quickstart", file=sys.stderr)
+        return 1
+    runs = (RUNS[0], RUNS[4]) if flags.quick else RUNS
+    if flags.quick:
+        flags.rounds, flags.steps, flags.simulated = 1, 6, 6
+    print(f"load average {os.getloadavg()[0]:.1f}, {len(os.sched_getaffinity(0))} cores", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = flags.out or Path(name)
+        rounds = []
+        for number in range(flags.rounds):
+            (folder / f"round_{number}").mkdir(parents=True, exist_ok=True)
+            rounds.append(compare(folder / f"round_{number}", runs, flags.steps, flags.simulated))
+    print("\n".join(table(rounds)))
+    others = [members[0].run for members in zip(*rounds, strict=True)][1:]
+    near = [abs(statistics.median(one.ratio for one in members) - 1) <= NEAR for members in zip(*rounds, strict=True)]
+    print(f"\nwithin {NEAR:.0%} of what was measured: {sum(near[1:])} of {len(others)} that were predicted")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
