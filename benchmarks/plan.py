@@ -7,8 +7,9 @@ The quickstart's warmed-up model and task (``make quickstart`` makes both), at a
 that all runs generate answers of the same lengths; each process has one thread. The first configuration of ``RUNS`` is
 recorded; the costs that are fitted from it predict the others. Each round records again.
 
-Other work on the machine takes cores. What it took between the first step and the last of each run is read from
-``/proc``: the share of the cores that is left is what a prediction is made for. It stands in the table.
+Other work on the machine takes cores. What it had between the first step and the last of each run is read from
+``/proc``. A prediction is for a machine on which so many other processes are always busy as then have as much; the
+cores that other work had stand in the table.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ from typing import Any
 
 from cpu_times import TICK_S, run_processes
 
+from buffer_rl.observe.costs import Recorded, Shape, fitted
+from buffer_rl.verbs.forecast import calibrated, forecast, write_prompts
+from buffer_rl.verbs.plan import options_of, parse_schedule, setup_of
+
 HERE = Path(__file__).resolve()
 QUICKSTART = HERE.parents[1] / "examples" / "quickstart"
 FILE = "load.jsonl"
 NEAR = 0.15
-FEWEST_CORES = 0.25
+MATCHED = 3
+"""Rounds in which the number of other processes is found."""
 ASYNC = ("--loss-type", "decoupled_ppo")
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "lockstep": ("--schedule", "lockstep"),
@@ -76,16 +82,15 @@ class LoadLogger:
 def machine_seconds() -> float:
     """CPU-seconds that all processes of the machine have used: user, nice, system."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    return sum(int(field) for field in fields[1:4]) * TICK_S
+    return sum(float(field) for field in fields[1:4]) * TICK_S
 
 
-def cores_left(run_dir: Path) -> float:
-    """The cores that other work left to a run, on average between its first step and its last."""
+def others_busy(run_dir: Path) -> float:
+    """The cores that other work had, on average between a run's first step and its last."""
     lines = [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
     first, last = lines[0], lines[-1]
-    others: float = (last["machine"] - first["machine"]) - (last["own"] - first["own"])
-    cores = len(os.sched_getaffinity(0))
-    return min(float(cores), max(FEWEST_CORES, cores - others / (last["time"] - first["time"])))
+    others = (last["machine"] - first["machine"]) - (last["own"] - first["own"])
+    return max(0.0, float(others / (last["time"] - first["time"])))
 
 
 def train(run_dir: Path, run: tuple[str, int, int], num_steps: int) -> None:
@@ -107,12 +112,12 @@ def train(run_dir: Path, run: tuple[str, int, int], num_steps: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Seconds a step, predicted and measured. cores: that were left to the run."""
+    """Seconds a step, predicted and measured. others: cores that other work had."""
 
     run: tuple[str, int, int]
     predicted: float
     measured: float
-    cores: float
+    others: float
 
     @property
     def ratio(self) -> float:
@@ -122,47 +127,51 @@ class Compared:
 
 def compare(folder: Path, runs: Sequence[tuple[str, int, int]], num_steps: int, simulated: int) -> list[Compared]:
     """Run every configuration, and predict each from the first one."""
-    from buffer_rl.observe.costs import Shape, fitted
-    from buffer_rl.verbs.forecast import calibrated, forecast, write_prompts
-    from buffer_rl.verbs.plan import options_of, parse_schedule, setup_of
-
-    found, base = [], None
+    found: list[Compared] = []
+    base: Recorded | None = None
     prompts = write_prompts(folder)
     for number, run in enumerate(runs):
         run_dir = folder / f"run_{number}"
         train(run_dir, run, num_steps)
+        setup, _ = setup_of(options_of(run_dir), run_dir, len(os.sched_getaffinity(0)))
         name, engines, ranks = run
-        cores = cores_left(run_dir)
-        setup, _ = setup_of(options_of(run_dir), run_dir, cores)
+        assert parse_schedule(name) == (setup.schedule, setup.streams_gradients)
         recorded = fitted(run_dir, Shape(groups=setup.groups, samples=setup.samples, engines=engines, ranks=ranks))
-        if base is None:
-            base = recorded, calibrated(recorded, setup, simulated, prompts)
-        schedule, streams = parse_schedule(name)
-        assert (schedule, streams) == (setup.schedule, setup.streams_gradients)
-        predicted = forecast(*base, replace(setup, cores=cores), simulated, prompts)
-        found.append(Compared(run=run, predicted=predicted.step_s, measured=recorded.step_s, cores=cores))
-        one = found[-1]
-        print(f"{run}: predicted {one.predicted:.3f}, measured {one.measured:.3f}, {cores:.2f} cores", flush=True)
+        others = others_busy(run_dir)
+        setup = replace(setup, others=others)
+        for _ in range(MATCHED):
+            if base is None or number == 0:
+                base = replace(recorded, costs=calibrated(recorded, setup, simulated, prompts))
+            predicted = forecast(base, base.costs, setup, simulated, prompts)
+            if predicted.others_busy > 0:
+                setup = replace(setup, others=setup.others * others / predicted.others_busy)
+        one = Compared(run=run, predicted=predicted.step_s, measured=recorded.step_s, others=others)
+        found.append(one)
+        print(
+            f"{run}: predicted {one.predicted:.3f}, measured {one.measured:.3f}; others had {others:.2f} cores, "
+            f"as {setup.others:.2f} processes",
+            flush=True,
+        )
     return found
 
 
 def table(rounds: Sequence[Sequence[Compared]]) -> list[str]:
     """Markdown: a line a configuration, medians over rounds."""
     lines = [
-        "| schedule | engines | ranks | predicted s | measured s | ratio | ratios | cores left |",
+        "| schedule | engines | ranks | predicted s | measured s | ratio | ratios | others' cores |",
         "|---" * 8 + "|",
     ]
     for members in zip(*rounds, strict=True):
         name, engines, ranks = members[0].run
         ratios = sorted(one.ratio for one in members)
-        predicted, measured, cores = (
+        predicted, measured, others = (
             statistics.median(values)
-            for values in zip(*((one.predicted, one.measured, one.cores) for one in members), strict=True)
+            for values in zip(*((one.predicted, one.measured, one.others) for one in members), strict=True)
         )
         spread = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         lines.append(
             f"| {name} | {engines} | {ranks} | {predicted:.3f} | {measured:.3f} | {statistics.median(ratios):.2f} | "
-            f"{spread} | {cores:.2f} |"
+            f"{spread} | {others:.2f} |"
         )
     return lines
 
@@ -172,7 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16, help="of each run")
-    parser.add_argument("--simulated", type=int, default=12, help="steps of each prediction")
+    parser.add_argument("--simulated", type=int, default=10, help="steps of each prediction")
     parser.add_argument("--out", type=Path, help="folder of the runs (default: a temporary one)")
     parser.add_argument("--quick", action="store_true", help="two runs of few steps: does everything work?")
     flags = parser.parse_args()

@@ -21,11 +21,17 @@ FASTEST = 1e-9
 
 @dataclass(slots=True, kw_only=True)
 class Machine:
-    """The cores that processes share. cores: None if each process has a device of its own."""
+    """The cores that processes share. cores: None if each process has a device of its own. others: processes of other
+    work on the machine, which never wait for anything; others_s: CPU-seconds that they had until the newest change.
+    """
 
     runtime: VirtualRuntime
     cores: float | None = None
+    others: float = 0.0
+    others_s: float = 0.0
     processes: list[Process] = field(default_factory=list)
+    _at: float = 0.0
+    _share: float = 1.0
 
     def process(self, seconds: Callable[[int], float], weight: int = 1) -> Process:
         """A process, for which a unit of each of n parts takes ``seconds(n)``. weight: cores that it keeps busy."""
@@ -37,8 +43,18 @@ class Machine:
         """The part of a core that each busy process has."""
         if self.cores is None:
             return 1.0
-        busy = sum(process.weight for process in self.processes if process.is_busy)
+        busy = self.others + sum(process.weight for process in self.processes if process.is_busy)
         return min(1.0, self.cores / busy) if busy else 1.0
+
+    def settle(self) -> None:
+        """Count what others had since the newest change."""
+        now = self.runtime.now()
+        self.others_s += (now - self._at) * self.others * self._share
+        self._at = now
+
+    def go_on(self) -> None:
+        """Note the share that follows from a change."""
+        self._share = self.share()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -83,9 +99,11 @@ class Process:
     def _changes(self) -> Iterator[None]:
         """Settle what was served until now; and go on with the speeds that follow from the change."""
         affected = [self] if self.machine.cores is None else self.machine.processes
+        self.machine.settle()
         for process in affected:
             process._settle()
         yield
+        self.machine.go_on()
         for process in affected:
             process._go_on()
 
@@ -98,7 +116,7 @@ class Process:
     def _go_on(self) -> None:
         while self._parts and self._parts[0][2].done():
             heapq.heappop(self._parts)
-        self._speed = self.machine.share() / max(FASTEST, self.seconds(self._count)) if self.is_busy else 0.0
+        self._speed = self.machine._share / max(FASTEST, self.seconds(self._count)) if self.is_busy else 0.0
         if self._cancel is not None:
             self._cancel()
             self._cancel = None
@@ -123,13 +141,14 @@ class BatchingEngines:
     """The role ``publish``, over engines that decode a token of each running request in one step.
 
     decode: seconds of a step with n requests. slots: of each engine. publish_s: seconds of a publication, the last
-    ``pause_s`` of which stop generation. A group's requests go to one engine, the one with the fewest.
+    ``pause_s`` of which stop generation, by ``host``. A group's requests go to the engine with the fewest.
     """
 
     machine: Machine
     decode: Callable[[int], float]
     count: int
     slots: int
+    host: Process
     publish_s: float = 0.0
     pause_s: float = 0.0
     version: int = 0
@@ -146,10 +165,9 @@ class BatchingEngines:
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the weights, and pause for their loading; requests go on with them."""
-        runtime = self.machine.runtime
-        await runtime.loop.sleep_until(runtime.now() + max(0.0, self.publish_s - self.pause_s))
+        await self.host.work(max(0.0, self.publish_s - self.pause_s))
         self._pause(True)
-        await runtime.loop.sleep_until(runtime.now() + min(self.pause_s, self.publish_s))
+        await self.host.work(min(self.pause_s, self.publish_s))
         self.version = version
         self._pause(False)
         return {}

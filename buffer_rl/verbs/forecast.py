@@ -1,4 +1,8 @@
-"""Whole runs in virtual time with the costs of a recorded one, over the real driver, Buffer and schedules."""
+"""Whole runs in virtual time with the costs of a recorded one, over the real driver, Buffer and schedules.
+
+Processes: each engine, the rollout worker that scores groups, the trainer with all its ranks, and one for the fixed
+parts of steps, whose work delays others only where cores are shared.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ ROUNDS, FURTHEST = 4, 4.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """A configuration. slots: requests that an engine decodes together. cores: that all processes share, None if each
-    has a device of its own. streams_gradients: ``--stream-gradients``."""
+    has a device of its own. others: processes of other work on the machine, always busy. streams_gradients:
+    ``--stream-gradients``."""
 
     schedule: Schedule
     engines: int
@@ -44,13 +49,14 @@ class Setup:
     samples: int
     slots: int
     cores: float | None = None
+    others: float = 0.0
     streams_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """Means over the steps but the first fifth. tokens: response tokens trained on, a step. engines_busy, trainer_busy:
-    shares of time. staleness: of each group that was trained on."""
+    shares of time. others_busy: cores that other work had. staleness: of each group that was trained on."""
 
     setup: Setup
     step_s: float
@@ -59,6 +65,7 @@ class Forecast:
     update_s: float
     engines_busy: float
     trainer_busy: float
+    others_busy: float = 0.0
     staleness: Sequence[int] = ()
 
     @property
@@ -88,13 +95,13 @@ class _Rollouts(VirtualRollouts):
 
     batches: BatchingEngines
     worker: Process
+    host: Process
     costs: Costs
     kept: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     _scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, ticket: Ticket) -> Any:
-        loop = self.runtime.loop
-        await loop.sleep_until(loop.time() + self.costs.ticket)
+        await self.host.work(self.costs.ticket)
         return await VirtualRollouts.run(self, ticket)
 
     async def _responses(self, group: SampleGroup, lengths: list[float]) -> list[tuple[int, int]]:
@@ -117,6 +124,7 @@ class _Trainer:
     runtime: VirtualRuntime
     state: BufferState
     process: Process
+    host: Process
     costs: Costs
     setup: Setup
     length: Lengths
@@ -125,7 +133,7 @@ class _Trainer:
 
     async def fetch(self, rollout_id: int) -> None:
         self._count(rollout_id)
-        await self.runtime.loop.sleep_until(self.runtime.now() + self.costs.prepare)
+        await self.host.work(self.costs.prepare)
 
     async def log_probs(self, model: str) -> None:
         await self._work(self.costs.forward_token * self.tokens[-1])
@@ -189,8 +197,8 @@ class _Observer:
 class _NotedBuffer:
     """A Buffer that notes the staleness of each group that is selected, and adds the rest of a step."""
 
-    def __init__(self, state: BufferState, runtime: VirtualRuntime, rest: float) -> None:
-        self._state, self._runtime, self._rest = state, runtime, rest
+    def __init__(self, state: BufferState, host: Process, rest: float) -> None:
+        self._state, self._host, self._rest = state, host, rest
         self.staleness: list[int] = []
 
     def close_selection(self, rollout_id: int, last_ticket: int | None = None) -> tuple[RolloutReport | None, int]:
@@ -201,7 +209,7 @@ class _NotedBuffer:
 
     async def commit(self, rollout_id: int, step: int) -> None:
         self._state.commit(rollout_id, step)
-        await self._runtime.loop.sleep_until(self._runtime.now() + self._rest)
+        await self._host.work(self._rest)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
@@ -211,17 +219,19 @@ def forecast(recorded: Recorded, costs: Costs, setup: Setup, num_steps: int, pro
     """A run of so many steps in virtual time. prompts: a file of ``write_prompts``."""
     runtime = VirtualRuntime({})
     state = _buffer(setup, prompts)
-    machine = Machine(runtime=runtime, cores=setup.cores)
+    machine = Machine(runtime=runtime, cores=setup.cores, others=setup.others)
     length = Lengths(recorded=recorded.lengths)
+    host = machine.process(float)
     engines = BatchingEngines(
         machine=machine,
         decode=lambda n: costs.decode_step + costs.decode_token * n,
         count=setup.engines,
         slots=setup.slots,
+        host=host,
         publish_s=costs.publish,
         pause_s=costs.pause,
     )
-    noted = _NotedBuffer(state, runtime, costs.rest)
+    noted = _NotedBuffer(state, host, costs.rest)
     rollouts = _Rollouts(
         runtime=runtime,
         state=noted,
@@ -229,12 +239,20 @@ def forecast(recorded: Recorded, costs: Costs, setup: Setup, num_steps: int, pro
         length=length,
         drops=recorded.drops,
         batches=engines,
-        worker=machine.process(lambda n: float(n)),
+        worker=machine.process(float),
+        host=host,
         costs=costs,
     )
-    process = machine.process(lambda n: float(n), weight=setup.ranks)
+    process = machine.process(float, weight=setup.ranks)
     trainer = _Trainer(
-        runtime=runtime, state=state, process=process, costs=costs, setup=setup, length=length, kept=rollouts.kept
+        runtime=runtime,
+        state=state,
+        process=process,
+        host=host,
+        costs=costs,
+        setup=setup,
+        length=length,
+        kept=rollouts.kept,
     )
     selections = VirtualSelections(runtime=runtime, state=noted)  # type: ignore[arg-type]
     runtime.roles |= {"buffer": noted, "selection": selections, "rollout": rollouts, "publish": engines, ACTOR: trainer}
@@ -250,6 +268,7 @@ def forecast(recorded: Recorded, costs: Costs, setup: Setup, num_steps: int, pro
         update_s=fmean(observer.updates[1:]),
         engines_busy=fmean(engine.busy_s for engine in engines.engines) / whole,
         trainer_busy=process.busy_s / whole,
+        others_busy=machine.others_s / whole,
         staleness=noted.staleness,
     )
 
