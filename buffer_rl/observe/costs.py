@@ -125,6 +125,10 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
     )
     lengths = _lengths(Path(folder), steps, shape, unknown)
     dropped = fmean(step.dropped for step in steps)
+    if others := sorted(set(spans) - {"rollout", ACTOR, "publish", "save"}):
+        unknown.append(
+            f"what depends on roles with processes of their own, whose work is left out: {', '.join(others)}"
+        )
     unknown.append("tokens of prompts: their cost is part of that of the responses' tokens")
     unknown.append("how an update scales with ranks: here its token part is divided by them")
     return Recorded(

@@ -177,7 +177,7 @@ def setup_of(args: Any, folder: Path, cores: float | None) -> tuple[Setup, list[
         )
     if args.schedule == Mode.ASYNC and args.stream_gradients:
         raise ConfigError("--stream-gradients is simulated with --schedule pipelined alone", where=str(folder))
-    notes = []
+    notes = ["checkpoints, evaluations and what older samples cost in learning are not counted"]
     if cores is None and {args.engine_device, args.train_device} == {"cpu"}:
         noted = read_facts(folder).cores
         cores = noted or len(os.sched_getaffinity(0))

@@ -14,7 +14,7 @@ import pytest
 from buffer_rl.cli import main
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.observe.costs import Costs, Recorded, Shape, fitted, least_squares
-from buffer_rl.observe.timeline import TraceFile, WorkSpan
+from buffer_rl.observe.timeline import TraceFile, WorkSpan, read_trace
 from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.verbs.forecast import Forecast, Setup, calibrated, forecast, write_prompts
 from buffer_rl.verbs.plan import make_plan, parse_schedule, splits_of
@@ -147,6 +147,23 @@ def test_one_step_far_from_the_others_does_not_change_a_fit() -> None:
     found, residual = least_squares(rows, values)
     assert found == pytest.approx((2.0, 3.0))
     assert residual == pytest.approx(0.0, abs=1e-9)
+
+
+def test_roles_with_processes_of_their_own_are_named_as_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with TraceFile(folder, resume_step=12) as trace:
+        trace.write("ref", [span("ref_log_probs", 3, 1.0, 2.0)])
+    assert any(text.endswith("left out: ref") for text in fitted(folder, SHAPE).unknown)
+
+
+def test_a_step_beside_a_checkpoint_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    whole = fitted(folder, SHAPE)
+    end = read_trace(folder)["publish"][-1].end
+    text = (folder / "trace.json").read_text().rstrip().removesuffix("]")
+    event = {"ph": "X", "name": "save", "cat": "save", "ts": end * 1e6 - 1000, "dur": 10, "pid": 9, "tid": 1}
+    (folder / "trace.json").write_text(f"{text},\n{json.dumps(event | {'args': {'rollout_id': 12}})}\n]\n")
+    assert fitted(folder, SHAPE).num_steps == whole.num_steps - 1
 
 
 def test_no_cost_is_negative() -> None:
