@@ -126,13 +126,14 @@ class Compared:
 
 
 def compare(folder: Path, runs: Sequence[tuple[str, int, int]], num_steps: int, simulated: int) -> list[Compared]:
-    """Run every configuration, and predict each from the first one."""
+    """Run every configuration that has not run, and predict each from the first one."""
     found: list[Compared] = []
     base: Recorded | None = None
     prompts = write_prompts(folder)
     for number, run in enumerate(runs):
         run_dir = folder / f"run_{number}"
-        train(run_dir, run, num_steps)
+        if not (run_dir / "report.html").exists():
+            train(run_dir, run, num_steps)
         setup, _ = setup_of(options_of(run_dir), run_dir, len(os.sched_getaffinity(0)))
         name, engines, ranks = run
         assert parse_schedule(name) == (setup.schedule, setup.streams_gradients)
@@ -182,7 +183,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16, help="of each run")
     parser.add_argument("--simulated", type=int, default=10, help="steps of each prediction")
-    parser.add_argument("--out", type=Path, help="folder of the runs (default: a temporary one)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the runs; those in it are not run again (default: a temporary one)"
+    )
     parser.add_argument("--quick", action="store_true", help="two runs of few steps: does everything work?")
     flags = parser.parse_args()
     if not (QUICKSTART / "build" / "sft" / "hf").is_dir():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,14 @@ from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.plan.roles import ACTOR, MODEL_FIELDS
 
 FEWEST_STEPS = 3
-SPREAD = 0.05
-"""Relative spread of the tokens of steps below which a fixed part and one for each token cannot be told apart."""
+PRIOR = 0.3
+"""Standard deviation of the share of a first term, before any value is seen."""
+STEP_SHARE, FIXED_SHARE = 0.5, 0.0
+"""Shares that are expected: of what a decoding step takes whatever its batch, and of the fixed part of an update."""
+TOLD = 0.7
+"""By how much the values of a run must narrow a share, to be said to tell it."""
+LEAST_NOISE = 1e-4
+"""Relative to the mean value."""
 OUTLIER = 4.0
 """Median absolute deviations from a fit beyond which a step is left out of it."""
 
@@ -185,32 +191,50 @@ def _step(seconds: float, found: Mapping[str, float], shape: Shape) -> Step:
     )
 
 
-def least_squares(rows: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[tuple[float, float], float]:
-    """Non-negative ``(a, b)`` with a * x + b * y near each value, and the median of the relative errors. What is far
-    from a first fit is left out of the second."""
-    chosen = list(range(len(rows)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """``a * x + b * y`` near each value. residual: the median of the relative errors. is_told: whether the values tell
+    the two terms apart."""
+
+    a: float
+    b: float
+    residual: float
+    is_told: bool
+
+
+def least_squares(rows: Sequence[tuple[float, float]], values: Sequence[float], share: float) -> Fit:
+    """Fit ``(x, y)`` of each row to its value, without negative terms. What is far from a first fit is left out.
+
+    share: what the first term is of the mean value, give or take ``PRIOR``, before any value is seen. It decides as far
+    as noise, or rows that hardly differ, leave it open.
+    """
+    given, wanted = np.asarray(rows, dtype=float), np.asarray(values, dtype=float)
+    middle = float(np.mean(wanted))
+    if middle <= 0:
+        return Fit(a=0.0, b=0.0, residual=0.0, is_told=False)
+    chosen = np.ones(len(wanted), dtype=bool)
     for _ in range(2):
-        found = _non_negative(np.asarray([rows[i] for i in chosen]), np.asarray([values[i] for i in chosen]))
-        errors = [abs(found[0] * x + found[1] * y - value) for (x, y), value in zip(rows, values, strict=True)]
-        limit = OUTLIER * median(errors) or math.inf
-        chosen = [i for i, error in enumerate(errors) if error <= limit]
-    relative = [error / value for error, value in zip(errors, values, strict=True) if value > 0]
-    return found, median(relative) if relative else 0.0
+        free = given @ np.linalg.lstsq(given[chosen], wanted[chosen], rcond=None)[0]
+        noise = max(LEAST_NOISE * middle, float(np.sqrt(np.mean((free - wanted)[chosen] ** 2))))
+        prior = np.asarray([[float(np.mean(given[:, 0])) / middle, 0.0]]) / PRIOR
+        system = np.concatenate([given[chosen] / noise, prior])
+        found = _non_negative(system, np.append(wanted[chosen] / noise, share / PRIOR))
+        errors = np.abs(given @ found - wanted)
+        chosen = errors <= max(OUTLIER * float(np.median(errors)), LEAST_NOISE * middle)
+    spread = float(np.sqrt((prior @ np.linalg.pinv(system.T @ system) @ prior.T)[0, 0]))  # 1: as wide as before
+    residual = float(np.median(errors / np.maximum(wanted, LEAST_NOISE * middle)))
+    return Fit(a=float(found[0]), b=float(found[1]), residual=residual, is_told=spread < TOLD)
 
 
-def _non_negative(rows: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+def _non_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Least squares with two parameters, neither of which is negative."""
     both = np.linalg.lstsq(rows, values, rcond=None)[0]
     if min(both) >= 0:
-        return float(both[0]), float(both[1])
-    alone = [float(max(0.0, rows[:, i] @ values / max(rows[:, i] @ rows[:, i], 1e-30))) for i in (0, 1)]
-    errors = [float(np.sum((rows[:, i] * alone[i] - values) ** 2)) for i in (0, 1)]
-    return (alone[0], 0.0) if errors[0] < errors[1] else (0.0, alone[1])
-
-
-def _told_apart(numbers: Sequence[float]) -> bool:
-    """Whether numbers differ by enough for a fixed part to be told from one in proportion to them."""
-    return pstdev(numbers) > SPREAD * fmean(numbers)
+        return np.asarray(both)
+    squares = np.maximum(np.sum(rows**2, axis=0), 1e-30)
+    alone = np.diag(np.maximum(0.0, rows.T @ values / squares))  # a row each, the other parameter 0
+    best: np.ndarray = alone[int(np.argmin([np.sum((rows @ one - values) ** 2) for one in alone]))]
+    return best
 
 
 def _generation(
@@ -220,13 +244,13 @@ def _generation(
     shares = [step.generated / shape.engines for step in steps]
     spent = [step.times.get("generate", step.times["rollout"]) for step in steps]
     depths = [step.longest * _rounds(step.dropped, shape.groups) for step in steps]
-    if not _told_apart(shares):
-        unknown.append("a fixed part of a decoding step: all steps generated as much, so all of it is taken per token")
-        depths = [0.0] * len(steps)
-    (step_s, token_s), residuals["generation"] = least_squares(list(zip(depths, shares, strict=True)), spent)
+    fit = least_squares(list(zip(depths, shares, strict=True)), spent, STEP_SHARE)
+    residuals["generation"] = fit.residual
+    if not fit.is_told:
+        unknown.append("what a decoding step takes whatever its batch: about half of generation is taken for it")
     scores = [step.times.get("reward", 0.0) / (shape.groups + step.dropped) for step in steps]
     residuals["rewards"] = _spread(scores)
-    return {"decode_step": step_s, "decode_token": token_s, "score": median(scores)}
+    return {"decode_step": fit.a, "decode_token": fit.b, "score": median(scores)}
 
 
 def _rounds(dropped: float, groups: int) -> float:
@@ -246,19 +270,15 @@ def _training(
 ) -> dict[str, float]:
     """The parameters of the trainer."""
     shares = [step.tokens / shape.ranks for step in steps]
-    fixed = 1.0
-    if not _told_apart(shares):
-        unknown.append(
-            "a fixed part of an update: all steps trained on as many tokens, so all of it is taken per token"
-        )
-        fixed = 0.0
-    rows = [(fixed, share) for share in shares]
-    (whole, token_s), residuals["update"] = least_squares(rows, [step.times["update"] for step in steps])
+    fit = least_squares([(1.0, share) for share in shares], [step.times["update"] for step in steps], FIXED_SHARE)
+    residuals["update"] = fit.residual
+    if not fit.is_told:
+        unknown.append("a fixed part of an update: nearly all of it is taken to be in proportion to tokens")
     seconds = [value for name in passes for value in _seconds(spans, ACTOR, name)[1:]]
     forward = median(seconds) / fmean(shares) if seconds else 0.0
     if seconds:
         residuals["passes"] = _spread(seconds)
-    return {"update_fixed": whole, "update_token": token_s, "forward_token": forward}
+    return {"update_fixed": fit.a, "update_token": fit.b, "forward_token": forward}
 
 
 def _fixed(steps: Sequence[Step], spans: Mapping[str, Sequence[WorkSpan]], shape: Shape) -> dict[str, float]:
