@@ -1,6 +1,7 @@
 """How near ``buffer-rl plan`` comes: one configuration is recorded, others are predicted from it, and then run.
 
     python benchmarks/plan.py                # six runs, three times: ten minutes on a quiet machine
+    python benchmarks/plan.py --known        # five runs whose engine and trainer sleep: eight minutes
     python benchmarks/plan.py --quick        # two runs of few steps: does everything work?
 
 The quickstart's warmed-up model and task (``make quickstart`` makes both), at a learning rate that changes nothing, so
@@ -10,6 +11,9 @@ recorded; the costs that are fitted from it predict the others. Each round recor
 Other work on the machine takes cores. What it had between the first step and the last of each run is read from
 ``/proc``. A prediction is for a machine on which so many other processes are always busy as then have as much; the
 cores that other work had stand in the table.
+
+With ``--known`` the costs are those of ``asynchrony.py --live``: 16 devices, whose engine and trainer sleep for each
+token, so that other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from typing import Any
 from cpu_times import TICK_S, run_processes
 
 from buffer_rl.observe.costs import Recorded, Shape, fitted
-from buffer_rl.verbs.forecast import calibrated, forecast, write_prompts
+from buffer_rl.verbs.forecast import Setup, calibrated, forecast, write_prompts
 from buffer_rl.verbs.plan import options_of, parse_schedule, setup_of
 
 HERE = Path(__file__).resolve()
@@ -57,6 +61,17 @@ RUNS = (
     ("async:1:2", 2, 1),
 )
 """Schedule, engines, ranks."""
+
+
+KNOWN = (
+    ("lockstep", 8),
+    ("lockstep", 12),
+    ("one-step-off", 8),
+    ("async, S 1, M 2", 10),
+    ("async, S 2, M 4", 12),
+)
+"""Modes of ``asynchrony.py``, and how many of 16 devices have engines."""
+DEVICES, SIGMA = 16, 0.5
 
 
 class LoadLogger:
@@ -156,6 +171,40 @@ def compare(folder: Path, runs: Sequence[tuple[str, int, int]], num_steps: int, 
     return found
 
 
+def compare_known(num_steps: int, simulated: int) -> None:
+    """Record the first run of ``KNOWN``, and print what is predicted of each and what it took."""
+    from asynchrony import MODES, SLOTS, live, live_task
+    from virtual_runs import Costs
+
+    from buffer_rl.cluster.session import ray_session
+
+    base: Recorded | None = None
+    print("| mode | engines' devices | predicted s | measured s | ratio |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name, ray_session(None), live_task(Path(name)) as data:
+        prompts = write_prompts(Path(name))
+        for mode, engines in KNOWN:
+            costs = Costs.of(mode, DEVICES, engines, SIGMA)
+            folder = Path(name) / f"{mode} {engines}".replace(" ", "_").replace(",", "")
+            folder.mkdir()
+            live(mode, costs, num_steps, folder, data, Path(name) / "model")
+            (run_dir,) = (path.parent for path in folder.rglob("trace.json"))
+            shape = Shape(groups=costs.groups, samples=costs.samples, engines=1, ranks=DEVICES - engines)
+            recorded = fitted(run_dir, shape)
+            setup = Setup(
+                schedule=MODES[mode],
+                engines=1,
+                ranks=DEVICES - engines,
+                groups=costs.groups,
+                samples=costs.samples,
+                slots=SLOTS * engines,
+            )
+            if base is None:
+                base = replace(recorded, costs=calibrated(recorded, setup, simulated, prompts))
+            predicted = forecast(base, base.costs, setup, simulated, prompts).step_s
+            ratio = predicted / recorded.step_s
+            print(f"| {mode} | {engines} | {predicted:.2f} | {recorded.step_s:.2f} | {ratio:.2f} |", flush=True)
+
+
 def table(rounds: Sequence[Sequence[Compared]]) -> list[str]:
     """Markdown: a line a configuration, medians over rounds."""
     lines = [
@@ -187,7 +236,11 @@ def main() -> int:
         "--out", type=Path, help="folder of the runs; those in it are not run again (default: a temporary one)"
     )
     parser.add_argument("--quick", action="store_true", help="two runs of few steps: does everything work?")
+    parser.add_argument("--known", action="store_true", help="runs whose engine and trainer sleep")
     flags = parser.parse_args()
+    if flags.known:
+        compare_known(flags.steps, flags.simulated)
+        return 0
     if not (QUICKSTART / "build" / "sft" / "hf").is_dir():
         print("the quickstart's model is not there: make quickstart", file=sys.stderr)
         return 1

@@ -247,7 +247,9 @@ def _generation(
     fit = least_squares(list(zip(depths, shares, strict=True)), spent, STEP_SHARE)
     residuals["generation"] = fit.residual
     if not fit.is_told:
-        unknown.append("what a decoding step takes whatever its batch: about half of generation is taken for it")
+        unknown.append(
+            "what a decoding step takes whatever its batch: noise leaves it open, and half of generation is expected"
+        )
     scores = [step.times.get("reward", 0.0) / (shape.groups + step.dropped) for step in steps]
     residuals["rewards"] = _spread(scores)
     return {"decode_step": fit.a, "decode_token": fit.b, "score": median(scores)}
@@ -273,7 +275,7 @@ def _training(
     fit = least_squares([(1.0, share) for share in shares], [step.times["update"] for step in steps], FIXED_SHARE)
     residuals["update"] = fit.residual
     if not fit.is_told:
-        unknown.append("a fixed part of an update: nearly all of it is taken to be in proportion to tokens")
+        unknown.append("a fixed part of an update: noise leaves it open, and all in proportion to tokens is expected")
     seconds = [value for name in passes for value in _seconds(spans, ACTOR, name)[1:]]
     forward = median(seconds) / fmean(shares) if seconds else 0.0
     if seconds:
