@@ -99,8 +99,8 @@ def live_task(folder: Path) -> Iterator[Path]:
     yield write_rows(folder)
 
 
-def live(mode: str, costs: Costs, num_steps: int, folder: Path, data: Path) -> Figures:
-    """A run with a real driver, Buffer, rollout worker and Ray."""
+def live(mode: str, costs: Costs, num_steps: int, folder: Path, data: Path, model: Path | None = None) -> Figures:
+    """A run with a real driver, Buffer, rollout worker and Ray. model: by default the one in ``folder``."""
     schedule = MODES[mode]
     run_dir = folder / f"{mode.replace(' ', '_').replace(',', '')}_{costs.sigma}"
 
@@ -115,7 +115,7 @@ def live(mode: str, costs: Costs, num_steps: int, folder: Path, data: Path) -> F
             {
                 "run_dir": str(run_dir),
                 "prompt_data": str(data),
-                "hf_checkpoint": str(folder / "model"),
+                "hf_checkpoint": str(model or folder / "model"),
                 "train_backend": f"{HERE / 'asynchrony.py'}:LiveTrainer",
                 "lr": costs.trained,
                 "router_url": engine.url,

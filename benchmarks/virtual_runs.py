@@ -7,7 +7,6 @@ token. Lengths are lognormal, by the seed of each sample: every mode generates t
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -25,11 +24,8 @@ from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.records.groups import GroupUid, RolloutReport
 from buffer_rl.rollout.requests import sampling_seed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for tests/harness
-
-from harness.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections
-from harness.virtual_time import VirtualRuntime
+from buffer_rl.testing.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections
+from buffer_rl.testing.virtual_time import VirtualRuntime
 
 SLOTS = 8
 GROUPS, SAMPLES = 16, 4

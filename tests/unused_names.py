@@ -50,7 +50,6 @@ ALLOWED: Mapping[str, str] = {
     "spec_accept_rate": "functions of users read it",
     "spec_accept_length": "functions of users read it",
     "prefix_cache_hit_rate": "functions of users read it",
-    "in_memory": "for a Buffer in the caller's process: examples/minimal.py, tests",
     "weighted": "rewards of users are composed with it",
     "between": "filters of users are made with it",
     "at_least": "filters of users are made with it",

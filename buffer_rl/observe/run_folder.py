@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,7 +175,7 @@ class RunFacts:
 
     started: UTC, ISO 8601. start: seconds from the command until each part was ready. changed:
     the options that differ from their defaults, by flag. data: use, path, number of rows and source hash of each
-    data source.
+    data source. cores: that the driver's processes may use; None if the run did not note it.
     """
 
     started: str = ""
@@ -182,6 +183,7 @@ class RunFacts:
     version: str = ""
     changed: Mapping[str, Any] = field(default_factory=dict)
     data: Sequence[Mapping[str, Any]] = ()
+    cores: int | None = None
 
 
 def changed_options(args: Args) -> dict[str, Any]:
@@ -203,6 +205,7 @@ def write_facts(run_dir: str | Path, args: Args, provenance: Mapping[str, Any] |
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
+        "cores": len(os.sched_getaffinity(0)),
         "changed": changed_options(args),
         **(provenance or {}),
     }
@@ -233,6 +236,7 @@ def read_facts(run_dir: str | Path) -> RunFacts:
             version=version,
             changed=dict(found["changed"]),
             data=tuple(dict(source) for source in found.get("data", ())),
+            cores=found.get("cores"),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return RunFacts()

@@ -24,6 +24,7 @@ VERBS = {
     "generate": "print a model's responses to prompts",
     "plugins": "list, check and begin plugins",
     "data": "validate, show and count data files",
+    "plan": "predict the speed of a run on other devices and schedules",
     "report": "write one HTML page of a run",
     "ledger": "where each group of a run is, and whether it adds up",
     "why": "what became of a group and why, or where a step's time went",
