@@ -1,7 +1,8 @@
 """The watcher of members that hang: it asks for their pulse, and ends one that hangs with a stack of its threads.
 
 Who waits for whom: nothing waits for the watcher. It runs on the thread of the driver's watchers, and waits for a
-process that hangs a few seconds at most, while it takes the stack. What follows is what follows a death.
+process that hangs a few seconds, while it takes the stack (``NODE_S`` twice at most, if its node is lost). What follows
+is what follows a death.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class HangWatch:
         what = f"hung: {reason} (process {pulse.pid} on {pulse.host}), stack: {frames}"
         for group, members in self._groups.items():
             for rank, member in enumerate(members):
-                if member.pulse is not None and (member.pulse.node, member.pulse.pid) == (pulse.node, pulse.pid):
+                if member.actor is not group.actors[rank] or member.pulse is None:  # it was replaced meanwhile
+                    continue
+                if (member.pulse.node, member.pulse.pid) == (pulse.node, pulse.pid):
                     group.hung[group.name_of(rank)] = what
                     members[rank] = _Watched(member.actor)
         self._notice(f"{name} {what}; its process is ended, and {pulse.log or 'its log'} has the stack of all threads")

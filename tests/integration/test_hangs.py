@@ -121,7 +121,7 @@ def run(
     folder = tmp_path_factory.mktemp("hangs")
     code = f"import sys\nsys.path.append({str(HARNESS)!r})\nTEST = {os.getpid()}\n" + HANGS
     (folder / "hangs.py").write_text(code)
-    sizes = {"characters": "abc=", "hidden_size": 32, "intermediate_size": 48}
+    sizes: dict[str, Any] = {"characters": "abc=", "hidden_size": 32, "intermediate_size": 48}
     classifier = make_tiny_model(
         folder / "classifier", seed=1, auto_class="AutoModelForSequenceClassification", num_labels=1, **sizes
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -144,7 +144,7 @@ class Members:
             context.run(work.close)
         return found
 
-    def _work(self, rank: int, steps: int) -> Iterator[float]:
+    def _work(self, rank: int, steps: int) -> Generator[float, None, None]:
         """Yields the seconds until it continues."""
         for step in range(steps):
             with self._recorders[rank].call("train"):
