@@ -7,6 +7,7 @@ metrics         metrics.jsonl, and the hub of metric loggers, of which one is Te
 run_folder      JSONL files that a resumed run continues; samples.jsonl and run.json
 timeline        spans of work of all roles, their clocks, and trace.json
 timeline_stats  idle shares, waits, overlap and lower bound of a step, from its spans
+costs           seconds of engines, rewards and trainer, fitted from a run's timeline and metrics
 curve           the learning curve, as a picture and as a line of text
 svg_chart       line charts, stacked bars and the spans of a step as SVG
 pulse           the pulse of a process: its calls and their progress; which members of a role hang

@@ -9,6 +9,8 @@ generate        ``generate``: responses to prompts
 plugins         ``plugins``: list, check, new; what it writes is in plugin/
 plugin_trial    ``plugins check --on``: one function called on rows of a file
 data            ``data``: validate, show and count data files
+plan            ``plan``: the speed of a run with other splits of devices and schedules
+forecast        runs in virtual time with the costs of a recorded one
 report          ``report``: the HTML page of a run
 ledger          ``ledger``: where each group of a run is
 why             ``why``: what became of a group, or where a step's time went
