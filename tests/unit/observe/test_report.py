@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,7 @@ def test_the_facts_are_the_options_that_were_changed(tmp_path: Path) -> None:
     facts = read_facts(tmp_path)
     assert facts.changed == changed
     assert facts.started.endswith("+00:00")
+    assert facts.cores == len(os.sched_getaffinity(0))
     (tmp_path / "run.json").write_text("[]")
     assert read_facts(tmp_path) == RunFacts()
 
