@@ -9,25 +9,20 @@ generate        ``generate``: responses to prompts
 plugins         ``plugins``: list, check, new; what it writes is in plugin/
 plugin_trial    ``plugins check --on``: one function called on rows of a file
 data            ``data``: validate, show and count data files
-plan            ``plan``: the speed of a run with other splits of devices and schedules
-forecast        runs in virtual time with the costs of a recorded one
+plan            ``plan``: the speed of a run with other splits of devices and schedules; a package
 report          ``report``: the HTML page of a run
 ledger          ``ledger``: where each group of a run is
-why             ``why``: what became of a group, or where a step's time went
-rescore         ``rescore``: another reward on the samples of a run
+why             ``why``: what became of a group, or where a step's time went; a package
+rescore         ``rescore``: another reward on the samples of a run; a package
 checkpoint      ``checkpoint``: check that checkpoints are whole
+drill           ``drill``: a configuration and faults, for a certificate; a package
 export          ``export``: the model of a checkpoint
 completion      ``completion``: a script for the shell
 engine_checks   what the engines of a run can do of what it asks for
 preflight       what a run needs of this machine and of its folders
 resources       what a run needs in numbers: rows for ranks, cores, space
 row_sources     the rows that a run reads, with file and line
-drill           ``drill``: a configuration and faults; its modules are in drill/
 trial           a trial of a few rows before a run: rendered, encoded, made training rows
 reward_trial    a trial of the reward on answers to a few rows
 run_records     what a run's folder has recorded of its groups and steps
-group_life      the life of one group, in facts and sentences
-step_life       one step: its phases, waits and groups
-recorded_groups the recorded groups as samples that can be scored again
-rescoring       recorded groups with another reward, compared with before
 """

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 TITLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "engine": ("buffer_rl.embedded.server", "sglang::", "sglang.launch_server", "buffer_rl_sglang.server_process"),
+        "engine": ("buffer_rl.embedded.server", "buffer_rl_sglang.server_process"),
         "rollout worker": ("ray::RolloutWorker",),
         "Buffer": ("ray::BufferActor",),
         "trainer rank": ("ray::TrainRank",),
@@ -25,7 +25,7 @@ TITLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The parts of a run, by what the command line of their processes begins with or contains."""
-ROUTER = "router_process"
+ROUTER = ("buffer_rl.engines.router_process", "sglang::router")
 PHASES: Mapping[str, str] = MappingProxyType(
     {"generation": "perf/rollout_time", "training": "perf/train_time", "publication": "perf/publish_time"}
 )
@@ -82,7 +82,7 @@ def parts_of(driver: int) -> dict[str, list[Process]]:
 def strike(fault: Fault, driver: int) -> Process | None:
     """Put the fault in, at once. Returns the process that it met; None if there is none."""
     if fault.kind == "cut":
-        met = next((each for each in descendants(driver) if ROUTER in each.command), None)
+        met = next((each for each in descendants(driver) if any(title in each.command for title in ROUTER)), None)
     else:
         met = next(iter(parts_of(driver).get(fault.part, [])), None)
     if met is None:

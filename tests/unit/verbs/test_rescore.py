@@ -15,7 +15,7 @@ from buffer_rl.cli import main
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid
-from buffer_rl.verbs.rescoring import compared, rank_correlation
+from buffer_rl.verbs.rescore.rescoring import compared, rank_correlation
 
 REWARDS = """
 def longer(args, sample):

@@ -18,7 +18,7 @@ from buffer_rl.observe.metrics import MetricsFile
 from buffer_rl.observe.run_folder import SampleDump
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.records.groups import GroupUid, RowId
-from buffer_rl.verbs.group_life import (
+from buffer_rl.verbs.why.group_life import (
     Attempt,
     GroupLife,
     explain_requeues,
@@ -27,7 +27,7 @@ from buffer_rl.verbs.group_life import (
     shown_time,
     split_attempts,
 )
-from buffer_rl.verbs.step_life import engine_changes
+from buffer_rl.verbs.why.step_life import engine_changes
 from harness.async_run import AsyncRun
 
 FOREIGN = GroupUid("theirs", 0, 0)

@@ -1,4 +1,8 @@
-"""``buffer-rl rescore RUN``: another reward on the samples that a run has recorded, compared with the run's own."""
+"""``buffer-rl rescore RUN``: another reward on the samples that a run has recorded, compared with the run's own.
+
+recorded_groups   the recorded groups as samples that can be scored again
+rescoring         recorded groups with another reward, compared with before
+"""
 
 from __future__ import annotations
 
@@ -48,8 +52,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the comparison. Returns 1 if no group could be scored. Raises BufferRLError."""
-    from buffer_rl.verbs.recorded_groups import RecordReader
-    from buffer_rl.verbs.rescoring import facts_of, rescore, write_rows
+    from buffer_rl.verbs.rescore.recorded_groups import RecordReader
+    from buffer_rl.verbs.rescore.rescoring import facts_of, rescore, write_rows
     from buffer_rl.verbs.run_records import RunRecords
 
     records = RunRecords.opened(namespace.folder)

@@ -1,4 +1,8 @@
-"""``buffer-rl why RUN UID|STEP``: what became of one group of a run and why, or where the time of one step went."""
+"""``buffer-rl why RUN UID|STEP``: what became of one group of a run and why, or where the time of one step went.
+
+group_life   the life of one group, in facts and sentences
+step_life    one step: its phases, waits and groups
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 def run(namespace: argparse.Namespace) -> int:
     """Print the facts. Raises ConfigError for what the run does not have, CheckpointError for a ledger that is damaged,
     DataError for a line of its files that is."""
-    from buffer_rl.verbs.group_life import group_life, unknown_uid
     from buffer_rl.verbs.run_records import RunRecords
-    from buffer_rl.verbs.step_life import step_life
+    from buffer_rl.verbs.why.group_life import group_life, unknown_uid
+    from buffer_rl.verbs.why.step_life import step_life
 
     records = RunRecords.opened(namespace.run_dir)
     try:

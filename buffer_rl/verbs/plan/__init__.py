@@ -1,7 +1,9 @@
 """``buffer-rl plan --trace RUN``: the speed of a run with other splits of devices and other schedules, from its costs.
 
 The driver, the Buffer and the schedules are the real ones, in virtual time; see ``buffer_rl.observe.costs`` for what is
-fitted, and ``buffer_rl.verbs.forecast`` for what is simulated.
+fitted.
+
+forecast   runs in virtual time with the costs of a recorded one
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from buffer_rl.verbs.table import print_table
 
 if TYPE_CHECKING:
     from buffer_rl.observe.costs import Recorded
-    from buffer_rl.verbs.forecast import Forecast, Setup
+    from buffer_rl.verbs.plan.forecast import Forecast, Setup
 
 GRADIENTS = "stream-gradients"
 DEFAULT_SCHEDULES = ("lockstep", "pipelined", GRADIENTS, "one-step-off", "async:1:2", "async:2:4")
@@ -120,7 +122,7 @@ def make_plan(
 ) -> Plan:
     """Fit the run in ``folder``, and simulate it with every schedule and split. Raises ConfigError and DataError."""
     from buffer_rl.observe.costs import Shape, fitted
-    from buffer_rl.verbs.forecast import calibrated, forecast, write_prompts
+    from buffer_rl.verbs.plan.forecast import calibrated, forecast, write_prompts
 
     args = options_of(folder)
     setup, notes = setup_of(args, folder, cores)
@@ -166,7 +168,7 @@ def setup_of(args: Any, folder: Path, cores: float | None) -> tuple[Setup, list[
     """The configuration of a recorded run, and what was assumed. Raises ConfigError if it cannot be simulated."""
     from buffer_rl.observe.run_folder import read_facts
     from buffer_rl.plan.counts import with_counts
-    from buffer_rl.verbs.forecast import Setup
+    from buffer_rl.verbs.plan.forecast import Setup
 
     args = with_counts(args)
     if args.colocate or args.offload_train or args.offload_rollout:

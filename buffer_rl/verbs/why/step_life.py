@@ -14,8 +14,8 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.observe.metrics import drops_of
 from buffer_rl.observe.timeline_stats import NO_ROLE, step_stats, step_windows
 from buffer_rl.records.groups import GroupUid
-from buffer_rl.verbs.group_life import shown_time
 from buffer_rl.verbs.run_records import RunRecords
+from buffer_rl.verbs.why.group_life import shown_time
 
 SHOWN_GROUPS = 12
 _FAILURES = ("infra_failures", "data_failures", "non_finite_steps")
