@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 TITLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "engine": ("buffer_rl.embedded.server", "buffer_rl_sglang.server_process"),
+        "engine": ("buffer_rl.embedded.server", "buffer_rl_sglang/server_process"),
         "rollout worker": ("ray::RolloutWorker",),
         "Buffer": ("ray::BufferActor",),
         "trainer rank": ("ray::TrainRank",),
