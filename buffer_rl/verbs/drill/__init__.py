@@ -26,7 +26,7 @@ from buffer_rl.observe.terminal import say
 from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.verbs import train
 from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
-from buffer_rl.verbs.drill.faults import Fault, lift, moment, planned, strike
+from buffer_rl.verbs.drill.faults import Fault, hold_back, lift, moment, planned, strike
 from buffer_rl.verbs.drill.reward import KINDS, PLAN
 from buffer_rl.verbs.drill.runs import DrillRun, Outcome, reward_marks, usual_step
 from buffer_rl.verbs.drill.small import is_small, write_small
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Test a configuration against faults before it is given to a cluster: short runs of it on this machine, in which
-processes are killed and stopped, rewards fail, a disk is full and the network is cut. The certificate says what was
-put in, found and survived, and that no group was lost or trained twice and no failure became a reward.
+processes are killed, stopped and slowed down, rewards fail, a disk is full and the network is cut. The certificate
+says what was put in, found and survived, and that no group was lost or trained twice and no failure became a reward.
 
 The options are those of train. A model of more than 100 MB is replaced by a small random one of its architecture.
 """
 FLAGS = ("--drill-dir", "--drill-steps", "--drill-model", "--drill-faults", "--every-phase")
-KINDS_OF_RUNS = ("kill", "stop", "cut", "reward", "disk", "driver")
+KINDS_OF_RUNS = ("kill", "stop", "slow", "cut", "reward", "disk", "driver")
 SHORT_S = "5"
 """Deadlines of hangs, in place of those of the configuration."""
 CUT_S = 3.0
@@ -112,7 +112,7 @@ class Drill:
         self.promised = self.args.deterministic and Schedule.of(self.args).max_staleness == 0
         self.kinds = list(self.namespace.drill_faults)
         self.own = _without_own_flags(self.namespace.arguments[1:])
-        actions = [kind for kind in ("kill", "stop") if kind in self.kinds]
+        actions = [kind for kind in ("kill", "stop", "slow") if kind in self.kinds]
         self.faults = planned(_parts(self.args), actions, every_phase=self.namespace.every_phase)
         if "cut" in self.kinds:
             self.faults.append(Fault(kind="cut", part="router", phase="generation"))
@@ -182,7 +182,10 @@ class Drill:
         if met is None:
             self._add(Row(fault=str(fault), wrong=("there is no such process",)))
             return
-        if fault.kind == "cut":
+        passes = fault.kind in ("cut", "slow")
+        if fault.kind == "slow":
+            hold_back(met, CUT_S)
+        elif passes:
             _pause(run, CUT_S)
             lift(fault, met)
         else:
@@ -190,9 +193,11 @@ class Drill:
         # In a publication, the step that is under way has been trained.
         survived = _trains_on(run, len(run.steps()) + (fault.phase == "publication"))
         seconds = time.monotonic() - began
-        replaced = fault.kind == "cut" or not met.alive()
-        found = "" if not replaced else "waited" if fault.kind == "cut" else f"process {met.pid} was replaced"
-        wrong = () if survived and replaced else (run.last_lines(),) if not survived else ("it is still there",)
+        wrong = () if survived else (run.last_lines(),)
+        if passes == met.alive():
+            found = "waited for" if passes else f"process {met.pid} was replaced"
+        else:
+            found, wrong = "", (*wrong, "it was replaced" if passes else "it is still there")
         last = int(steps[-1]["step"]) if steps else None
         self._add(Row(fault=str(fault), step=last, found=found, recovered_s=seconds if survived else None, wrong=wrong))
 

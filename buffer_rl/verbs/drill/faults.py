@@ -5,9 +5,11 @@ Reads ``/proc``, so Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ TITLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The parts of a run, by what the command line of their processes begins with or contains."""
+SLICE_S = 0.1
 ROUTER = ("buffer_rl.engines.router_process", "sglang::router")
 PHASES: Mapping[str, str] = MappingProxyType(
     {"generation": "perf/rollout_time", "training": "perf/train_time", "publication": "perf/publish_time"}
@@ -48,15 +51,22 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that happens to a live process. kind: "kill", "stop", "cut" (the router is silent for a while) or
-    "disk" (what the process writes meets a full disk)."""
+    """Something that happens to a live process. kind: "kill", "stop", "slow" (it has a tenth of its time for a while,
+    and is to be left alone), "cut" (the router is silent for a while) or "disk" (what the process writes meets a full
+    disk)."""
 
     kind: str
     part: str
     phase: str
 
     def __str__(self) -> str:
-        verb = {"kill": "killed", "stop": "stopped", "cut": "cut off", "disk": "on a full disk"}[self.kind]
+        verb = {
+            "kill": "killed",
+            "stop": "stopped",
+            "slow": "ten times slower",
+            "cut": "cut off",
+            "disk": "on a full disk",
+        }[self.kind]
         return f"{self.part} {verb} in {self.phase}"
 
 
@@ -89,9 +99,20 @@ def strike(fault: Fault, driver: int) -> Process | None:
         return None
     if fault.kind == "disk":
         resource.prlimit(met.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    else:
+    elif fault.kind != "slow":  # see ``hold_back``
         os.kill(met.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
     return met
+
+
+def hold_back(met: Process, seconds: float) -> None:
+    """For so long, let the process compute for a tenth of the time."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < end:
+            os.kill(met.pid, signal.SIGSTOP)
+            time.sleep(0.9 * SLICE_S)
+            os.kill(met.pid, signal.SIGCONT)
+            time.sleep(0.1 * SLICE_S)
 
 
 def lift(fault: Fault, met: Process) -> None:

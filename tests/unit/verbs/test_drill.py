@@ -18,7 +18,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
-from buffer_rl.verbs.drill.faults import PHASES, Fault, lift, moment, planned, strike
+from buffer_rl.verbs.drill.faults import PHASES, Fault, hold_back, lift, moment, planned, read_process, strike
 from buffer_rl.verbs.drill.reward import KINDS, PLAN, fault_of, score
 from buffer_rl.verbs.drill.runs import reward_marks, usual_step
 from buffer_rl.verbs.drill.small import SIZES, is_small, write_small
@@ -77,6 +77,26 @@ def test_a_full_disk_is_one_for_a_process_until_it_is_lifted(tmp_path: Path) -> 
                 answers.append(child.stdout.readline().strip())
         child.stdin.close()
     assert answers == ["written", "27", "written"]
+
+
+def test_a_process_that_is_held_back_has_a_tenth_of_its_time() -> None:
+    command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        met = read_process(Path("/proc", str(child.pid)))
+        assert met is not None
+        before = cpu_seconds(child.pid)
+        hold_back(met, 1.0)
+        used = cpu_seconds(child.pid) - before
+        assert met.alive()
+        child.kill()
+    assert used < 0.35  # of a second; all of it but for the stops, on a core of its own
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture
