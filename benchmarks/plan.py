@@ -35,8 +35,8 @@ from typing import Any
 from cpu_times import TICK_S, run_processes
 
 from buffer_rl.observe.costs import Recorded, Shape, fitted
-from buffer_rl.verbs.plan import options_of, parse_schedule, setup_of
 from buffer_rl.verbs.plan.forecast import Setup, calibrated, forecast, write_prompts
+from buffer_rl.verbs.plan.verb import options_of, parse_schedule, setup_of
 
 HERE = Path(__file__).resolve()
 QUICKSTART = HERE.parents[1] / "examples" / "quickstart"

@@ -34,6 +34,8 @@ VERBS = {
     "export": "take the model out of a checkpoint",
     "completion": "print a completion script for a shell",
 }
+PACKAGES = ("plan", "why", "rescore", "drill")
+"""Verbs that are packages; the module is ``buffer_rl.verbs.VERB.verb``."""
 VERB_GROUP = "verb"
 """Entry points of the group ``buffer_rl.verb`` are verbs of plugins: a module like those of ``buffer_rl.verbs``, whose
 docstring says in its first line what the verb does."""
@@ -77,7 +79,7 @@ def parser_of(verb: str) -> Callable[[Any, Sequence[str]], None]:
 
 def _module_name(verb: str) -> str:
     if verb in VERBS:
-        return f"buffer_rl.verbs.{verb}"
+        return f"buffer_rl.verbs.{verb}" + (".verb" if verb in PACKAGES else "")
     return next(entry.value for entry in _added() if entry.name == verb)
 
 

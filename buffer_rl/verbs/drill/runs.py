@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
+from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
 from buffer_rl.errors import CheckpointError, DeadlineError
 from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
 from buffer_rl.verbs.drill.faults import PHASES
@@ -34,9 +35,11 @@ class DrillRun:
         self.folder, self.output = folder, folder.with_suffix(".log")
         folder.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "buffer_rl", "train", *arguments, "--run-dir", str(folder)]
+        # Its processes are its own: none is made by the server of a process that this one was started by.
+        own = {name: value for name, value in environ.items() if name != SOCKET_VARIABLE}
         with self.output.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=dict(environ)
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=own
             )
 
     @property

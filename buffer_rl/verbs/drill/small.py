@@ -35,7 +35,7 @@ def write_small(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config: Any = AutoConfig.from_pretrained(source, local_files_only=True)
+    config: Any = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     for name, size in SIZES.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(size, getattr(config, name)))

@@ -191,7 +191,7 @@ def test_the_page_and_the_file_say_the_same(tmp_path: Path) -> None:
 
 
 def test_own_flags_do_not_reach_the_runs() -> None:
-    from buffer_rl.verbs.drill import _without_own_flags
+    from buffer_rl.verbs.drill.verb import _without_own_flags
 
     words = "--config r.yaml --drill-faults kill reward --lr 1 --every-phase --drill-dir=x --num-rollout 3"
     assert _without_own_flags(words.split()) == ["--config", "r.yaml", "--lr", "1", "--num-rollout", "3"]

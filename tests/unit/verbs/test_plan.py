@@ -16,8 +16,8 @@ from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.observe.costs import Costs, Recorded, Shape, fitted, least_squares
 from buffer_rl.observe.timeline import TraceFile, WorkSpan, read_trace
 from buffer_rl.plan.schedule import Mode, Schedule
-from buffer_rl.verbs.plan import make_plan, parse_schedule, splits_of
 from buffer_rl.verbs.plan.forecast import Forecast, Setup, calibrated, forecast, write_prompts
+from buffer_rl.verbs.plan.verb import make_plan, parse_schedule, splits_of
 from harness.schedule_trial import Setting
 from harness.schedule_trial import run as run_trial
 

@@ -157,7 +157,7 @@ def completed(script: str, *line: str) -> list[str]:
     """What bash offers for the last word of a line."""
     words = " ".join(f'"{word}"' for word in line)
     program = f'{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _shtab_buffer_rl; echo "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(["bash"], input=program, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.split()
 
 

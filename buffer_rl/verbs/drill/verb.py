@@ -1,0 +1,321 @@
+"""``buffer-rl drill``: a configuration is put to the test with faults, and gets a certificate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.errors import BufferRLError, ConfigError
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.sources import resolve_namespace
+from buffer_rl.verbs import train
+from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
+from buffer_rl.verbs.drill.faults import Fault, hold_back, lift, moment, planned, strike
+from buffer_rl.verbs.drill.reward import KINDS, PLAN
+from buffer_rl.verbs.drill.runs import DrillRun, Outcome, reward_marks, usual_step
+from buffer_rl.verbs.drill.small import is_small, write_small
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+_DESCRIPTION = """\
+Test a configuration against faults before it is given to a cluster: short runs of it on this machine, in which
+processes are killed, stopped and slowed down, rewards fail, a disk is full and the network is cut. The certificate
+says what was put in, found and survived, and that no group was lost or trained twice and no failure became a reward.
+
+The options are those of train. A model of more than 100 MB is replaced by a small random one of its architecture.
+"""
+FLAGS = ("--drill-dir", "--drill-steps", "--drill-model", "--drill-faults", "--every-phase")
+KINDS_OF_RUNS = ("kill", "stop", "slow", "cut", "reward", "disk", "driver")
+SHORT_S = "5"
+"""Deadlines of hangs, in place of those of the configuration."""
+CUT_S = 3.0
+FAILING_GROUPS = 15
+"""Groups that meet a fault of the reward, about."""
+REWARD_S = 30.0
+"""Deadline of a reward at most: one of the faults is that it hangs."""
+START_S, LIMIT_S = 300.0, 600.0
+MODELS = ("ref_load", "critic_load", "opd_teacher_load")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
+    """Add the verb, with the flags of ``train``."""
+    usage = "buffer-rl drill --config FILE [--OPTION VALUE ...]"
+    train.add_parser(subparsers, argv, name="drill", description=_DESCRIPTION, usage=usage)
+    parser = subparsers.choices["drill"]
+    parser.add_argument("--drill-dir", metavar="FOLDER", help="its folder (default: beside --run-dir, with -drill)")
+    parser.add_argument(
+        "--drill-steps", type=int, default=6, metavar="INT", help="steps of a run at least (default: 6)"
+    )
+    parser.add_argument(
+        "--drill-model", choices=["auto", "own", "small"], default="auto", help="the model (default: auto)"
+    )
+    parser.add_argument(
+        "--drill-faults", nargs="+", choices=KINDS_OF_RUNS, default=[*KINDS_OF_RUNS], help="which (default: all)"
+    )
+    parser.add_argument("--every-phase", action="store_true", help="each fault in every phase of a step: takes longer")
+    parser.set_defaults(run=run)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Drill. Returns 1 if the certificate is not passed; raises BufferRLError."""
+    args = resolve_namespace(namespace).args
+    folder = Path(namespace.drill_dir or f"{args.run_dir.rstrip('/')}-drill").absolute()
+    if folder.exists():
+        if not (folder / "certificate.json").exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is there, and is no drill's", where="--drill-dir", hint="give another folder")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / "certificate.json").write_text("{}\n")
+    drill = Drill(args, namespace, folder)
+    certificate = drill.certificate()
+    page = certificate.write(folder)
+    for line in certificate.lines():
+        say(line)
+    say(f"certificate              {page}")
+    return 0 if certificate.passed else 1
+
+
+@dataclass(eq=False)
+class Drill:
+    """One drill in ``folder``: an undisturbed run, and others that are compared with it."""
+
+    args: Args
+    namespace: argparse.Namespace
+    folder: Path
+    rows: list[Row] = field(default_factory=list)
+    ends: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    counted: int = 0
+    """Groups with a failing reward that no run counted as failed."""
+
+    def __post_init__(self) -> None:
+        from buffer_rl.plan.schedule import Schedule
+
+        self.promised = self.args.deterministic and Schedule.of(self.args).max_staleness == 0
+        self.kinds = list(self.namespace.drill_faults)
+        self.own = _without_own_flags(self.namespace.arguments[1:])
+        actions = [kind for kind in ("kill", "stop", "slow") if kind in self.kinds]
+        self.faults = planned(_parts(self.args), actions, every_phase=self.namespace.every_phase)
+        if "cut" in self.kinds:
+            self.faults.append(Fault(kind="cut", part="router", phase="generation"))
+        self.num_steps = max(self.namespace.drill_steps, 3 * len(self.faults))
+        source = Path(self.args.hf_checkpoint or "")
+        self.model = f"{source}, as it is"
+        if self.namespace.drill_model == "small" or (self.namespace.drill_model == "auto" and not is_small(source)):
+            write_small(source, self.folder / "model")
+            self.model = f"a small random one of the architecture of {source}"
+
+    def certificate(self) -> Certificate:
+        """Run everything. Raises BufferRLError if the undisturbed run fails."""
+        usual = self._undisturbed()
+        if self.faults:
+            self._disturbed(usual)
+        if "reward" in self.kinds:
+            self._with_failing_rewards()
+        if "disk" in self.kinds:
+            self._continued("full disk", Fault(kind="disk", part="trainer rank", phase="training"), usual)
+        if "driver" in self.kinds:
+            self._continued("driver", None, usual)
+        quiet, *others = self.outcomes.values()
+        equal = len(self.outcomes) == len(self.ends) and all(each.weights == quiet.weights for each in others)
+        return Certificate(
+            command=shlex.join(["buffer-rl", *self.namespace.arguments]),
+            model=self.model,
+            num_steps=self.num_steps,
+            rows=self.rows,
+            runs=self.ends,
+            groups_lost=sum(self.num_steps * self.args.rollout_batch_size - len(each.trained) for each in others),
+            groups_doubled=sum(len(each.doubled) for each in self.outcomes.values()),
+            rewards_from_failures=self.counted,
+            equal_bits=equal if self.promised else None,
+            left_out=self.left_out,
+        )
+
+    def _undisturbed(self) -> dict[str, float]:
+        with self._run("undisturbed") as run:
+            status = run.wait(START_S + LIMIT_S)
+            if status:
+                raise ConfigError(
+                    f"the undisturbed run ended with status {status}; the end of its output:\n{run.last_lines()}",
+                    where=str(run.output),
+                    hint="mend the configuration first; buffer-rl train --dry-run checks it in seconds",
+                )
+            usual = usual_step(run.steps())
+        self._ended("undisturbed", run, 0)
+        say(f"undisturbed run: {usual['perf/step_time']:.2f} s a step")
+        return usual
+
+    def _disturbed(self, usual: dict[str, float]) -> None:
+        """One run that meets a fault in each step."""
+        with self._run("processes") as run:
+            for fault in self.faults:
+                if not _trains_on(run, len(run.steps())):
+                    self._add(Row(fault=str(fault), wrong=("the run had ended before",)))
+                    continue
+                self._strike(run, fault, usual)
+            status = run.wait(START_S + LIMIT_S)
+        self._ended("processes", run, status)
+
+    def _strike(self, run: DrillRun, fault: Fault, usual: dict[str, float]) -> None:
+        wait = moment(fault.phase, usual)
+        _pause(run, wait)
+        steps = run.steps()
+        met, began = strike(fault, run.driver), time.monotonic()
+        if met is None:
+            self._add(Row(fault=str(fault), wrong=("there is no such process",)))
+            return
+        passes = fault.kind in ("cut", "slow")
+        if fault.kind == "slow":
+            hold_back(met, CUT_S)
+        elif passes:
+            _pause(run, CUT_S)
+            lift(fault, met)
+        else:
+            run.wait_until(lambda: not met.alive(), START_S + LIMIT_S)
+        # In a publication, the step that is under way has been trained.
+        survived = _trains_on(run, len(run.steps()) + (fault.phase == "publication"))
+        seconds = time.monotonic() - began
+        wrong = () if survived else (run.last_lines(),)
+        if passes == met.alive():
+            found = "waited for" if passes else f"process {met.pid} was replaced"
+        else:
+            found, wrong = "", (*wrong, "it was replaced" if passes else "it is still there")
+        last = int(steps[-1]["step"]) if steps else None
+        self._add(Row(fault=str(fault), step=last, found=found, recovered_s=seconds if survived else None, wrong=wrong))
+
+    def _with_failing_rewards(self) -> None:
+        """One run whose reward raises, ends its process, is no number, or is refused, once for some samples."""
+        reward = self.args.custom_rm_path or self.args.rm_type
+        if not reward or self.args.custom_group_rm_path:
+            self.left_out["rewards that fail"] = "the run has no reward of single samples that can be wrapped"
+            return
+        marks = self.folder / "reward_faults"
+        marks.mkdir()
+        every = max(2, self.num_steps * self.args.rollout_batch_size // FAILING_GROUPS)
+        plan = {"folder": str(marks), "every": every, "kinds": KINDS, "reward": reward}
+        flags = ["--custom-rm-path", "buffer_rl.verbs.drill.reward:score", "--rm-timeout-s"]
+        flags += [str(min(self.args.rm_timeout_s, REWARD_S))]
+        flags += ["--on-reward-error", "retry", "--no-trial", "--max-data-failures", str(self.num_steps * 1000)]
+        with self._run("rewards", flags, {PLAN: json.dumps(plan)}) as run:
+            status = run.wait(START_S + LIMIT_S)
+            failed = sum(line.get("rollout/data_failures", 0.0) for line in run.lines())
+        groups, by_kind = reward_marks(marks)
+        self.counted += max(0, groups - round(failed))
+        if unmet := [kind for kind in KINDS if kind not in by_kind]:
+            self.left_out[f"reward: {', '.join(unmet)}"] = "so few groups met none: more --drill-steps"
+        for kind, number in sorted(by_kind.items()):
+            found = f"{failed:.0f} failed attempts were counted" if failed >= groups else ""
+            self._add(Row(fault=f"reward: {kind}, of {number} samples", found=found))
+        self._ended("rewards", run, status)
+
+    def _continued(self, name: str, fault: Fault | None, usual: dict[str, float]) -> None:
+        """A run that ends in its middle, and another one that continues from its newest checkpoint."""
+        with self._run(name) as run:
+            half = self.num_steps // 2
+            _trains_on(run, half - 1)
+            _pause(run, moment("training", usual))
+            step, began = len(run.steps()), time.monotonic()
+            if fault is None:
+                run.kill()
+                found = "its end was seen from outside"
+            else:
+                met = strike(fault, run.driver)
+                status = run.wait(START_S + LIMIT_S)
+                if met is not None:
+                    lift(fault, met)
+                found = _first_error(run) if status else ""
+        with self._run(name, ["--load", "auto"]) as again:
+            _trains_on(again, step)
+            seconds = time.monotonic() - began
+            status = again.wait(START_S + LIMIT_S)
+        what = "driver killed in training" if fault is None else str(fault)
+        self._add(Row(fault=what, step=step, found=found, recovered_s=seconds))
+        self._ended(name, again, status)
+
+    @contextmanager
+    def _run(self, name: str, flags: Sequence[str] = (), environ: dict[str, str] | None = None) -> Iterator[DrillRun]:
+        restarts = str(2 * self.num_steps)
+        own = {
+            "num-rollout": str(self.num_steps), "num-epoch": "none", "load": "none", "eval-interval": "none",
+            "early-stop": "none", "keep-best": "none", "keep-last": "none", "save-interval": "1",
+            "save": str(self.folder / f"{name.replace(' ', '_')}_saves"), "progress": "plain",
+            "max-global-restarts": restarts, "role-max-restarts": restarts, "buffer-max-restarts": restarts,
+            "engine-max-restarts": restarts, "rollout-health-check-timeout": SHORT_S, "buffer-hang-timeout-s": SHORT_S,
+            "hang-timeout-s": SHORT_S,
+        }  # fmt: skip
+        if (model := self.folder / "model").exists():
+            own |= {"hf-checkpoint": str(model)}
+            own |= {key.replace("_", "-"): str(model) for key in MODELS if getattr(self.args, key)}
+        words = [word for key, value in own.items() for word in (f"--{key}", value)]
+        folder = self.folder / name.replace(" ", "_")
+        run = DrillRun(folder, [*self.own, *words, *flags], {**os.environ, **(environ or {})})
+        try:
+            yield run
+        finally:
+            run.stop()
+
+    def _ended(self, name: str, run: DrillRun, status: int) -> None:
+        wrong: list[str] = [f"it ended with status {status}:\n{run.last_lines()}"] if status else []
+        try:
+            found = self.outcomes[name] = Outcome.of(run.folder)
+        except BufferRLError as error:
+            wrong.append(str(error))
+        else:
+            wrong += [*found.doubled, *found.faults]
+            if (missing := self.num_steps * self.args.rollout_batch_size - len(found.trained)) != 0:
+                wrong.append(f"{missing} groups are missing")
+            if self.promised and found.weights != self.outcomes["undisturbed"].weights:
+                wrong.append(f"its weights are others; {found.quarantined} groups are in quarantine")
+        self.ends[name] = tuple(wrong)
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        say(line_of(row))
+
+
+def _parts(args: Args) -> list[str]:
+    """The parts of ``faults.TITLES`` that the run has as processes of their own."""
+    from buffer_rl.plan.roles import worker_counts
+
+    found = ["rollout worker", "Buffer", "trainer rank"]
+    found += ["engine"] if not args.router_url and not args.rollout_external_engine_addrs else []
+    return found + (["role"] if any(worker_counts(args).values()) else []) + (["reward model"] if args.rm_model else [])
+
+
+def _trains_on(run: DrillRun, num_steps: int) -> bool:
+    """Whether it trained more steps than that before it ended."""
+    return run.wait_until(lambda: len(run.steps()) > num_steps, START_S + LIMIT_S)
+
+
+def _pause(run: DrillRun, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    run.wait_until(lambda: time.monotonic() > end, seconds + LIMIT_S)
+
+
+def _first_error(run: DrillRun) -> str:
+    lines = [line for line in run.output.read_text(errors="replace").splitlines() if "error:" in line]
+    return lines[0][:200] if lines else ""
+
+
+def _without_own_flags(arguments: Sequence[str]) -> list[str]:
+    """The arguments of ``train`` among those of the drill."""
+    kept: list[str] = []
+    skips = False
+    for word in arguments:
+        flag = word.partition("=")[0]
+        if flag.startswith("--"):
+            skips = flag in FLAGS
+        if not skips:
+            kept.append(word)
+    return kept

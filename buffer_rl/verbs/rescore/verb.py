@@ -1,0 +1,145 @@
+"""``buffer-rl rescore RUN``: another reward on the samples that a run has recorded, compared with the run's own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from buffer_rl.args import Args
+from buffer_rl.errors import ConfigError
+from buffer_rl.observe.terminal import say
+from buffer_rl.options.help import add_options, given_flags
+from buffer_rl.options.redaction import MASK
+from buffer_rl.options.section import compose, flag_of
+from buffer_rl.options.sources import resolve
+from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.verbs.table import print_notices, print_table
+from buffer_rl.verbs.train import sections_of
+
+if TYPE_CHECKING:
+    from buffer_rl.verbs.run_records import RunRecords
+
+SECTION = "buffer_rl.rollout.options:RewardOptions"
+CHOICES = ("rm_type", "custom_rm_path", "custom_group_rm_path", "rm_model")
+"""Options of which one says what scores; giving one replaces the run's."""
+_DESCRIPTION = """\
+Score the samples that a run has recorded by another reward, with the run's options otherwise, and compare: mean
+rewards, rank correlation, equal rewards and best samples, groups that the run's filter would drop, advantages that
+change their sign. No engine is started. The samples are those of --save-debug-rollout-data, which has all of a step,
+or of samples.jsonl (--dump-samples groups a rollout).
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser("rescore", description=_DESCRIPTION)
+    parser.add_argument("folder", metavar="RUN", help="the folder of the run (--run-dir of train)")
+    parser.add_argument("--out", metavar="FILE", help="write one line of JSON a sample, with both rewards")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_options(parser, [SECTION])
+    parser.set_defaults(run=run, sections=[SECTION])
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Print the comparison. Returns 1 if no group could be scored. Raises BufferRLError."""
+    from buffer_rl.verbs.rescore.recorded_groups import RecordReader
+    from buffer_rl.verbs.rescore.rescoring import facts_of, rescore, write_rows
+    from buffer_rl.verbs.run_records import RunRecords
+
+    records = RunRecords.opened(namespace.folder)
+    try:
+        args = options_of(records, namespace)
+        reader = RecordReader(records, args)
+        steps = reader.steps()
+    finally:
+        records.audit.close()
+    print_notices(reader.notices)
+    if not any(step.groups or step.skipped for step in steps):
+        raise ConfigError(
+            "the run has recorded no samples",
+            where=str(namespace.folder),
+            hint="--dump-samples N writes N groups a rollout to samples.jsonl; --save-debug-rollout-data whole steps",
+        )
+    rescored = asyncio.run(rescore(args, PluginRegistry.from_flags(args.plugin), steps))
+    facts = {"run_dir": str(namespace.folder), "reward": _reward_of(args), **facts_of(rescored)}
+    if namespace.out:
+        try:
+            facts["rows_written"] = write_rows(Path(namespace.out), rescored)
+        except OSError as error:
+            raise ConfigError(f"the rows cannot be written: {error}", where="--out") from error
+    if namespace.json:
+        say(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        _print(facts)
+    return 0 if facts["all"]["groups"] else 1
+
+
+def options_of(records: RunRecords, namespace: argparse.Namespace) -> Args:
+    """The run's options, as ``run.json`` has them, with the reward options that the command gives. A reward that is
+    given replaces the run's, its ``--reward-key`` too. Raises ConfigError."""
+    given = given_flags(namespace)
+    base = {flag.removeprefix("--").replace("-", "_"): value for flag, value in records.changed.items()}
+    base = {name: value for name, value in base.items() if MASK not in json.dumps(value)}  # the secrets are not there
+    options_class = compose(sections_of(base.get("plugin") or []))
+    if any(name in given for name in CHOICES):
+        for name in (*CHOICES, "reward_key"):
+            base.pop(name, None)
+    chosen = resolve(compose([SECTION]), flags=given, environ={}).args
+    base |= {name: getattr(chosen, name) for name in given}
+    if base.get("rm_model"):
+        hint = "add --rm-type NAME or --custom-rm-path module:fn"
+        raise ConfigError("a reward model needs processes, which are not started here", where="--rm-model", hint=hint)
+    try:
+        return options_class.model_validate(base)
+    except ValidationError as error:
+        names = sorted({flag_of(str(detail["loc"][0])) for detail in error.errors() if detail["loc"]})
+        raise ConfigError(
+            f"the run's options are not those of this version: {', '.join(names) or error}", where="run.json"
+        ) from error
+
+
+def _reward_of(args: Args) -> str:
+    return next((f"{flag_of(name)} {getattr(args, name)}" for name in CHOICES if getattr(args, name)), "of the rows")
+
+
+def _print(facts: Mapping[str, Any]) -> None:
+    say(f"{facts['run_dir']}: scored by {facts['reward']}")
+    headings = ("rollout", "groups", "old mean", "new mean", "rank corr.", "equal", "equal best", "drops", "signs")
+    rows = [_cells(f"train_{step['rollout_id']}", step) for step in facts["steps"]]
+    print_table(headings, [*rows, _cells("all", facts["all"])])
+    everything = facts["all"]
+    for what in ("dropped", "failed"):
+        if everything[what]:
+            say(f"{what}: " + ", ".join(f"{count} {reason}" for reason, count in everything[what].items()))
+    for reason, error in facts["errors"].items():
+        say(f"{reason}, the first: {error.splitlines()[0]}")
+    if everything["of"] is not None and everything["groups"] < everything["of"]:
+        say(f"{everything['groups']} of {everything['of']} groups were scored; the others are not recorded, or failed")
+    if "rows_written" in facts:
+        say(f"{facts['rows_written']} rows written")
+
+
+def _cells(name: str, of: Mapping[str, Any]) -> list[str]:
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0%}"
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4g}"
+
+    return [
+        name,
+        f"{of['groups']} of {'?' if of['of'] is None else of['of']}",
+        number(of["old"]),
+        number(of["new"]),
+        number(of["correlation"]),
+        share(of["equal_rewards"]),
+        share(of["equal_best"]),
+        str(sum(of["dropped"].values())),
+        "-" if of["signs"] is None else f"{of['signs']} of {of['rows']}",
+    ]
