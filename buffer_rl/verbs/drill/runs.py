@@ -131,7 +131,27 @@ def usual_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: median(values) for name in names if (values := [step[name] for step in later if name in step])}
 
 
-def reward_marks(folder: Path) -> tuple[int, dict[str, int]]:
-    """How many groups met a fault of the reward, and how many samples by its kind."""
+AGAIN, UNUSED, COUNTED = "tried again", "not trained", "trained at the first attempt"
+"""What became of a group whose reward failed once; the last one is wrong."""
+
+
+def reward_marks(folder: Path) -> list[tuple[str, str]]:
+    """The groups that met a fault of the reward, with its kind."""
     names = [path.name.rsplit(".", 2) for path in folder.iterdir()]
-    return len({uid for uid, _, _ in names}), dict(Counter(kind for _, _, kind in names))
+    return [(uid, kind) for uid, _, kind in names]
+
+
+def fates(ledger: Path, marks: Sequence[tuple[str, str]]) -> dict[str, Counter[str]]:
+    """By kind of fault, what became of the groups that met it, in the ledger of the run."""
+    found: dict[str, Counter[str]] = {}
+    audit = LedgerAudit(ledger)
+    try:
+        uids = {str(uid): uid for uid, _ in audit.states()}
+        for name, kind in marks:
+            lines = audit.history(uids[name]) if name in uids else []
+            attempts = [line.attempt for line in lines if line.after is GroupState.TRAINED]
+            fate = UNUSED if not attempts else AGAIN if attempts[-1] > 1 else COUNTED
+            found.setdefault(kind, Counter())[fate] += 1
+    finally:
+        audit.close()
+    return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import BufferRLError, ConfigError
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.sources import resolve_namespace
@@ -21,7 +22,7 @@ from buffer_rl.verbs import train
 from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
 from buffer_rl.verbs.drill.faults import Fault, hold_back, lift, moment, planned, strike
 from buffer_rl.verbs.drill.reward import KINDS, PLAN
-from buffer_rl.verbs.drill.runs import DrillRun, Outcome, reward_marks, usual_step
+from buffer_rl.verbs.drill.runs import COUNTED, DrillRun, Outcome, fates, reward_marks, usual_step
 from buffer_rl.verbs.drill.small import is_small, write_small
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Drill:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     counted: int = 0
-    """Groups with a failing reward that no run counted as failed."""
+    """Groups that were trained with the reward of a failed attempt."""
 
     def __post_init__(self) -> None:
         from buffer_rl.plan.schedule import Schedule
@@ -209,14 +210,14 @@ class Drill:
         flags += ["--on-reward-error", "retry", "--no-trial", "--max-data-failures", str(self.num_steps * 1000)]
         with self._run("rewards", flags, {PLAN: json.dumps(plan)}) as run:
             status = run.wait(START_S + LIMIT_S)
-            failed = sum(line.get("rollout/data_failures", 0.0) for line in run.lines())
-        groups, by_kind = reward_marks(marks)
-        self.counted += max(0, groups - round(failed))
-        if unmet := [kind for kind in KINDS if kind not in by_kind]:
+        found = fates(run.folder / FILE_NAME, reward_marks(marks)) if (run.folder / FILE_NAME).exists() else {}
+        if unmet := [kind for kind in KINDS if kind not in found]:
             self.left_out[f"reward: {', '.join(unmet)}"] = "so few groups met none: more --drill-steps"
-        for kind, number in sorted(by_kind.items()):
-            found = f"{failed:.0f} failed attempts were counted" if failed >= groups else ""
-            self._add(Row(fault=f"reward: {kind}, of {number} samples", found=found))
+        for kind, counts in sorted(found.items()):
+            self.counted += counts[COUNTED]
+            fate = ", ".join(f"{number} {what}" for what, number in counts.items())
+            wrong = (fate,) if counts[COUNTED] else ()
+            self._add(Row(fault=f"reward: {kind}, of {counts.total()} groups", found=fate, wrong=wrong))
         self._ended("rewards", run, status)
 
     def _continued(self, name: str, fault: Fault | None, usual: dict[str, float]) -> None:
