@@ -43,7 +43,7 @@ class _Watched:
             if ray.wait([self.question], timeout=0)[0]:
                 question, self.question, self.silent_s = self.question, None, 0.0
                 try:
-                    self.pulse = ray.get(question)
+                    self.pulse = ray.get(question, timeout=NODE_S)
                 except ray.exceptions.RayError:  # it died: a process in its place has yet to answer
                     self.pulse = None
             else:
