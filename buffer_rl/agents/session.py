@@ -57,6 +57,10 @@ class AgentFailedError(RolloutError):
     """An agent raised, returned what is no reward, asked for no answer, or named one that there is not."""
 
 
+class AgentKilledError(RolloutError):
+    """An agent was ended from outside: by a signal, or its heartbeat was lost."""
+
+
 class TooLongError(RolloutError):
     """A prompt that leaves no room for an answer in the context."""
 
