@@ -7,12 +7,14 @@ is what follows a death.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
+from ray._private.state import actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.cluster.actor_group import ActorGroup
@@ -35,10 +37,11 @@ class _Watched:
     asked: float = 0.0
     silent_s: float = 0.0
     pulse: Pulse | None = None
+    is_constructed: bool = False
 
-    def look(self, now: float, since_last: float, interval_s: float, called: Sequence[str]) -> Look:
+    def look(self, now: float, since_last: float, interval_s: float, timeout_s: float, called: Sequence[str]) -> Look:
         """Read the answer, and ask again. since_last: time since the last look that counts as silence. called: as in
-        the answer."""
+        the answer. timeout_s: after which one that has never answered is looked up in Ray's tables."""
         if self.question is not None:
             if ray.wait([self.question], timeout=0)[0]:
                 question, self.question, self.silent_s = self.question, None, 0.0
@@ -48,9 +51,19 @@ class _Watched:
                     self.pulse = None
             else:
                 self.silent_s += since_last
+                if self.pulse is None and self.silent_s > timeout_s:
+                    self._look_at_process()
         if self.question is None and now - self.asked >= interval_s:
             self.ask(now)
         return Look(pulse=self.pulse, silent_s=self.silent_s, called=called)
+
+    def _look_at_process(self) -> None:
+        """Take what Ray knows of the process for a pulse, if it is silent although its constructor has ended."""
+        process = process_of(self.actor)
+        if process is not None and not self.is_constructed:
+            self.is_constructed, self.silent_s = True, 0.0  # before, it was at work
+        else:
+            self.pulse = process
 
     def ask(self, now: float) -> None:
         """Ask for the pulse."""
@@ -91,7 +104,7 @@ class HangWatch:
                 if members[rank].actor is not actor:  # it was replaced
                     members[rank] = _Watched(actor)
             looks = [
-                member.look(now, since_last, self._interval_s, group.under_way(rank))
+                member.look(now, since_last, self._interval_s, self._timeout_s, group.under_way(rank))
                 for rank, member in enumerate(members)
             ]
             for rank, reason in hung_members(looks, self._timeout_s).items():
@@ -114,6 +127,16 @@ class HangWatch:
                     members[rank] = _Watched(member.actor)
         self._notice(f"{name} {what}; its process is ended, and {pulse.log or 'its log'} has the stack of all threads")
         _on_node(pulse.node, end_process, pulse.pid)
+
+
+def process_of(actor: Any) -> Pulse | None:
+    """The process of an actor, in Ray's tables; None if its constructor has not ended, or if it is gone."""
+    with contextlib.suppress(ray.exceptions.RayError, AttributeError, KeyError):  # Ray has no public way to ask
+        found = cast("Any", actors)(getattr(actor, "process", actor)._actor_id.hex())
+        if found["State"] == "ALIVE":
+            address = found["Address"]
+            return Pulse(pid=found["Pid"], node=address["NodeID"], host=address["IPAddress"])
+    return None
 
 
 def _on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -78,11 +78,12 @@ def write_stack_at_signal() -> None:
 
 
 def take_stack(pid: int, log: str) -> str:
-    """On the node of the process ``pid``, which called ``write_stack_at_signal`` and whose errors are in the file
-    ``log``: have it write its stack, also if it is stopped; afterwards it is stopped. Returns the text; empty if it
-    writes none."""
+    """On the node of the process ``pid``, which called ``write_stack_at_signal``: have it write its stack, also if it
+    is stopped; afterwards it is stopped. log: the file that its errors go to; empty if unknown. Returns the text; empty
+    if it writes none."""
     text = ""
     with contextlib.suppress(OSError):  # it has ended, or its log is not a file
+        log = log or os.readlink(f"/proc/{pid}/fd/2")
         start = Path(log).stat().st_size
         os.kill(pid, STACK_SIGNAL)
         os.kill(pid, signal.SIGCONT)  # a stopped process gets the signal first

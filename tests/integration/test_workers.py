@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,8 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses
 from buffer_rl.cluster.dispatch import To, all_answers, dispatch
+from buffer_rl.cluster.hangs import HangWatch
+from buffer_rl.cluster.member import Member as Watched
 from buffer_rl.errors import BufferStateError, DeadlineError, PluginError, TrainError, WorkerDiedError, WorkerError
 from buffer_rl.options.section import dump_args
 from harness.processes import descendants, holds_within
@@ -195,3 +198,41 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
     assert holds_within(30, lambda: pid not in {process.pid for process in descendants(os.getpid())})
     with pytest.raises(WorkerError, match=r"buffer\.generate: the process of the Buffer died"):
         client.generate(1)
+
+
+class StopsAtOnce(Watched):
+    """Its process stops when it is asked for its pulse for the first time."""
+
+    def pulse(self) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def work(self) -> None:
+        """Return at once."""
+
+
+class StartsSlowly(Watched):
+    """Takes many times the deadline to be constructed."""
+
+    def __init__(self) -> None:
+        time.sleep(2.0)
+
+    def ready(self) -> None:
+        """Answer once it is there."""
+
+
+def test_a_process_that_stops_before_its_first_answer_hangs_and_one_that_starts_does_not(ray_cluster: None) -> None:
+    stopped, slow = (ActorGroup.of(str(each.__name__), each, lambda _: (), 1) for each in (StopsAtOnce, StartsSlowly))
+    notices: list[str] = []
+    watch = HangWatch([stopped, slow], 0.2, notices.append)
+    working, starting = stopped.start("work"), slow.start("ready")
+
+    def looked() -> bool:
+        watch()
+        return bool(notices) and starting.ended()
+
+    assert holds_within(60, looked)
+    assert [notice.partition(":")[0] for notice in notices] == ["StopsAtOnce hung"]
+    with pytest.raises(WorkerDiedError, match="no answer for"):
+        working.wait(60)
+    starting.wait(60)
+    slow.stop()

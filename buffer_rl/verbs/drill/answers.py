@@ -1,0 +1,160 @@
+"""The run's own engine behind a proxy that falsifies some of its answers, each once: launcher ``launch``.
+
+What it needs is in the environment variable ``PLAN``, which reaches every process of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import itertools
+import json
+import os
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from buffer_rl.engines.fleet import named_launcher
+from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
+from buffer_rl.plugin.registry import PluginRegistry
+
+PLAN = "DRILL_ANSWERS_PLAN"
+"""JSON: ``folder`` for notes, ``every``: one of how many answers is falsified, ``engine``: the run's own, ``plugins``.
+"""
+TIMEOUT_S = 600.0
+LOOPBACK = "127.0.0.1"
+_DROPPED = frozenset({"connection", "transfer-encoding", "content-length", "host", "server", "date", "keep-alive"})
+
+
+def _changed(answer: Any, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The answer, or the first of its rows, with a change."""
+    change(answer[0] if isinstance(answer, list) else answer)
+    return json.dumps(answer).encode()
+
+
+def _other_token(row: dict[str, Any]) -> None:
+    row["output_ids"][-1] = row["meta_info"]["output_token_logprobs"][-1][1] = 10**9
+
+
+def _likelier_than_certain(row: dict[str, Any]) -> None:
+    row["meta_info"]["output_token_logprobs"][-1][0] = 2.0
+
+
+def _later_version(row: dict[str, Any]) -> None:
+    for span in row["meta_info"]["weight_versions"]:
+        span["version"] = str(int(span["version"]) + 1000)
+
+
+KINDS: Mapping[str, Callable[[Any], bytes]] = MappingProxyType(
+    {
+        "token lost": lambda answer: _changed(answer, lambda row: row["meta_info"]["output_token_logprobs"].pop()),
+        "impossible token": lambda answer: _changed(answer, _other_token),
+        "impossible log-probability": lambda answer: _changed(answer, _likelier_than_certain),
+        "version that was never published": lambda answer: _changed(answer, _later_version),
+        "cut in its middle": lambda answer: json.dumps(answer).encode()[: len(json.dumps(answer)) // 2],
+        "status 500": lambda _: b"{}",
+    }
+)
+"""How an answer of ``/generate`` is falsified. Each is a body that no sound engine sends."""
+
+
+class FalseAnswers:
+    """Launches the run's own engine with a proxy in front of it; meets ``buffer_rl.kinds.engine.EngineLauncher``."""
+
+    @property
+    def deterministic(self) -> bool:
+        """As the own engine has it."""
+        return bool(getattr(_own(), "deterministic", False))
+
+    def check(self, args: Any) -> None:
+        """Raises what the own engine's does."""
+        if (check := getattr(_own(), "check", None)) is not None:
+            check(args)
+
+    def __call__(self, args: Any, index: int, log_path: str) -> EngineProcess:
+        """Start the engine, without waiting for it."""
+        return _Fronted(_own()(args, index, log_path), args.engine_host)
+
+
+launch = FalseAnswers()
+
+
+class _Fronted:
+    """An engine process whose URL is the proxy's; meets ``buffer_rl.kinds.engine.EngineProcess``."""
+
+    def __init__(self, engine: EngineProcess, host: str) -> None:
+        self._engine = engine
+        plan = json.loads(os.environ[PLAN])
+        self._server = ThreadingHTTPServer((host, 0), _Proxy)
+        self._server.daemon_threads = True
+        self._server.engine, self._server.plan = engine, plan  # type: ignore[attr-defined]
+        self._server.number = itertools.count(1)  # type: ignore[attr-defined]
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.wait_ready, self.check = engine.wait_ready, engine.check
+
+    def stop(self) -> None:
+        self._engine.stop()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self._pass_on()
+
+    def do_GET(self) -> None:
+        self._pass_on()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def _pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        server: Any = self.server
+        target = urllib.parse.urlsplit(server.engine.url)
+        connection = http.client.HTTPConnection(target.hostname or LOOPBACK, target.port, timeout=TIMEOUT_S)
+        try:
+            kept = {name: value for name, value in self.headers.items() if name.lower() not in _DROPPED}
+            connection.request(self.command, self.path, body, kept)
+            answer = connection.getresponse()
+            status, found, headers = answer.status, answer.read(), answer.getheaders()
+        except (OSError, http.client.HTTPException):
+            self.close_connection = True  # as an engine that is gone
+            return
+        finally:
+            connection.close()
+        if self.path == "/generate" and status == 200:
+            status, found = _falsified(server, json.loads(body), found)
+        self.send_response(status)
+        for name, value in headers:
+            if name.lower() not in _DROPPED:
+                self.send_header(name, value)
+        self.send_header("content-length", str(len(found)))
+        self.end_headers()
+        self.wfile.write(found)
+
+
+def _falsified(server: Any, asked: dict[str, Any], found: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer to ``asked``: false if it is its turn, and noted then."""
+    answer = json.loads(found)
+    rows = answer if isinstance(answer, list) else [answer]
+    number = next(server.number)
+    if number % server.plan["every"] or not rows[0].get("output_ids"):
+        return 200, found
+    name = list(KINDS)[number // server.plan["every"] % len(KINDS)]
+    with Path(server.plan["folder"], "false.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": name, "rid": asked["rid"]}) + "\n")
+    return 500 if name == "status 500" else 200, KINDS[name](answer)
+
+
+@functools.cache
+def _own() -> EngineLauncher:
+    plan = json.loads(os.environ[PLAN])
+    return named_launcher(PluginRegistry.from_flags(plan["plugins"]).resolve("engine", plan["engine"]), plan["engine"])
