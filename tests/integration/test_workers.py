@@ -220,7 +220,10 @@ class StartsSlowly(Watched):
         """Answer once it is there."""
 
 
-def test_a_process_that_stops_before_its_first_answer_hangs_and_one_that_starts_does_not(ray_cluster: None) -> None:
+def test_a_process_that_stops_before_its_first_answer_hangs_and_one_that_starts_does_not(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer_rl.cluster.hangs.FIRST_S", 0.0)
     stopped, slow = (ActorGroup.of(str(each.__name__), each, lambda _: (), 1) for each in (StopsAtOnce, StartsSlowly))
     notices: list[str] = []
     watch = HangWatch([stopped, slow], 0.2, notices.append)
