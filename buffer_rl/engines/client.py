@@ -65,8 +65,9 @@ def _refusal(what: str, where: str, expected: str) -> EngineError:
     return error
 
 
-def parse_answer(answer: Any, url: str) -> GenerateResult:
-    """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol.
+def parse_answer(answer: Any, url: str, vocab_size: int | None = None) -> GenerateResult:
+    """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol, or has a token of none of the
+    ``vocab_size`` rows of the model or a log-probability that is none.
 
     Empty spans, which SGLang sends for an answer without tokens, say nothing and are left out.
     """
@@ -104,6 +105,17 @@ def parse_answer(answer: Any, url: str) -> GenerateResult:
             expected="spans {version, start, end} that cover every output token once, in order",
             hint="the engine has to report which weights sampled each token, as a current SGLang does",
         )
+    least, most = min(token_ids, default=0), max(token_ids, default=0)
+    if least < 0 or (vocab_size is not None and most >= vocab_size):
+        raise EngineError(
+            f"token {least if least < 0 else most} in an answer",
+            where=url,
+            expected=f"0 to {vocab_size - 1}, the rows of the model's embedding" if vocab_size else "a token id",
+        )
+    if not max(result.log_probs, default=0.0) <= MAX_LOG_PROB:
+        raise EngineError(
+            f"the log-probability {max(result.log_probs):g} in an answer", where=url, expected="at most 0, rounded"
+        )
     if result.finish_reason not in STATUS_OF_REASON:
         raise EngineError(
             f"unknown finish reason {result.finish_reason!r}",
@@ -132,6 +144,8 @@ BACKOFF_S = 0.2
 ABORT_TIMEOUT_S = 20.0
 """Less than the time that samples have to end at the end of a rollout: an engine that hangs must not take it all."""
 MAX_BACKOFF_S = 2.0
+MAX_LOG_PROB = 0.1
+"""What rounding may make of a log-probability of 0."""
 _RETRYABLE_STATUS = (429, 500, 502, 503, 504)
 # A real engine refuses a rid that it has: some milliseconds after an abort still, a second after a lost connection, and
 # one that came in a pause, which no abort reaches, until the pause ends.
@@ -225,7 +239,7 @@ class EngineClient:
         """
         prompt = list(input_ids)
         answer = await self._ask(rid, [rid], prompt, prompt, sampling_params, routing_key)
-        return parse_answer(answer, self._generate_url)
+        return parse_answer(answer, self._generate_url, self._vocab_size)
 
     async def agenerate_rows(
         self,
@@ -249,7 +263,7 @@ class EngineClient:
         if not isinstance(answers, list) or len(answers) != num_rows:
             found = f"{len(answers)} answers" if isinstance(answers, list) else "one answer"
             raise EngineError(f"{found} to a request of {num_rows} rows", where=self._generate_url)
-        return [parse_answer(answer, self._generate_url) for answer in answers]
+        return [parse_answer(answer, self._generate_url, self._vocab_size) for answer in answers]
 
     async def row_seeds(self) -> RowSeeds:
         """How the rows of a request draw at the engines, which are asked once. Raises EngineError where none answers.

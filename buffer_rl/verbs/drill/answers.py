@@ -12,13 +12,13 @@ import json
 import os
 import threading
 import urllib.parse
+from collections import Counter
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from buffer_rl.engines.fleet import named_launcher
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.plugin.registry import PluginRegistry
 
@@ -141,20 +141,38 @@ class _Proxy(BaseHTTPRequestHandler):
         self.wfile.write(found)
 
 
+def notes(folder: Path) -> tuple[Counter[str], list[tuple[str, str]]]:
+    """By kind, how many falsified requests were asked again under their own id; and uid and kind of each."""
+    path = folder / "false.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    kinds = {line["rid"]: line["kind"] for line in lines if "kind" in line}
+    again = Counter(kinds[line["again"]] for line in lines if "again" in line)
+    return again, [(rid.partition(":")[2].rsplit("/", 1)[0], kind) for rid, kind in kinds.items()]
+
+
 def _falsified(server: Any, asked: dict[str, Any], found: bytes) -> tuple[int, bytes]:
     """Status and body of the answer to ``asked``: false if it is its turn, and noted then."""
+    path, rid = Path(server.plan["folder"], "false.jsonl"), asked["rid"]
+    if path.exists() and json.dumps(rid) in path.read_text():
+        _note(path, {"again": rid})
+        return 200, found
     answer = json.loads(found)
     rows = answer if isinstance(answer, list) else [answer]
     number = next(server.number)
     if number % server.plan["every"] or not rows[0].get("output_ids"):
         return 200, found
     name = list(KINDS)[number // server.plan["every"] % len(KINDS)]
-    with Path(server.plan["folder"], "false.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"kind": name, "rid": asked["rid"]}) + "\n")
+    _note(path, {"kind": name, "rid": rid})
     return 500 if name == "status 500" else 200, KINDS[name](answer)
+
+
+def _note(path: Path, line: dict[str, str]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 @functools.cache
 def _own() -> EngineLauncher:
     plan = json.loads(os.environ[PLAN])
-    return named_launcher(PluginRegistry.from_flags(plan["plugins"]).resolve("engine", plan["engine"]), plan["engine"])
+    launcher: EngineLauncher = PluginRegistry.from_flags(plan["plugins"]).resolve("engine", plan["engine"])
+    return launcher

@@ -19,6 +19,7 @@ from buffer_rl.errors import BufferRLError, ConfigError
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.verbs import train
+from buffer_rl.verbs.drill import answers
 from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
 from buffer_rl.verbs.drill.faults import Fault, hold_back, lift, moment, planned, strike
 from buffer_rl.verbs.drill.reward import KINDS, PLAN
@@ -30,18 +31,19 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Test a configuration against faults before it is given to a cluster: short runs of it on this machine, in which
-processes are killed, stopped and slowed down, rewards fail, a disk is full and the network is cut. The certificate
-says what was put in, found and survived, and that no group was lost or trained twice and no failure became a reward.
+processes are killed, stopped and slowed down, rewards fail, engines answer falsely, a disk is full and the network is
+cut. The certificate says what was put in, found and survived, and that no group was lost or trained twice and no
+failure became a reward.
 
 The options are those of train. A model of more than 100 MB is replaced by a small random one of its architecture.
 """
 FLAGS = ("--drill-dir", "--drill-steps", "--drill-model", "--drill-faults", "--every-phase")
-KINDS_OF_RUNS = ("kill", "stop", "slow", "cut", "reward", "disk", "driver")
+KINDS_OF_RUNS = ("kill", "stop", "slow", "cut", "reward", "answers", "disk", "driver")
 SHORT_S = "5"
 """Deadlines of hangs, in place of those of the configuration."""
 CUT_S = 3.0
 FAILING_GROUPS = 15
-"""Groups that meet a fault of the reward, about."""
+"""Groups that meet a fault of the reward, about, or a false answer of an engine."""
 REWARD_S = 30.0
 """Deadline of a reward at most: one of the faults is that it hangs."""
 START_S, LIMIT_S = 300.0, 600.0
@@ -120,10 +122,19 @@ class Drill:
     def certificate(self) -> Certificate:
         """Run everything. Raises BufferRLError if the undisturbed run fails."""
         usual = self._undisturbed()
+        # A fault that passes takes a while, in which a fast run trains many steps.
+        passing = sum(fault.kind in ("slow", "cut") for fault in self.faults)
+        if (needed := self.num_steps + int(passing * CUT_S / usual["perf/step_time"])) > 2 * self.num_steps:
+            self.num_steps = needed
+            for name in ("undisturbed", "undisturbed_saves"):
+                shutil.rmtree(self.folder / name)
+            usual = self._undisturbed()
         if self.faults:
             self._disturbed(usual)
         if "reward" in self.kinds:
             self._with_failing_rewards()
+        if "answers" in self.kinds:
+            self._with_false_answers()
         if "disk" in self.kinds:
             self._continued("full disk", Fault(kind="disk", part="trainer rank", phase="training"), usual)
         if "driver" in self.kinds:
@@ -219,6 +230,32 @@ class Drill:
             wrong = (fate,) if counts[COUNTED] else ()
             self._add(Row(fault=f"reward: {kind}, of {counts.total()} groups", found=fate, wrong=wrong))
         self._ended("rewards", run, status)
+
+    def _with_false_answers(self) -> None:
+        """One run in which some answers of the engines are none that a sound engine gives."""
+        if "engine" not in _parts(self.args):
+            self.left_out["false answers of engines"] = "the run does not start its engines"
+            return
+        notes = self.folder / "false_answers"
+        notes.mkdir()
+        every = max(3, self.num_steps * self.args.rollout_batch_size // (2 * FAILING_GROUPS))
+        own = {"engine": self.args.rollout_engine, "plugins": list(self.args.plugin)}
+        flags = ["--rollout-engine", "buffer_rl.verbs.drill.answers:launch", "--no-trial"]
+        flags += ["--max-infra-failures", str(self.num_steps * 1000), "--weight-sync-mode", self.args.weight_sync_mode]
+        plan = {"folder": str(notes), "every": every, **own}
+        with self._run("answers", flags, {answers.PLAN: json.dumps(plan)}) as run:
+            status = run.wait(START_S + LIMIT_S)
+        asked_again, marks = answers.notes(notes)
+        found = fates(run.folder / FILE_NAME, marks) if (run.folder / FILE_NAME).exists() else {}
+        for kind, counts in sorted(found.items()):
+            fate = ", ".join(f"{number} {what}" for what, number in counts.items())
+            taken = counts[COUNTED] > asked_again[kind]  # the client repeats some requests itself
+            self._add(
+                Row(fault=f"engine: {kind}, {counts.total()} answers", found=fate, wrong=(fate,) if taken else ())
+            )
+        if unmet := [kind for kind in answers.KINDS if kind not in found]:
+            self.left_out[f"engine: {', '.join(unmet)}"] = "so few requests met none: more --drill-steps"
+        self._ended("answers", run, status)
 
     def _continued(self, name: str, fault: Fault | None, usual: dict[str, float]) -> None:
         """A run that ends in its middle, and another one that continues from its newest checkpoint."""

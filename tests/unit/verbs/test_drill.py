@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.engines.client import parse_answer
+from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
-from buffer_rl.records.groups import GroupUid, Sample
+from buffer_rl.records.groups import GroupUid, Sample, VersionSpan
 from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl.verbs.drill.answers import KINDS as FALSE_ANSWERS
+from buffer_rl.verbs.drill.answers import notes
 from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
 from buffer_rl.verbs.drill.faults import PHASES, Fault, hold_back, lift, moment, planned, read_process, strike
 from buffer_rl.verbs.drill.reward import KINDS, PLAN, fault_of, score
@@ -136,6 +140,35 @@ def test_a_reward_fails_once_and_is_then_the_run_s_own(plan: dict[str, Any], tmp
     marks = reward_marks(tmp_path / "marks")
     assert {kind for _, kind in marks} == set(failed)
     assert len({uid for uid, _ in marks}) == len(marks)  # a group meets one
+
+
+def test_the_client_refuses_each_false_answer_or_asks_again() -> None:
+    answer = {
+        "output_ids": [4, 5],
+        "meta_info": {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-0.5, 4, None], [-1.0, 5, None]],
+            "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+        },
+    }
+    text = json.dumps(answer)
+    assert parse_answer(json.loads(text), "u", 6).output_ids == [4, 5]
+    for kind, falsified in FALSE_ANSWERS.items():
+        body = falsified([json.loads(text)])
+        if kind == "version that was never published":  # the ledger refuses it, see the drill of a live run
+            assert parse_answer(json.loads(body)[0], "u", 6).spans == [VersionSpan(1003, 0, 2)]
+        elif kind != "status 500":
+            with pytest.raises((EngineError, ValueError)):
+                parse_answer(json.loads(body)[0], "u", 6)
+
+
+def test_notes_of_false_answers_tell_the_group_and_who_asked_again(tmp_path: Path) -> None:
+    first, second = "train_0:406568:1:0/0x.0:1:1-0d", "train_3:406568:0:1/2.0:2:1-0d"
+    lines = [{"kind": "status 500", "rid": first}, {"again": first}, {"kind": "token lost", "rid": second}]
+    (tmp_path / "false.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    again, marks = notes(tmp_path)
+    assert dict(again) == {"status 500": 1}
+    assert marks == [("406568:1:0", "status 500"), ("406568:0:1", "token lost")]
 
 
 def test_a_small_model_has_the_architecture_and_the_tokenizer(tmp_path: Path) -> None:
