@@ -124,8 +124,9 @@ class Drill:
         usual = self._undisturbed()
         # A fault that passes takes a while, in which a fast run trains many steps.
         passing = sum(fault.kind in ("slow", "cut") for fault in self.faults)
-        if (needed := self.num_steps + int(passing * CUT_S / usual["perf/step_time"])) > 2 * self.num_steps:
-            self.num_steps = needed
+        needed = 2 * len(self.faults) + int(passing * CUT_S / usual["perf/step_time"])
+        if needed > self.num_steps:
+            self.num_steps = needed + len(self.faults)
             for name in ("undisturbed", "undisturbed_saves"):
                 shutil.rmtree(self.folder / name)
             usual = self._undisturbed()
