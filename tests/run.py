@@ -37,8 +37,11 @@ NUMERICAL = (
 )
 # The kernels of torch itself, of MKL and of oneDNN that such a processor has. Each of them rounds in its own way.
 PROCESSORS: Mapping[str, Mapping[str, str]] = {
-    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "SSE4.1": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", "TEST_MOST_RANKS": "2"},
+    "SSE4.1": {
+        **{"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+        "TEST_MOST_RANKS": "2",
+    },
 }
 NO_TESTS = 5  # pytest's status where nothing is selected
 POLL_S = 0.2

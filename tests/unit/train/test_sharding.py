@@ -3,6 +3,7 @@ more of two ranks."""
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -61,24 +62,24 @@ STEPS = 2
 EVEN, EMPTY, ONE, TWICE, KEPT, AGAIN = "no empty share", "an empty share", "one deal", "two deals", "kept", "recomputed"
 UNEVEN = "qwen2 of 9 tokens"
 """Tied embeddings that no number of ranks divides."""
-CASES = [
+MOST_RANKS = int(os.environ.get("TEST_MOST_RANKS", "4"))
+"""On other processors, kernels differ, and the number of ranks need not."""
+ALL_CASES = [
     # architecture (qwen2 and qwen3 are tied), ranks, of a copy; pairs of all values are among them
     ("qwen2", 2, 2, EVEN, ONE, KEPT),
-    ("qwen2", 2, 2, EMPTY, TWICE, AGAIN),
     ("qwen2", 4, 4, EMPTY, ONE, AGAIN),
     ("qwen2", 4, 2, EVEN, TWICE, KEPT),
     ("qwen3", 2, 2, EMPTY, ONE, KEPT),
     ("qwen3", 4, 4, EVEN, TWICE, KEPT),
     ("qwen3", 4, 2, EMPTY, TWICE, AGAIN),
-    ("qwen3", 4, 2, EVEN, ONE, AGAIN),
     ("llama", 2, 2, EVEN, TWICE, AGAIN),
     ("llama", 4, 4, EMPTY, TWICE, KEPT),
-    ("llama", 4, 4, EVEN, ONE, AGAIN),
     ("llama", 4, 2, EMPTY, ONE, KEPT),
     ("qwen3_moe", 4, 2, EVEN, TWICE, AGAIN),
     (UNEVEN, 2, 2, EVEN, ONE, KEPT),
     (UNEVEN, 4, 4, EMPTY, ONE, AGAIN),
 ]
+CASES = [case for case in ALL_CASES if case[1] <= MOST_RANKS]
 
 
 def shares(num_steps: int, ranks: int, share: str, deals: str) -> Steps:
@@ -109,7 +110,7 @@ def trained_cases(forked_processes: None, tmp_path_factory: pytest.TempPathFacto
     of = {name: options(models[name]).model_copy(update={"adam_eps": 1e-3, "lr": 1e-3}) for name in names}
     alone = trained(folder / "1", [("torch", of[name], shares(STEPS, 1, EVEN, ONE)) for name in names], 1)
     found: dict[Any, Any] = {name: rank for name, (rank,) in zip(names, alone, strict=True)}
-    for ranks in 2, 4:
+    for ranks in sorted({case[1] for case in CASES}):
         cases = [case for case in CASES if case[1] == ranks]
         job: list[Any] = []
         for name, _, size, share, deals, recompute in cases:
