@@ -141,6 +141,10 @@ class RolloutClient:
         """Those of the foreign groups that may be reported."""
         return await self._client.acall(BufferState.get_pending, list(uids))
 
+    async def aget_version(self) -> int:
+        """The version of the weights that are published."""
+        return await self._client.acall(BufferState.get_version)
+
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group for good."""
         await self._client.acall(BufferState.quarantine, self._ticket, group.uid, group.attempt, reason)
@@ -194,6 +198,7 @@ class RolloutClient:
     reject = blocking(areject)
     quarantine = blocking(aquarantine)
     get_pending = blocking(aget_pending)
+    get_version = blocking(aget_version)
     count_failure = blocking(acount_failure)
 
     def get_buffer_length(self) -> int:

@@ -417,6 +417,11 @@ class BufferState:
         begin in one epoch and end in the next."""
         return max(1, num_epochs * num_rows // self._groups_per_step) if (num_rows := self._feed.num_rows()) else 0
 
+    @reads
+    def get_version(self) -> int:
+        """The version of the weights that are published."""
+        return self._record.version
+
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""
         run = {"version": self._record.version, "incarnation": self.ledger.fencing_token, "revision": self.revision}

@@ -76,6 +76,9 @@ class RolloutBuffer(Protocol):
         """Those of these foreign groups that may be reported: the run has not trained on them, dropped them, or chosen
         or stored them for a step. After a loss, groups that were stored are pending again."""
 
+    def get_version(self) -> int:
+        """The version of the weights that are published."""
+
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
 
@@ -92,6 +95,7 @@ class RolloutBuffer(Protocol):
     async def aquarantine(self, group: SampleGroup, reason: str) -> None: ...
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]: ...
     async def aget_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]: ...
+    async def aget_version(self) -> int: ...
 
 
 class RolloutFunction(Protocol):

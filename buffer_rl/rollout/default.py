@@ -117,6 +117,7 @@ class _Run:
         self._requests = Requests()
         self._enough = asyncio.Event()
         self._num_kept = 0
+        self._published = buffer.ticket.version  # the newest version that is known to be published
         self._failures = FailurePolicy(context, buffer, self.stats, self._enough)
         self._kept: list[SampleGroup] = []
         self._dropped: list[SampleGroup] = []
@@ -217,6 +218,7 @@ class _Run:
         try:
             for each in (group, *greedy):
                 check_versions(self.buffer.ticket, each, group.version)
+                await self._check_published(each)
         except RolloutError as error:  # an engine that missed an update: its tokens may not be trained on
             return AttemptFailure(domain=Domain.INFRA, reason=STALE_WEIGHTS, error=error)
         slot.phase = _Phase.SCORING
@@ -235,6 +237,23 @@ class _Run:
         params = self._params | group.sampling_params
         await generate_group(Lease.of(self.context, self.buffer, group, self._requests), params, self.stats)
         check_spans(group)
+
+    async def _check_published(self, group: SampleGroup) -> None:
+        """Raises RolloutError if an engine names a version that cannot have weights yet: the next one may be under way
+        to the engines, no later one."""
+        if not self.buffer.ticket.mixes_versions:  # then all are known to be that of the lease
+            return
+        newest = max((span.version for sample in group.rows for span in sample.weight_versions), default=0)
+        if newest <= self._published + 1:
+            return
+        self._published = await self.buffer.aget_version()
+        if newest > self._published + 1:
+            raise RolloutError(
+                f"response tokens are of weight version {newest}, and {self._published} is published",
+                where=f"group {group.uid}, {self.buffer.ticket.task}",
+                expected=f"at most {self._published + 1}",
+                hint="an engine reports versions of its own, or gets weights from elsewhere",
+            )
 
     def _encode(self, group: SampleGroup) -> Any:
         """The rows of a group that is kept; None where functions that see the whole rollout may still change it."""

@@ -28,6 +28,7 @@ class FakeBuffer:
         self._source: deque[SampleGroup] = deque(groups)
         self._live: set[GroupUid] = set()
         self._metadata: dict[str, Any] = {}
+        self._version = ticket.version
         self.leased: list[GroupUid] = []
         self.finished: list[SampleGroup] = []
         self.rejected: list[tuple[SampleGroup, str]] = []
@@ -54,6 +55,7 @@ class FakeBuffer:
         for group in taken:
             self._live.add(group.uid)
             self.leased.append(group.uid)
+            self._version = max(self._version, group.version or 0)
         self.progressed_at = time.monotonic()
         return taken
 
@@ -92,6 +94,10 @@ class FakeBuffer:
         """Those of the groups that were never leased here: this Buffer takes no foreign ones."""
         return [uid for uid in uids if uid not in self.leased]
 
+    def get_version(self) -> int:
+        """The newest one of the ticket and of the leases."""
+        return self._version
+
     def get_buffer_length(self) -> int:
         """Number of groups in the queue."""
         return len(self._queue)
@@ -124,6 +130,9 @@ class FakeBuffer:
 
     async def aget_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
         return self.get_pending(uids)
+
+    async def aget_version(self) -> int:
+        return self.get_version()
 
     def _end(self, group: SampleGroup) -> None:
         if group.uid not in self._live:

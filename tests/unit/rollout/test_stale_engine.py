@@ -19,6 +19,7 @@ AT_LEASE = 2
     [
         (True, [1, 1, 2], 2.0, 2),  # within the bound of the ticket, whose version is 0, and yet too old
         (True, [3], 0.0, 3),  # a publication came between the lease and the request
+        (True, [4, 3], 1.0, 3),  # that version is not published, nor on its way
         (False, [0, 2], 1.0, 2),
         (False, [3, 2], 1.0, 2),
     ],
