@@ -5,6 +5,7 @@ What it needs is in the environment variable ``PLAN``, which reaches every proce
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import itertools
@@ -26,6 +27,8 @@ PLAN = "DRILL_ANSWERS_PLAN"
 """JSON: ``folder`` for notes, ``every``: one of how many answers is falsified, ``engine``: the run's own, ``plugins``.
 """
 TIMEOUT_S = 600.0
+MOST_OF_A_KIND = 5
+"""False answers of one engine: an agent's group takes many requests, and none of them may meet one."""
 LOOPBACK = "127.0.0.1"
 _DROPPED = frozenset({"connection", "transfer-encoding", "content-length", "host", "server", "date", "keep-alive"})
 
@@ -132,13 +135,14 @@ class _Proxy(BaseHTTPRequestHandler):
             connection.close()
         if self.path == "/generate" and status == 200:
             status, found = _falsified(server, json.loads(body), found)
-        self.send_response(status)
-        for name, value in headers:
-            if name.lower() not in _DROPPED:
-                self.send_header(name, value)
-        self.send_header("content-length", str(len(found)))
-        self.end_headers()
-        self.wfile.write(found)
+        with contextlib.suppress(ConnectionError):  # who asked is gone
+            self.send_response(status)
+            for name, value in headers:
+                if name.lower() not in _DROPPED:
+                    self.send_header(name, value)
+            self.send_header("content-length", str(len(found)))
+            self.end_headers()
+            self.wfile.write(found)
 
 
 def notes(folder: Path) -> tuple[Counter[str], list[tuple[str, str]]]:
@@ -159,9 +163,10 @@ def _falsified(server: Any, asked: dict[str, Any], found: bytes) -> tuple[int, b
     answer = json.loads(found)
     rows = answer if isinstance(answer, list) else [answer]
     number = next(server.number)
-    if number % server.plan["every"] or not rows[0].get("output_ids"):
+    turn, between = divmod(number, server.plan["every"])
+    if between or turn > MOST_OF_A_KIND * len(KINDS) or not rows[0].get("output_ids"):
         return 200, found
-    name = list(KINDS)[number // server.plan["every"] % len(KINDS)]
+    name = list(KINDS)[turn % len(KINDS)]
     _note(path, {"kind": name, "rid": rid})
     return 500 if name == "status 500" else 200, KINDS[name](answer)
 
