@@ -131,8 +131,9 @@ def usual_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: median(values) for name in names if (values := [step[name] for step in later if name in step])}
 
 
-AGAIN, UNUSED, COUNTED = "tried again", "not trained", "trained at the first attempt"
+AGAIN, UNUSED, COUNTED = "tried again", "not used", "trained or dropped at the first attempt"
 """What became of a group whose reward failed once; the last one is wrong."""
+_USED = (GroupState.TRAINED, GroupState.REJECTED)
 
 
 def reward_marks(folder: Path) -> list[tuple[str, str]]:
@@ -149,7 +150,7 @@ def fates(ledger: Path, marks: Sequence[tuple[str, str]]) -> dict[str, Counter[s
         uids = {str(uid): uid for uid, _ in audit.states()}
         for name, kind in marks:
             lines = audit.history(uids[name]) if name in uids else []
-            attempts = [line.attempt for line in lines if line.after is GroupState.TRAINED]
+            attempts = [line.attempt for line in lines if line.after in _USED]
             fate = UNUSED if not attempts else AGAIN if attempts[-1] > 1 else COUNTED
             found.setdefault(kind, Counter())[fate] += 1
     finally:
