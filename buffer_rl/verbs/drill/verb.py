@@ -122,9 +122,10 @@ class Drill:
     def certificate(self) -> Certificate:
         """Run everything. Raises BufferRLError if the undisturbed run fails."""
         usual = self._undisturbed()
-        # A fault that passes takes a while, in which a fast run trains many steps.
-        passing = sum(fault.kind in ("slow", "cut") for fault in self.faults)
-        needed = 2 * len(self.faults) + int(passing * CUT_S / usual["perf/step_time"])
+        # While a fault passes or is noticed, a fast run trains many steps.
+        waits = {"slow": CUT_S, "cut": CUT_S, "stop": float(SHORT_S)}
+        seconds = sum(waits.get(fault.kind, 0.0) for fault in self.faults)
+        needed = 2 * len(self.faults) + int(seconds / usual["perf/step_time"])
         if needed > self.num_steps:
             self.num_steps = needed + len(self.faults)
             for name in ("undisturbed", "undisturbed_saves"):
