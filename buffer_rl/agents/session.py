@@ -62,7 +62,13 @@ class AgentKilledError(RolloutError):
 
 
 class TooLongError(RolloutError):
-    """A prompt that leaves no room for an answer in the context."""
+    """A prompt that leaves no room for an answer in the context. num_tokens: of the prompt; limit: of the context."""
+
+    def __init__(self, num_tokens: int, limit: int, where: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens, and the messages have {num_tokens}", where=where
+        )
+        self.num_tokens, self.limit = num_tokens, limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +156,10 @@ class Session:
         exchange.answer = self._conversation.record(prompt, exchange.turn)
         return exchange
 
+    def num_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """How many ids would be sent for a request. Raises what ``chat`` raises for messages."""
+        return len(self._conversation.prompt(messages, tools).ids)
+
     async def generate(
         self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Exchange:
@@ -234,11 +244,7 @@ class Session:
         room = None if limits.context is None else limits.context - prompt_length
         if room is not None and room < 1:
             self.overflowed = True
-            raise TooLongError(
-                f"This model's maximum context length is {limits.context} tokens, and the messages have "
-                f"{prompt_length}",
-                where=f"row {self._sample.row_id}",
-            )
+            raise TooLongError(prompt_length, limits.context or 0, f"row {self._sample.row_id}")
         bounds = [bound for bound in (max_tokens, room) if bound is not None]
         params["max_new_tokens"] = min([params["max_new_tokens"], *bounds])
         if stop:
