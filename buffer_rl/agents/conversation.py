@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +22,7 @@ from buffer_rl.agents.messages import (
     Message,
     calls_of,
     message_key,
+    opened_reasoning,
     read_answer,
     reasoning_of,
     same_reasoning,
@@ -30,8 +30,6 @@ from buffer_rl.agents.messages import (
 from buffer_rl.agents.rendering import Renderer, Tools, Variables, check_messages
 from buffer_rl.agents.turns import Turn
 from buffer_rl.errors import RolloutError
-
-_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 
 
 class History(StrEnum):
@@ -167,13 +165,12 @@ class Conversation:
         end = self._end(turn, raw)
         said = raw[: len(raw) - len(end)]
         shown = said.partition(turn.matched)[0] if isinstance(turn.matched, str) and turn.matched else said
-        opened = found[0] if (found := _OPENED.search(prompt.text)) else ""
-        answer = self._read(shown, opened, prompt.tools, turn.finish_reason, f"{turn.digest}/{turn.ordinal}")
+        answer = self._read(shown, prompt.text, prompt.tools, turn.finish_reason, f"{turn.digest}/{turn.ordinal}")
         held = _Held(
             ids=(*prompt.ids, *turn.output_ids),
             text=prompt.text + raw,
             end=end,
-            sent=(*prompt.sent, {"role": "assistant", "content": opened + said}),
+            sent=(*prompt.sent, {"role": "assistant", "content": opened_reasoning(prompt.text) + said}),
             plain=(*prompt.plain, self._renderer.message(answer.message)),
             message=answer.message,
             order=turn.order,

@@ -56,7 +56,12 @@ class _Opened:
     def ask(self, digest: bytes, asked: Request) -> None:
         task = self.asked[digest] = asyncio.get_running_loop().create_task(_answers(self.session, asked))
         self.running.add(task)
-        task.add_done_callback(self.running.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[list[Exchange]]) -> None:
+        self.running.discard(task)
+        if not task.cancelled():
+            task.exception()  # so that asyncio does not log it if the client is gone
 
 
 class Gateway:
@@ -168,7 +173,12 @@ class Gateway:
             return self._late(chat_dialect.DIALECT)
         created = int(time.time())
         model = {"id": MODEL, "object": "model", "created": created, "owned_by": "buffer_rl"}
-        model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's form
+        model |= {
+            "type": "model",
+            "display_name": MODEL,
+            "lifecycle": "active",
+            "created_at": "1970-01-01T00:00:00Z",
+        }  # Anthropic's form
         if "model" in request.path_params:
             return _json(model)
         return _json({"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL})

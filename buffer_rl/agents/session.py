@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
 from buffer_rl.agents.messages import Answer, Message
+from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, turn_digest
 from buffer_rl.engines.protocol import SEED_BITS
 from buffer_rl.errors import BufferRLError, EngineError, RolloutError, short_repr
@@ -130,12 +131,12 @@ class Session:
     @cached_property
     def _conversation(self) -> Conversation:
         """Made for the first chat: an agent that asks by token ids needs no chat template."""
-        args = self._lease.context.args
-        return Conversation(
-            self._lease.context.tokenizer,
-            history=History(args.agent_history),
-            template_kwargs=args.apply_chat_template_kwargs,
-        )
+        context = self._lease.context
+        args, tokenizer = context.args, context.tokenizer
+        if (read := context.shared.get(reader_of)) is None:
+            read = context.shared[reader_of] = reader_of(tokenizer, args.response_template)
+        history, template_kwargs = History(args.agent_history), args.apply_chat_template_kwargs
+        return Conversation(tokenizer, history=history, template_kwargs=template_kwargs, read=read)
 
     async def chat(
         self,
