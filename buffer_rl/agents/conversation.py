@@ -129,7 +129,8 @@ class Conversation:
         answers = [n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"]
         found = [(n, held) for n in answers for held in self._recorded(chain[n - 1], messages[n - 1])]
         depth, last = found[0] if found else (0, None)
-        rest = [self._renderer.message(message) for message in messages[depth:]]
+        later = enumerate(messages[depth:], start=depth)
+        rest = [self._renderer.message(message, is_first=number == 0) for number, message in later]
         plain, held = (*(last.plain if last else ()), *rest), last
         text, cause = self._going_on(last, rest, variables) if last else ("", Cause.NEW)
         if text and last:

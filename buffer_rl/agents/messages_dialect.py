@@ -155,7 +155,8 @@ def _answer(blocks: Sequence[Any], where: str) -> list[Message]:
 def _blocks(exchange: Exchange, request: Request) -> list[dict[str, Any]]:
     """The content of an answer: its reasoning only if the client asked for it."""
     message, blocks = answer_of(exchange).message, []
-    wants = _object(request.body, "thinking").get("type") in ("enabled", "adaptive")
+    thinking = _object(request.body, "thinking")
+    wants = thinking.get("type") in ("enabled", "adaptive") and thinking.get("display") != "omitted"
     if wants and (reasoning := reasoning_of(message)):
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": exchange.id})
     if message["content"]:

@@ -77,13 +77,13 @@ async def test_parallel_calls_come_and_their_results_go_behind_the_same_ids(stre
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_a_block_if_the_client_asked_for_it_and_its_turn_is_found_either_way(stream: bool) -> None:
-    for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}):
+    hidden, shown = {"type": "adaptive", "display": "omitted"}, {"type": "enabled", "budget_tokens": 1024}
+    for thinking in ({"type": "disabled"}, hidden, shown):
         engine = AgentEngine(lambda prompt, params: "<think>hm</think>two")
         async with anthropic_over(engine, agent_history="append") as (session, client):
             message = await answered(client, stream, messages=user("1+1"), thinking=thinking, max_tokens=2000)
             blocks = [(block.type, getattr(block, "thinking", "")) for block in message.content]
-            reasoned = thinking["type"] == "enabled"
-            assert blocks == ([("thinking", "hm"), ("text", "")] if reasoned else [("text", "")])
+            assert blocks == ([("thinking", "hm"), ("text", "")] if thinking is shown else [("text", "")])
             history = [*user("1+1"), message.to_param(), *user("sure?")]
             await answered(client, stream, messages=history, thinking=thinking, max_tokens=2000)
             assert len(rows(each.turn for each in session.exchanges)) == 1

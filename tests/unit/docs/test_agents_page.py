@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.agents import chat_dialect
-from buffer_rl.agents.dialect import OF_THE_RUN
 from buffer_rl.agents.conversation import Cause
+from buffer_rl.agents.dialect import OF_THE_RUN
 from buffer_rl.agents.options import AgentOptions
 from buffer_rl.agents.session import LIMITS, End
 from buffer_rl.agents.tools import ToolAgent
