@@ -124,7 +124,7 @@ def install(folder: Path) -> None:
     """Install what is not there yet."""
     if not (folder / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", folder / "python"], check=True)
-        pip = [folder / "python/bin/python", "-m", "pip", "install", "-q", f"openai-agents=={AGENTS}"]
+        pip: list[str | Path] = [folder / "python/bin/python", "-m", "pip", "install", "-q", f"openai-agents=={AGENTS}"]
         subprocess.run(pip, check=True)
     if not (folder / "node_modules").exists():
         packages = [f"@anthropic-ai/claude-code@{CLAUDE}", f"@openai/codex@{CODEX}"]

@@ -166,7 +166,9 @@ def test_of_random_answers_every_good_call_and_every_other_piece_is_kept(seed: i
 
 
 def test_what_is_no_template_is_refused() -> None:
-    for template in ({"fields": {}}, {"start_anchor": "x", "fields": {"content": {"unknown": 1}}}):
+    unknown = {"start_anchor": "x", "fields": {"content": {"unknown": 1}}}
+    refused: list[dict[str, Any]] = [{"fields": {}}, unknown]
+    for template in refused:
         with pytest.raises(ConfigError, match="--response-template"):
             TemplateReader(template)
 
