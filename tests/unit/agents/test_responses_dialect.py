@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from buffer_rl.agents import gateway as gateway_module
+from buffer_rl.agents.responses_dialect import read
 from buffer_rl.agents.session import End
 from buffer_rl.agents.turns import rows
 from buffer_rl.errors import EngineError
@@ -187,3 +189,32 @@ async def test_errors_have_their_codes_also_in_a_stream(monkeypatch: pytest.Monk
         with pytest.raises(openai.APIStatusError) as ended:
             await client.responses.create(model="any", input="12")
         assert ended.value.status_code == 410
+
+
+def test_items_that_follow_each_other_are_one_answer_until_another_begins() -> None:
+    def said(text: str) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    messages = read({"input": [*user("go"), reasoning, said("a"), call, said("b"), said("c")]}).messages
+    assert [message.get("content") for message in messages] == ["go", "a", "b", "c"]
+    assert (messages[1]["reasoning_content"], len(messages[1]["tool_calls"])) == ("hm", 1)
+    assert [each["role"] for each in messages[1:]] == ["assistant"] * 3
+
+
+async def test_a_failure_that_no_client_waits_for_is_not_logged_by_asyncio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_module, "KEEP_ALIVE_S", 0.01)
+    logged: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    engine = AgentEngine(lambda prompt, params: answer)
+    async with client_over(engine) as (session, client):
+        stream = await client.responses.create(model="any", input="go", stream=True)
+        await stream.close()
+        answer.set_exception(EngineError("it is gone"))
+        await session.ended
+    gc.collect()
+    assert logged == []
