@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart agent test test-all test-processors sglang-env test-sglang test-megatron test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart agent test test-all test-processors sglang-env test-sglang test-megatron test-harnesses test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-processors  run the numerical tests as on processors without AVX-512 and without AVX"
 	@echo "make test-sglang  run the tests against real SGLang servers on the CPU; installs them in $(VENV)-sglang (1.6 GB)"
 	@echo "make test-megatron  run the tests of all layouts of Megatron ranks on the CPU"
+	@echo "make test-harnesses  run agent programs of others, unchanged, over a session; installs them in a temporary folder"
 	@echo "make test-gpu     everything that one GPU can show, and a table of it (ARGS='--dry-run': without one)"
 	@echo "make campaign     long fault campaigns (an hour); writes docs/campaigns.md"
 	@echo "make test-times   run tests and say where their time went (PYTEST_ARGS='tests/unit/algo')"
@@ -85,6 +86,10 @@ test-sglang: $(VENV)/.stamp-dev $(VENV)-sglang/.stamp
 # Every layout of ranks that a CPU can run; a sample is among the other tests.
 test-megatron: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m megatron $(PYTEST_ARGS)
+
+# Agent programs of others, unchanged; installs them in a temporary folder (0.9 GB).
+test-harnesses: $(VENV)/.stamp-dev
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python benchmarks/harnesses.py $(ARGS)
 
 # With the Python that has torch for the GPU: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

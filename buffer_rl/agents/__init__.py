@@ -2,10 +2,12 @@
 
 turns           a turn, and the rows that the turns of a sample make
 messages        the answer that a text is; when two messages are equal
+template_reader the same by a response template of transformers
 rendering       messages to text and ids, and back, with the tokenizer and its chat template
 conversation    the ids of the next prompt: those held, and the encoded rest
 session         one attempt at one sample: its turns, its limits, its end
-chat_dialect    OpenAI's chat completions: requests and bodies of answers
+dialect         what a dialect of HTTP is: how requests are read, and answers, streams and errors written
+chat_dialect    OpenAI's chat completions; messages_dialect: Anthropic's Messages; responses_dialect: OpenAI's responses
 gateway         the HTTP server of a rollout worker's sessions
 runner          runs agents in a loop and in threads of their own, and names one that blocks
 play            the generate function of a run with agents: plays a sample and makes rows of it

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from buffer_rl.agents.messages import Message
+from buffer_rl.agents.dialect import (
+    MODEL,
+    MOST_ANSWERS,
+    Dialect,
+    Event,
+    Refusal,
+    Request,
+    answer_of,
+    count,
+    listed,
+    require_neutral,
+    stops,
+)
 from buffer_rl.agents.session import Exchange
 from buffer_rl.errors import DataError
 
-_log = logging.getLogger(__name__)
-MODEL = "policy"
-"""The name of the model that is trained; a client may use any."""
-_OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Sampling is the run's: other values of the client are ignored."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -27,103 +32,58 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
 }
 """What would change the distribution that is trained, with the values that change nothing."""
-MOST_ANSWERS = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """One request. max_tokens: None for the run's own limit. num_answers: siblings, each a turn of its own."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    max_tokens: int | None = None
-    stop: list[str] = field(default_factory=list)
-    num_answers: int = 1
-    stream: bool = False
-    usage_in_stream: bool = False
-    logprobs: bool = False
-
-
-def read_request(body: Any) -> ChatRequest:
-    """The request that ``body`` is. Raises DataError for what is none, and for what would change what is trained."""
-    if not isinstance(body, dict):
-        raise DataError("the body must be a JSON object")
-    for name, neutral in _NEUTRAL.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise DataError(
-                f"{name!r} would change the distribution that is trained, got {body[name]!r:.80}",
-                expected=f"no {name}",
-            )
-    return ChatRequest(
-        messages=_listed(body, "messages"),
-        tools=_listed(body, "tools") if body.get("tool_choice") != "none" else [],
-        max_tokens=_count(body, "max_completion_tokens", _count(body, "max_tokens", None)),
-        stop=_stops(body.get("stop")),
-        num_answers=_count(body, "n", 1) or 1,
-        stream=bool(body.get("stream")),
-        usage_in_stream=_includes_usage(body.get("stream_options")),
-        logprobs=bool(body.get("logprobs")),
+def read(body: dict[str, Any], exchanges: Sequence[Exchange] = ()) -> Request:
+    """See ``Dialect``."""
+    require_neutral(body, _NEUTRAL)
+    if not isinstance(options := body.get("stream_options"), dict | None):
+        raise DataError(f"'stream_options' must be an object, got {options!r:.80}")
+    return Request(
+        messages=listed(body, "messages"),
+        tools=listed(body, "tools") if body.get("tool_choice") != "none" else [],
+        max_tokens=count(body, "max_completion_tokens", count(body, "max_tokens")),
+        stop=stops(body, "stop"),
+        num_answers=count(body, "n", most=MOST_ANSWERS) or 1,
+        body=body,
     )
 
 
-def ignored(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's sampling values that are not the run's ``params``."""
-    return {name: body[name] for name in _OF_THE_RUN if body.get(name) is not None and body[name] != params.get(name)}
-
-
-def completion(exchanges: Sequence[Exchange], request: ChatRequest, tokenizer: Any) -> dict[str, Any]:
-    """The whole answer."""
+def whole(exchanges: Sequence[Exchange], request: Request, tokenizer: Any) -> dict[str, Any]:
+    """See ``Dialect``."""
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": None, **_message(each), "refusal": None},
-            "finish_reason": _reason(each),
-            "logprobs": _logprobs(each, tokenizer) if request.logprobs else None,
+            "message": {"role": "assistant", "content": None, **answer_of(each).message, "refusal": None},
+            "finish_reason": answer_of(each).finish_reason,
+            "logprobs": _logprobs(each, request, tokenizer),
         }
         for index, each in enumerate(exchanges)
     ]
     return {**_head(exchanges, "chat.completion"), "choices": choices, "usage": _usage(exchanges)}
 
 
-def events(exchanges: Sequence[Exchange], request: ChatRequest, tokenizer: Any) -> list[dict[str, Any]]:
-    """The whole answer as the events of a stream."""
-    head, found = _head(exchanges, "chat.completion.chunk"), []
+def events(exchanges: Sequence[Exchange], request: Request, tokenizer: Any) -> list[Event]:
+    """See ``Dialect``."""
+    head: Event = _head(exchanges, "chat.completion.chunk")
+    found: list[Event] = []
     for index, each in enumerate(exchanges):
-        delta = {"role": "assistant", **_message(each)}
+        delta = {"role": "assistant", **answer_of(each).message}
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
-        logprobs = _logprobs(each, tokenizer) if request.logprobs else None
+        logprobs = _logprobs(each, request, tokenizer)
         first = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": _reason(each)}
+        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": answer_of(each).finish_reason}
         found += [{**head, "choices": [first]}, {**head, "choices": [last]}]
-    if request.usage_in_stream:
+    if (request.body.get("stream_options") or {}).get("include_usage"):
         found.append({**head, "choices": [], "usage": _usage(exchanges)})
     return found
 
 
-def error_body(what: str, code: str, *, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    return {"error": {"message": what, "type": kind, "param": None, "code": code}}
-
-
-def models() -> dict[str, Any]:
-    """``/models``."""
-    return {"object": "list", "data": [model()]}
-
-
-def model() -> dict[str, Any]:
-    """``/models/NAME``."""
-    return {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "buffer_rl"}
-
-
-def _message(exchange: Exchange) -> Message:
-    assert exchange.answer is not None
-    return exchange.answer.message
-
-
-def _reason(exchange: Exchange) -> str:
-    assert exchange.answer is not None
-    return exchange.answer.finish_reason
+def error(refusal: Refusal) -> dict[str, Any]:
+    """See ``Dialect``."""
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    return {"error": {"message": refusal.what, "type": kind, "param": None, "code": refusal.code}}
 
 
 def _head(exchanges: Sequence[Exchange], kind: str) -> dict[str, Any]:
@@ -135,7 +95,11 @@ def _usage(exchanges: Sequence[Exchange]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-def _logprobs(exchange: Exchange, tokenizer: Any) -> dict[str, Any]:
+def _logprobs(exchange: Exchange, request: Request, tokenizer: Any) -> dict[str, Any] | None:
+    """Of the sampled tokens, if the client wants them."""
+    if not request.body.get("logprobs"):
+        return None
+
     def entry(token: int, value: float) -> dict[str, Any]:
         text = str(tokenizer.decode([token]))
         return {"token": text, "bytes": list(text.encode()), "logprob": value, "top_logprobs": []}
@@ -145,32 +109,6 @@ def _logprobs(exchange: Exchange, tokenizer: Any) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    value = body.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise DataError(f"{name!r} must be a list of objects, got {value!r:.80}")
-    return value
-
-
-def _count(body: Mapping[str, Any], name: str, default: int | None) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or value < 1 or (name == "n" and value > MOST_ANSWERS):
-        raise DataError(f"{name!r} must be a whole number above 0, got {value!r:.80}")
-    return value
-
-
-def _includes_usage(options: Any) -> bool:
-    if not isinstance(options, dict | None):
-        raise DataError(f"'stream_options' must be an object, got {options!r:.80}")
-    return bool((options or {}).get("include_usage"))
-
-
-def _stops(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value or []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise DataError(f"'stop' must be a text or a list of texts, got {value!r:.80}")
-    return stops
+DIALECT = Dialect(
+    path="/chat/completions", read=read, whole=whole, events=events, error=error, done=b"data: [DONE]\n\n"
+)

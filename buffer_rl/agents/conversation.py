@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +22,7 @@ from buffer_rl.agents.messages import (
     Message,
     calls_of,
     message_key,
+    opened_reasoning,
     read_answer,
     reasoning_of,
     same_reasoning,
@@ -30,8 +30,6 @@ from buffer_rl.agents.messages import (
 from buffer_rl.agents.rendering import Renderer, Tools, Variables, check_messages
 from buffer_rl.agents.turns import Turn
 from buffer_rl.errors import RolloutError
-
-_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 
 
 class History(StrEnum):
@@ -131,7 +129,8 @@ class Conversation:
         answers = [n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"]
         found = [(n, held) for n in answers for held in self._recorded(chain[n - 1], messages[n - 1])]
         depth, last = found[0] if found else (0, None)
-        rest = [self._renderer.message(message) for message in messages[depth:]]
+        later = enumerate(messages[depth:], start=depth)
+        rest = [self._renderer.message(message, is_first=number == 0) for number, message in later]
         plain, held = (*(last.plain if last else ()), *rest), last
         text, cause = self._going_on(last, rest, variables) if last else ("", Cause.NEW)
         if text and last:
@@ -167,13 +166,12 @@ class Conversation:
         end = self._end(turn, raw)
         said = raw[: len(raw) - len(end)]
         shown = said.partition(turn.matched)[0] if isinstance(turn.matched, str) and turn.matched else said
-        opened = found[0] if (found := _OPENED.search(prompt.text)) else ""
-        answer = self._read(shown, opened, prompt.tools, turn.finish_reason, f"{turn.digest}/{turn.ordinal}")
+        answer = self._read(shown, prompt.text, prompt.tools, turn.finish_reason, f"{turn.digest}/{turn.ordinal}")
         held = _Held(
             ids=(*prompt.ids, *turn.output_ids),
             text=prompt.text + raw,
             end=end,
-            sent=(*prompt.sent, {"role": "assistant", "content": opened + said}),
+            sent=(*prompt.sent, {"role": "assistant", "content": opened_reasoning(prompt.text) + said}),
             plain=(*prompt.plain, self._renderer.message(answer.message)),
             message=answer.message,
             order=turn.order,

@@ -1,4 +1,4 @@
-"""The HTTP server of a rollout worker's sessions: an OpenAI endpoint for each, on the loopback interface.
+"""The HTTP server of a rollout worker's sessions: an endpoint in each dialect for each, on the loopback interface.
 
 A request is asked once, whatever becomes of its connection: its answer is recorded, and a client that repeats the
 request, and says so as OpenAI's clients do, gets the recorded answer. After the end of its session it gets 410, which
@@ -12,25 +12,29 @@ import hashlib
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Scope
 
-from buffer_rl.agents import chat_dialect as dialect
-from buffer_rl.agents.session import Exchange, Session, SessionEndedError, TooLongError
+from buffer_rl.agents import chat_dialect, messages_dialect, responses_dialect
+from buffer_rl.agents.dialect import ENDED, MODEL, Dialect, Refusal, Request, frame, ignored, refusal_of
+from buffer_rl.agents.session import Exchange, Session
 from buffer_rl.cluster.process import base_url, listening_socket
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.engines.http_server import Front, http_server
-from buffer_rl.errors import BufferRLError, EngineError
+from buffer_rl.errors import BufferRLError, DataError
 
+DIALECTS = (chat_dialect.DIALECT, messages_dialect.DIALECT, responses_dialect.DIALECT)
 _log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
@@ -49,10 +53,15 @@ class _Opened:
     asked: dict[bytes, asyncio.Task[list[Exchange]]] = field(default_factory=dict)
     running: set[asyncio.Task[list[Exchange]]] = field(default_factory=set)
 
-    def ask(self, digest: bytes, asked: dialect.ChatRequest) -> None:
+    def ask(self, digest: bytes, asked: Request) -> None:
         task = self.asked[digest] = asyncio.get_running_loop().create_task(_answers(self.session, asked))
         self.running.add(task)
-        task.add_done_callback(self.running.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[list[Exchange]]) -> None:
+        self.running.discard(task)
+        if not task.cancelled():
+            task.exception()  # so that asyncio does not log it if the client is gone
 
 
 class Gateway:
@@ -97,7 +106,8 @@ class Gateway:
         listener = listening_socket(HOST, backlog=4096)
         self._url = base_url(HOST, listener.getsockname()[1])
         routes = [
-            Route("/sessions/{name}/v1/chat/completions", self._chat, methods=["POST"]),
+            *(Route(_path(each), partial(self._asked, each), methods=["POST"]) for each in DIALECTS),
+            Route(_path(messages_dialect.DIALECT) + "/count_tokens", self._count, methods=["POST"]),
             Route("/sessions/{name}/v1/models", self._models),
             Route("/sessions/{name}/v1/models/{model}", self._models),
         ]
@@ -110,62 +120,86 @@ class Gateway:
         opened = self._opened.get(_name_in(scope["path"]))
         if opened is None:
             return True  # answered with 410
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, b"Bearer " + opened.key.encode())
+        wanted = {b"authorization": b"Bearer " + opened.key.encode(), b"x-api-key": opened.key.encode()}
+        given = [(name, value) for name, value in scope["headers"] if name in wanted]
+        return any(hmac.compare_digest(value, wanted[name]) for name, value in given)
 
-    async def _chat(self, request: Request) -> Response:
+    async def _asked(self, dialect: Dialect, request: HTTPRequest) -> Response:
         if (opened := self._opened.get(request.path_params["name"])) is None:
-            return self._late()
+            return self._late(dialect)
         raw = await request.body()
         try:
-            body = read_json(raw)
-            asked = dialect.read_request(body)
+            asked = _read(dialect, raw, opened.session)
         except (JSONError, BufferRLError) as error:
-            return _error(str(error), 400, "invalid_request")
-        self._notice(dialect.ignored(body, opened.session.params))
-        digest = hashlib.sha256(raw).digest()
+            return _refused(dialect, Refusal(what=str(error)))
+        self._notice(opened.session, asked)
+        digest = hashlib.sha256(dialect.path.encode() + raw).digest()
         is_repeated = request.headers.get(REPEATED, "0") not in ("", "0")
         if not is_repeated or digest not in opened.asked:
             opened.ask(digest, asked)
         task = opened.asked[digest]
         await asyncio.wait({task}, timeout=KEEP_ALIVE_S if asked.stream else None)
-        if not task.done():
-            return _stream(self._late_events(task, asked))
-        if (refused := _refused(task)) is not None:
-            return refused
-        if asked.stream:
-            return _stream(_events(dialect.events(task.result(), asked, self._tokenizer)))
-        return _json(dialect.completion(task.result(), asked, self._tokenizer))
+        if asked.stream and not (task.done() and _failure(task)):
+            return StreamingResponse(self._events(dialect, asked, task), media_type="text/event-stream")
+        if refusal := _failure(task):
+            return _refused(dialect, refusal)
+        return _json(dialect.whole(task.result(), asked, self._tokenizer))
 
-    async def _late_events(
-        self, task: asyncio.Task[list[Exchange]], asked: dialect.ChatRequest
+    async def _events(
+        self, dialect: Dialect, asked: Request, task: asyncio.Task[list[Exchange]]
     ) -> AsyncIterator[bytes]:
         while not task.done():
-            yield b": keep-alive\n\n"
+            yield dialect.keep_alive
             await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
-        if (refused := _refused(task)) is not None:
-            yield b"data: " + bytes(refused.body) + b"\n\n"
+        if refusal := _failure(task):
+            yield frame(dialect.error(refusal))
             return
-        async for event in _events(dialect.events(task.result(), asked, self._tokenizer)):
-            yield event
+        for event in dialect.events(task.result(), asked, self._tokenizer):
+            yield frame(event)
+        yield dialect.done
 
-    async def _models(self, request: Request) -> Response:
+    async def _count(self, request: HTTPRequest) -> Response:
+        dialect = messages_dialect.DIALECT
+        if (opened := self._opened.get(request.path_params["name"])) is None:
+            return self._late(dialect)
+        try:
+            asked = _read(dialect, await request.body(), opened.session)
+            return _json({"input_tokens": opened.session.num_prompt_tokens(asked.messages, asked.tools)})
+        except (JSONError, BufferRLError) as error:
+            return _refused(dialect, refusal_of(error))
+
+    async def _models(self, request: HTTPRequest) -> Response:
         if request.path_params["name"] not in self._opened:
-            return self._late()
-        return _json(dialect.model() if "model" in request.path_params else dialect.models())
+            return self._late(chat_dialect.DIALECT)
+        created = int(time.time())
+        model = {"id": MODEL, "object": "model", "created": created, "owned_by": "buffer_rl"}
+        model |= {
+            "type": "model",
+            "display_name": MODEL,
+            "lifecycle": "active",
+            "created_at": "1970-01-01T00:00:00Z",
+        }  # Anthropic's form
+        if "model" in request.path_params:
+            return _json(model)
+        return _json({"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL})
 
-    def _late(self) -> Response:
+    def _late(self, dialect: Dialect) -> Response:
         self._num_late += 1
-        return _error("the session has ended", 410, "session_ended")
+        return _refused(dialect, ENDED)
 
-    def _notice(self, ignored: dict[str, Any]) -> None:
-        for name, value in ignored.items():
-            if name not in self._noticed:
-                self._noticed.add(name)
-                _log.warning("an agent's %s=%r is ignored: sampling is the run's", name, value)
+    def _notice(self, session: Session, asked: Request) -> None:
+        for name, value in ignored(asked.body, session.params).items():
+            self._warn(name, "an agent's %s=%r is ignored: sampling is the run's", name, value)
+        for name in asked.left_out:
+            self._warn(name, "an agent's %s is ignored: the model can use functions alone", name)
+
+    def _warn(self, name: str, what: str, *values: Any) -> None:
+        if name not in self._noticed:
+            self._noticed.add(name)
+            _log.warning(what, *values)
 
 
-async def _answers(session: Session, asked: dialect.ChatRequest) -> list[Exchange]:
+async def _answers(session: Session, asked: Request) -> list[Exchange]:
     def answer() -> Coroutine[Any, Any, Exchange]:
         return session.chat(asked.messages, asked.tools, max_tokens=asked.max_tokens, stop=asked.stop)
 
@@ -174,48 +208,39 @@ async def _answers(session: Session, asked: dialect.ChatRequest) -> list[Exchang
     return [task.result() for task in tasks]
 
 
-def _refused(task: asyncio.Task[list[Exchange]]) -> Response | None:
+def _failure(task: asyncio.Task[list[Exchange]]) -> Refusal | None:
     """The answer to a request that failed; None for one that did not."""
     if task.cancelled():
-        return _error("the session has ended", 410, "session_ended")
-    error = task.exception()
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if error is None:
-        return None
-    if isinstance(error, SessionEndedError):
-        return _error(str(error), 410, "session_ended")
-    if isinstance(error, TooLongError):
-        return _error(error.what, 400, "context_length_exceeded")
-    if isinstance(error, BufferRLError) and not isinstance(error, EngineError):
-        return _error(str(error), 400, "invalid_request")
-    if not isinstance(error, EngineError):
-        _log.error("a request of an agent failed", exc_info=error)
-    refusal = _error(f"{type(error).__name__}: {error}", 502, "engine_failed", kind="server_error")
-    refusal.headers["x-should-retry"] = "false"
-    return refusal
+        return ENDED
+    return None if task.exception() is None else refusal_of(task.exception())
 
 
-async def _events(events: list[dict[str, Any]]) -> AsyncIterator[bytes]:
-    for event in events:
-        yield b"data: " + orjson.dumps(event) + b"\n\n"
-    yield b"data: [DONE]\n\n"
-
-
-def _stream(events: AsyncIterator[bytes]) -> Response:
-    return StreamingResponse(events, media_type="text/event-stream")
+def _read(dialect: Dialect, raw: bytes, session: Session) -> Request:
+    body = read_json(raw)
+    if not isinstance(body, dict):
+        raise DataError("the body must be a JSON object")
+    return dialect.read(body, session.exchanges)
 
 
 def _json(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def _error(what: str, status: int, code: str, *, kind: str = "invalid_request_error") -> Response:
-    return _json(dialect.error_body(what, code, kind=kind), status)
+def _refused(dialect: Dialect, refusal: Refusal) -> Response:
+    answer = _json(dialect.error(refusal), refusal.status)
+    if refusal.status >= 500:
+        answer.headers["x-should-retry"] = "false"
+    return answer
 
 
-def _refusal(_: Scope, status: int, what: str) -> Response:
-    return _error(what, status, "invalid_api_key" if status == 401 else "invalid_request")
+def _refusal(scope: Scope, status: int, what: str) -> Response:
+    code = "invalid_api_key" if status == 401 else "invalid_request"
+    dialect = next((each for each in DIALECTS if each.path in scope["path"]), chat_dialect.DIALECT)
+    return _refused(dialect, Refusal(what=what, status=status, code=code))
+
+
+def _path(dialect: Dialect) -> str:
+    return "/sessions/{name}/v1" + dialect.path
 
 
 def _name_in(path: str) -> str:

@@ -22,6 +22,7 @@ _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL)
 _NAMED = re.compile(r"([^\s<{]+)\s*((?:<arg_key>.*</arg_value>)?)", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL)
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _END = re.compile(r"\s*</tool_call>")
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 
@@ -39,30 +40,39 @@ AnswerReader = Callable[[str, str, Sequence[Mapping[str, Any]], str, str], Answe
 
 
 def read_answer(
-    text: str, opened: str, tools: Sequence[Mapping[str, Any]], finish_reason: str, identity: str
+    text: str, prompt: str, tools: Sequence[Mapping[str, Any]], finish_reason: str, identity: str
 ) -> Answer:
     """The message that a sampled text is.
 
-    text: without the token or the string that ended it. opened: reasoning that the prompt's end has begun, as
-    ``"<think>\\n"``, or begun and ended; empty if none. tools: of the request, in OpenAI's form; without any, nothing
-    is read as a call. finish_reason: of the engine. identity: of the turn; the ids of calls are a digest of it.
+    text: without the token or the string that ended it. prompt: the text before it, whose end may begin its reasoning,
+    as ``"<think>\\n"``, or begin and end it. tools: of the request, in OpenAI's form; without any, nothing is read as
+    a call. finish_reason: of the engine. identity: of the turn; the ids of calls are a digest of it.
 
     The message has ``content`` (None if there is no text), ``reasoning_content`` if there is any, and ``tool_calls``
     if there are any: every well-formed one in order, also of a tool that the request does not have.
     """
-    reasoning, content = split_reasoning(opened + text)
+    reasoning, content = split_reasoning(opened_reasoning(prompt) + text)
     calls: list[Message] = []
     if tools:
         schemas = {name: _properties(tool) for tool in tools if (name := _function(tool).get("name"))}
-        content, found = _take_calls(content, schemas)
-        calls = [_as_message(call, f"{identity}/{number}") for number, call in enumerate(found)]
+        content, calls = _take_calls(content, schemas)
+    return answer_with(content, reasoning, calls, finish_reason, identity)
+
+
+def answer_with(content: str, reasoning: str, calls: Sequence[Message], finish_reason: str, identity: str) -> Answer:
+    """The answer of these parts. calls: name and arguments of each; the rest as ``read_answer`` has it."""
     message: Message = {"role": "assistant", "content": content or None}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [_as_message(call, f"{identity}/{number}") for number, call in enumerate(calls)]
     reason = "length" if finish_reason != "stop" else "tool_calls" if calls else "stop"
     return Answer(message=message, finish_reason=reason)
+
+
+def opened_reasoning(prompt: str) -> str:
+    """The reasoning that the end of a prompt has begun, as ``"<think>\\n"``, or begun and ended; empty if none."""
+    return found[0] if (found := _OPENED.search(prompt)) else ""
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

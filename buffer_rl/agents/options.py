@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from buffer_rl.options.section import Section, option
 
@@ -22,6 +22,11 @@ class AgentOptions(Section):
         "template",
         "tokens of earlier answers: as the chat template renders them, which may strip reasoning; or always as they "
         "were sampled",
+    )
+    response_template: dict[str, Any] | None = option(
+        None,
+        "how answers are read as reasoning, text and calls: a response template of transformers, as JSON or FILE.yaml; "
+        "by default the tokenizer's, if it has one",
     )
     agent_max_turns: int = option(64, "maximum number of answers per sample", ge=1)
     agent_max_tokens: int | None = option(None, "maximum number of sampled tokens per sample, over all answers", ge=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from buffer_rl.agents.messages import Message, calls_of, text_of
@@ -12,6 +13,7 @@ from buffer_rl.errors import ConfigError, DataError
 
 _SEAM = "\ufdd0"
 """Stands inside a special token that a user typed: no token reaches across it. A noncharacter of Unicode."""
+_PROBE = "LATESYSTEMMESSAGE"
 _OVERLAP = 4  # ids before a text that show the tokenizer its neighbours
 Tools = Sequence[Mapping[str, Any]]
 Variables = Mapping[str, Any]
@@ -38,9 +40,10 @@ class Renderer:
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._joins = self._decode([*self._encode("a"), *self._encode("b")]) == "ab"
 
-    def message(self, message: Mapping[str, Any]) -> Message:
+    def message(self, message: Mapping[str, Any], *, is_first: bool = False) -> Message:
         """A message as templates want it: without keys of None, the content a text if all of it is text, arguments of
-        calls objects, and with seams in the special tokens of all but answers."""
+        calls objects, and with seams in the special tokens of all but answers. is_first: of its conversation; another
+        system message is a user's if the template would refuse it or leave it out."""
         shown = {key: value for key, value in message.items() if value is not None}
         parts = shown.get("content", "")
         if not isinstance(parts, list) or all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts):
@@ -51,6 +54,8 @@ class Renderer:
             shown["tool_calls"] = calls
         if shown["role"] == "developer" and "developer" not in str(self._tokenizer.chat_template):
             shown["role"] = "system"  # many templates leave out messages of a role that they do not know
+        if shown["role"] in ("system", "developer") and not is_first and not self._shows_late_system:
+            shown["role"] = "user"
         return shown if shown["role"] == "assistant" else self.quoted(shown)
 
     def quoted(self, value: Any) -> Any:
@@ -108,6 +113,12 @@ class Renderer:
     def begins_special(self, text: str) -> bool:
         """Whether a rendered text begins with a special token."""
         return self._special.match(text) is not None
+
+    @cached_property
+    def _shows_late_system(self) -> bool:
+        texts = ("system", "a"), ("user", "b"), ("system", _PROBE), ("user", "c")
+        messages = [{"role": role, "content": text} for role, text in texts]
+        return _PROBE in (self.renders(messages, {}) or "")
 
     def _rendered(self, messages: Sequence[Message], variables: Variables) -> str:
         asked = {**variables, "tools": variables.get("tools") or None, "tokenize": False, "add_generation_prompt": True}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
 from buffer_rl.agents.messages import Answer, Message
+from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, turn_digest
 from buffer_rl.engines.protocol import SEED_BITS
 from buffer_rl.errors import BufferRLError, EngineError, RolloutError, short_repr
@@ -62,7 +63,13 @@ class AgentKilledError(RolloutError):
 
 
 class TooLongError(RolloutError):
-    """A prompt that leaves no room for an answer in the context."""
+    """A prompt that leaves no room for an answer in the context. num_tokens: of the prompt; limit: of the context."""
+
+    def __init__(self, num_tokens: int, limit: int, where: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens, and the messages have {num_tokens}", where=where
+        )
+        self.num_tokens, self.limit = num_tokens, limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +131,12 @@ class Session:
     @cached_property
     def _conversation(self) -> Conversation:
         """Made for the first chat: an agent that asks by token ids needs no chat template."""
-        args = self._lease.context.args
-        return Conversation(
-            self._lease.context.tokenizer,
-            history=History(args.agent_history),
-            template_kwargs=args.apply_chat_template_kwargs,
-        )
+        context = self._lease.context
+        args, tokenizer = context.args, context.tokenizer
+        if (read := context.shared.get(reader_of)) is None:
+            read = context.shared[reader_of] = reader_of(tokenizer, args.response_template)
+        history, template_kwargs = History(args.agent_history), args.apply_chat_template_kwargs
+        return Conversation(tokenizer, history=history, template_kwargs=template_kwargs, read=read)
 
     async def chat(
         self,
@@ -149,6 +156,10 @@ class Session:
         exchange.prompt, exchange.messages = prompt, [dict(message) for message in messages]
         exchange.answer = self._conversation.record(prompt, exchange.turn)
         return exchange
+
+    def num_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """How many ids would be sent for a request. Raises what ``chat`` raises for messages."""
+        return len(self._conversation.prompt(messages, tools).ids)
 
     async def generate(
         self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -234,11 +245,7 @@ class Session:
         room = None if limits.context is None else limits.context - prompt_length
         if room is not None and room < 1:
             self.overflowed = True
-            raise TooLongError(
-                f"This model's maximum context length is {limits.context} tokens, and the messages have "
-                f"{prompt_length}",
-                where=f"row {self._sample.row_id}",
-            )
+            raise TooLongError(prompt_length, limits.context or 0, f"row {self._sample.row_id}")
         bounds = [bound for bound in (max_tokens, room) if bound is not None]
         params["max_new_tokens"] = min([params["max_new_tokens"], *bounds])
         if stop:

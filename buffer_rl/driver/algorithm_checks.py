@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from buffer_rl.agents.template_reader import TemplateReader
 from buffer_rl.algo.kl import check_kl_target
 from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.rewards import reward_bounds
@@ -189,6 +190,8 @@ def check_agents(args: Args) -> None:
     for name, why in refused.items():
         if getattr(args, name):
             raise ConfigError(why, where=f"{given[0]} and {flag_of(name)}", hint=f"take {flag_of(name)} out")
+    if args.response_template:
+        TemplateReader(args.response_template)  # refuses what is none
     if 2 * args.agent_timeout_s > args.rollout_timeout_s:
         raise ConfigError(
             f"a sample may be played twice, {args.agent_timeout_s:g} s each, and the rollout ends after "

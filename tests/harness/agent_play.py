@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import anthropic
 import openai
 
 from buffer_rl.agents.gateway import Gateway
@@ -218,3 +219,15 @@ async def roll(
 async def one(args: Any, sample: Sample) -> float:
     """A reward of 1 for all that can be scored."""
     return 1.0
+
+
+@asynccontextmanager
+async def anthropic_over(engine: AgentEngine, **options: Any) -> AsyncIterator[tuple[Session, Any]]:
+    """A session behind a gateway, and Anthropic's client of it."""
+    async with client_over(engine, **options) as (session, client):
+        root = str(client.base_url).removesuffix("v1/")
+        strict = anthropic.AsyncAnthropic(
+            base_url=root, api_key=client.api_key, _strict_response_validation=True, timeout=120
+        )
+        async with strict:
+            yield session, strict

@@ -280,3 +280,23 @@ def test_random_conversations_train_each_sampled_token_once_and_send_what_was_sa
     for prompt, expected in zip(talk.prompts, texts, strict=True):
         sent = talk.tokenizer.decode(prompt.ids, skip_special_tokens=False)
         assert sent == "".join(["<s>tool add<e>\n", *expected])
+
+
+REFUSES_LATE = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.index0 %}{{ raise_exception('late') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template", [REFUSES_LATE, REFUSES_LATE.replace("{{ raise_exception('late') }}", "{% continue %}")]
+)
+def test_a_later_system_message_is_a_users_if_the_template_does_not_show_it(template: str) -> None:
+    talk = Talk(f"{template}<s>{{{{ m.role }}}}\n{{{{ m.content }}}}<e>\n{{% endfor %}}")
+    system, late = {"role": "system", "content": "S"}, {"role": "developer", "content": "T"}
+    first = talk.ask([system, user("Q"), late], "hi<e>")
+    assert talk.prompts[0].text == "<s>system\nS<e>\n<s>user\nQ<e>\n<s>user\nT<e>\n"
+    talk.ask([system, user("Q"), late, first, late], "ho<e>")
+    assert talk.prompts[1].text.endswith("hi<e>\n<s>user\nT<e>\n")
+    shown = Talk(APPENDS)
+    shown.ask([system, user("Q"), late], "hi<e>")
+    assert "<s>system\nT<e>" in shown.prompts[0].text

@@ -7,8 +7,9 @@ writes it.
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,17 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from buffer_rl.agents.turns import Row, Turn, rows
 from buffer_rl.records.ids import VersionSpan
+from harness.agent_play import chat_tokenizer
+from harness.dialects import CALLS
+from harness.served_cases import CASES as SERVED
 from harness.talk import ADD, APPENDS, MARKS, OK, OPENS, SPECIAL, STRIPS, Talk, ids, tool, user
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "agents.md"
 BEGIN, END = "<!-- The table is written by: python tests/unit/agents/test_token_exactness.py -->\n", "\n<!-- end -->"
 Case = Callable[[str], Talk]
 CASES: dict[int, tuple[str, str, Case]] = {}
-ELSEWHERE = {
-    15: (
-        "a client repeats a request after a lost answer, or while the first still runs",
-        "the recorded answer; one turn",
-    ),
-    16: ("a client disconnects", "the answer is recorded and trained all the same"),
-    17: ("streamed or not; chat, responses, Messages", "the same turn, the same ids"),
-    20: ("a prompt longer than the context", "refused (400), truncated; no row without a sampled token"),
-}
 THINKS = "<think>\nhm\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ODD_CALL = '<tool_call>{ "arguments":{"b":2.0, "a":1} , "name":"add"}\n\n</tool_call>'
@@ -387,17 +383,50 @@ def test_in_each_case_the_sampled_tokens_and_no_others_are_trained_once(number: 
         assert trained == [token for turn in row.turns for token in turn.output_ids]
 
 
+SERVED_ROWS = {
+    15: [("ugoa", "one<eos>"), ("uona", "two<eos>")],
+    16: [("ugoa", "one<eos>")],
+    17: [("Tadd,sSugoa", f"{CALLS}<eos>", "t0t1a", "done<eos>", "umorea", "end<eos>")],
+    20: [("u12a", "endl")],
+}
+"""Prompt, answer, what is between, answer ... of each row."""
+
+
+@pytest.mark.parametrize("history", ["template", "append"])
+@pytest.mark.parametrize("number", sorted(SERVED))
+async def test_what_clients_do_over_http_makes_these_rows(number: int, history: str) -> None:
+    turns = await SERVED[number][2](history)
+    encode = chat_tokenizer().encode
+    expected = []
+    for first, *pieces in SERVED_ROWS[number]:
+        encoded = [encode(piece) for piece in pieces]
+        mask = [int(place % 2 == 0) for place, piece in enumerate(encoded) for _ in piece]
+        expected.append(([*encode(first), *(each for piece in encoded for each in piece)], mask))
+    assert sorted((row.tokens, row.loss_mask) for row in rows(turns)) == sorted(expected)
+
+
+def figures(number: int) -> tuple[str, str, list[list[Row]], int]:
+    """What and how, the rows under either history, and the number of sampled tokens."""
+    if number in SERVED:
+        what, treatment, turns_of = SERVED[number]
+        turns = [asyncio.run(_awaited(turns_of(history))) for history in ("template", "append")]
+    else:
+        what, treatment, talk_of = CASES[number]
+        turns = [talk_of(history).turns for history in ("template", "append")]
+    (sampled,) = {sum(len(turn.output_ids) for turn in each) for each in turns}
+    return what, treatment, [rows(each) for each in turns], sampled
+
+
+async def _awaited(turns: Awaitable[list[Turn]]) -> list[Turn]:
+    return await turns
+
+
 def table() -> str:
     lines = ["| | case | treatment | rows: `template` | `append` | trained |", "|---|---|---|---|---|---|"]
     for number in range(1, 21):
-        if number in ELSEWHERE:
-            lines.append("| {} | {} | {} | | | |".format(number, *ELSEWHERE[number]))
-            continue
-        what, treatment, talk_of = CASES[number]
-        talks = [talk_of(history) for history in ("template", "append")]
-        counts = " | ".join(str(len(talk.rows)) for talk in talks)
-        (trained,) = {sum(map(len, talk.trained())) for talk in talks}
-        (sampled,) = {sum(len(turn.output_ids) for turn in talk.turns) for talk in talks}
+        what, treatment, made, sampled = figures(number)
+        counts = " | ".join(str(len(each)) for each in made)
+        (trained,) = {sum(sum(row.loss_mask) for row in each) for each in made}
         lines.append(f"| {number} | {what} | {treatment} | {counts} | {trained} of {sampled} |")
     return "\n".join(lines)
 

@@ -11,6 +11,7 @@ import pytest
 
 from buffer_rl.agents import chat_dialect
 from buffer_rl.agents.conversation import Cause
+from buffer_rl.agents.dialect import OF_THE_RUN
 from buffer_rl.agents.options import AgentOptions
 from buffer_rl.agents.session import LIMITS, End
 from buffer_rl.agents.tools import ToolAgent
@@ -74,7 +75,7 @@ def test_the_page_has_every_metric_and_cause(page: str) -> None:
 def test_the_page_says_what_is_ignored_and_what_is_refused(page: str) -> None:
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     (ignored,) = [row for row in rows if "are ignored" in row]
-    assert set(re.findall(r"`(\w+)`", ignored.split("|")[1])) == set(chat_dialect._OF_THE_RUN)
+    assert set(re.findall(r"`(\w+)`", ignored.split("|")[1])) == set(OF_THE_RUN)
     (refused,) = [row for row in rows if "are refused (400)" in row]
     named = {name for name in chat_dialect._NEUTRAL if not name.endswith("_penalty")}
     assert set(re.findall(r"`(\w+)`", refused.split("|")[1])) == named
