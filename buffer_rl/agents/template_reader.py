@@ -115,7 +115,7 @@ class TemplateReader:
         if name in _CALLS and (not tools or not _is_taken(field, body)):
             return None
         try:
-            value = self._parse(region, self._spec, prefix="", tools=list(tools)).get(name, "")
+            value = self._parse(region, self._spec, prefix="", tools=[dict(tool) for tool in tools]).get(name, "")
             if name in _CALLS:
                 return [_call(each) for each in (value if isinstance(value, list) else [value])]
         except Exception:  # fault boundary: the parser is another library's, on what a model wrote

@@ -156,8 +156,8 @@ def notes(folder: Path) -> tuple[Counter[str], list[tuple[str, str]]]:
 
 def _falsified(server: Any, asked: dict[str, Any], found: bytes) -> tuple[int, bytes]:
     """Status and body of the answer to ``asked``: false if it is its turn, and noted then."""
-    path, rid = Path(server.plan["folder"], "false.jsonl"), asked["rid"]
-    if not rid.startswith("train_"):  # the ledger has no evaluations
+    path, rid = Path(server.plan["folder"], "false.jsonl"), str(asked.get("rid", ""))
+    if not rid.startswith("train_"):  # of an evaluation, which is not in the ledger, or a check of the run's own
         return 200, found
     if path.exists() and json.dumps(rid) in path.read_text():
         _note(path, {"again": rid})
