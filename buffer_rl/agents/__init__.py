@@ -9,7 +9,12 @@ session         one attempt at one sample: its turns, its limits, its end
 dialect         what a dialect of HTTP is: how requests are read, and answers, streams and errors written
 chat_dialect    OpenAI's chat completions; messages_dialect: Anthropic's Messages; responses_dialect: OpenAI's responses
 gateway         the HTTP server of a rollout worker's sessions
-runner          runs agents in a loop and in threads of their own, and names one that blocks
+runner          runs agents that are functions, in a loop and in threads of their own, and names one that blocks
+command         runs agents that are commands: a process for each sample
+command_watch   the small program around such a command, which ends all that it has started
+remote          offers samples to agents elsewhere: leases, heartbeats
+remote_client   leases samples: one file of the standard library, for any machine
+finish          how an agent in another process tells of its end
 play            the generate function of a run with agents: plays a sample and makes rows of it
 tools           the built-in agent, which calls tools
 options         the options of agents

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.applications import Starlette
@@ -28,16 +28,23 @@ from starlette.types import Scope
 
 from buffer_rl.agents import chat_dialect, messages_dialect, responses_dialect
 from buffer_rl.agents.dialect import ENDED, MODEL, Dialect, Refusal, Request, frame, ignored, refusal_of
-from buffer_rl.agents.session import Exchange, Session
+from buffer_rl.agents.finish import Finish
+from buffer_rl.agents.session import Exchange, Session, SessionEndedError
 from buffer_rl.cluster.process import base_url, listening_socket
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.engines.http_server import Front, http_server
 from buffer_rl.errors import BufferRLError, DataError
 
+if TYPE_CHECKING:
+    from buffer_rl.agents.remote import Leases
+
 DIALECTS = (chat_dialect.DIALECT, messages_dialect.DIALECT, responses_dialect.DIALECT)
 _log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
+MOST_FINISHED = 1024
+"""Sessions whose end is remembered, for an agent that tells it again."""
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 KEEP_ALIVE_S = 15.0
 """Between the comments of a stream whose answer is not there yet."""
 REPEATED = "x-stainless-retry-count"
@@ -67,7 +74,9 @@ class _Opened:
 class Gateway:
     """The server, which starts with the first session. Belongs to the worker's event loop."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, host: str = HOST, port: int = 0, leases: Leases | None = None) -> None:
+        self._host, self._port, self._leases = host, port, leases
+        self._finished: dict[str, tuple[str, Finish]] = {}
         self._num_late = 0
         self._tokenizer = tokenizer
         self._opened: dict[str, _Opened] = {}
@@ -87,6 +96,8 @@ class Gateway:
             yield f"{self._url}/sessions/{name}/v1", key
         finally:
             del self._opened[name]
+            if session.told is not None:
+                self._remember(name, key, session.told)
             for task in list(opened.running):
                 task.cancel()
 
@@ -103,9 +114,15 @@ class Gateway:
         return number
 
     def _start(self) -> None:
-        listener = listening_socket(HOST, backlog=4096)
-        self._url = base_url(HOST, listener.getsockname()[1])
+        listener = listening_socket(self._host, self._port, backlog=4096, where="--agent-host and --agent-port")
+        port = listener.getsockname()[1]
+        self._url = base_url(self._host, port)
+        if self._leases is not None:
+            self._leases.listens(self._host, port)
         routes = [
+            *(self._leases.lease_routes() if self._leases is not None else ()),
+            Route("/sessions/{name}/finish", self._finish, methods=["POST"]),
+            Route("/sessions/{name}/v1/finish", self._finish, methods=["POST"]),
             *(Route(_path(each), partial(self._asked, each), methods=["POST"]) for each in DIALECTS),
             Route(_path(messages_dialect.DIALECT) + "/count_tokens", self._count, methods=["POST"]),
             Route("/sessions/{name}/v1/models", self._models),
@@ -117,12 +134,16 @@ class Gateway:
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))
 
     def _has_key(self, scope: Scope) -> bool:
-        opened = self._opened.get(_name_in(scope["path"]))
-        if opened is None:
-            return True  # answered with 410
-        wanted = {b"authorization": b"Bearer " + opened.key.encode(), b"x-api-key": opened.key.encode()}
-        given = [(name, value) for name, value in scope["headers"] if name in wanted]
-        return any(hmac.compare_digest(value, wanted[name]) for name, value in given)
+        name = _name_in(scope["path"])
+        given = [value for header, value in scope["headers"] if header in _KEY_HEADERS]
+        keys = [value.removeprefix(b"Bearer ").strip() for value in given]
+        if not name and self._leases is not None:
+            return any(self._leases.allows(b"Bearer " + key) for key in keys)
+        opened, (key, _) = self._opened.get(name), self._finished.get(name, ("", None))
+        if opened is not None:
+            key = opened.key
+        # Without a key, it is answered with 410.
+        return not key or any(hmac.compare_digest(each, key.encode()) for each in keys)
 
     async def _asked(self, dialect: Dialect, request: HTTPRequest) -> Response:
         if (opened := self._opened.get(request.path_params["name"])) is None:
@@ -167,6 +188,30 @@ class Gateway:
             return _json({"input_tokens": opened.session.num_prompt_tokens(asked.messages, asked.tools)})
         except (JSONError, BufferRLError) as error:
             return _refused(dialect, refusal_of(error))
+
+    async def _finish(self, request: HTTPRequest) -> Response:
+        name, finish = request.path_params["name"], Finish.of_text(await request.body())
+        opened, (_, before) = self._opened.get(name), self._finished.get(name, ("", None))
+        before = before if opened is None else opened.session.told
+        if before is None:
+            try:
+                if opened is None:
+                    return self._late(chat_dialect.DIALECT)
+                opened.session.finish(finish)
+            except SessionEndedError:
+                return self._late(chat_dialect.DIALECT)
+        elif before != finish:
+            what = "it has finished in another way before"
+            return _refused(chat_dialect.DIALECT, Refusal(what=what, status=409, code="finished"))
+        if finish.wrong:
+            return _refused(chat_dialect.DIALECT, Refusal(what=finish.failed or ""))
+        return _json({"status": "finished"})
+
+    def _remember(self, name: str, key: str, told: Finish) -> None:
+        """An agent that did not get the answer to its finish repeats it."""
+        self._finished[name] = key, told
+        while len(self._finished) > MOST_FINISHED:
+            del self._finished[next(iter(self._finished))]
 
     async def _models(self, request: HTTPRequest) -> Response:
         if request.path_params["name"] not in self._opened:

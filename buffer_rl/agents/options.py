@@ -13,7 +13,13 @@ class AgentOptions(Section):
     heading: ClassVar[str] = "Agents"
 
     agent_path: str | None = option(
-        None, "your agent, which plays a sample through an OpenAI endpoint: module:fn or ./file.py:fn", kind="agent"
+        None,
+        "your agent, which plays a sample through an OpenAI endpoint: module:fn or ./file.py:fn; remote: agents that "
+        "lease samples over HTTP",
+        kind="agent",
+    )
+    agent_command: str | None = option(
+        None, "your agent as a command: a process for each sample, in any language, without a shell", metavar="COMMAND"
     )
     tools_path: list[str] = option(
         [], "functions that the built-in agent offers to the model as tools: module:fn or ./file.py:fn"
@@ -37,4 +43,29 @@ class AgentOptions(Section):
     )
     agent_timeout_s: float = option(
         600.0, "deadline for one sample of an agent, in seconds; then it is truncated, with the lowest reward", gt=0
+    )
+    agent_max_processes: int | None = option(
+        None,
+        "maximum number of processes of --agent-command per rollout worker; if not set: 4 per core of the machine, "
+        "shared by --num-rollout-workers",
+        ge=1,
+    )
+    agent_host: str = option(
+        "127.0.0.1", "address on which --agent-path remote offers samples; 0.0.0.0: all", metavar="ADDRESS"
+    )
+    agent_port: int = option(
+        0,
+        "port on which --agent-path remote offers samples, plus the number of the rollout worker; 0: any, see "
+        "RUN/agents",
+        ge=0,
+        le=65535,
+    )
+    agent_heartbeat_s: float = option(
+        30.0, "agents of --agent-path remote that send no heartbeat for this many seconds have lost their sample", gt=0
+    )
+    agent_api_key: str | None = option(
+        None,
+        "key with which agents of --agent-path remote lease samples; if not set: a new key per rollout worker, see "
+        "RUN/agents. Set it in the --config file or as BUFFER_RL_AGENT_API_KEY, never as a flag",
+        metavar="KEY",
     )

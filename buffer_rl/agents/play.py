@@ -14,19 +14,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.agents.command import Commands
 from buffer_rl.agents.gateway import Gateway
-from buffer_rl.agents.runner import AgentRunner, AgentTimeoutError
-from buffer_rl.agents.session import LIMITS, AgentFailedError, End, Exchange, Limits, Session, SessionHandle
+from buffer_rl.agents.remote import Leases, file_of, remote
+from buffer_rl.agents.runner import AgentTimeoutError, Functions
+from buffer_rl.agents.session import (
+    LIMITS,
+    AgentFailedError,
+    AgentKilledError,
+    End,
+    Exchange,
+    Limits,
+    Session,
+    SessionHandle,
+)
 from buffer_rl.agents.tools import ToolAgent
 from buffer_rl.agents.turns import rows
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
-from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import place, raised
 from buffer_rl.records.groups import Sample, Status
 from buffer_rl.rollout.generate import reset_to_prompt
 from buffer_rl.rollout.lease import Lease, current_lease
-from buffer_rl.rollout.user_functions import is_async
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -68,12 +77,19 @@ class Agents:
     """What the agents of one rollout worker share. Belongs to the worker's event loop."""
 
     def __init__(self, context: RolloutContext) -> None:
-        self._args = context.args
-        self._agent = context.agent or ToolAgent(context.tools)
-        self._reference = context.args.agent_path or ", ".join(context.args.tools_path)
-        self._limits = Limits.of(context.args)
-        self._runner = AgentRunner()
-        self._gateway = Gateway(context.tokenizer)
+        args = self._args = context.args
+        self._reference = args.agent_path or args.agent_command or ", ".join(args.tools_path)
+        self._limits = Limits.of(args)
+        self._leases: Leases | None = None
+        self._runner: Functions | Commands | Leases
+        if context.agent is remote:
+            self._runner = self._leases = Leases(args, file_of(context.run_dir, context.worker))
+        elif args.agent_command:
+            self._runner = Commands(args)
+        else:
+            self._runner = Functions(context.agent or ToolAgent(context.tools), args)
+        port = args.agent_port and args.agent_port + context.worker
+        self._gateway = Gateway(context.tokenizer, host=args.agent_host, port=port, leases=self._leases)
         self._noticed = False
 
     async def play(self, lease: Lease, sample: Sample, params: Mapping[str, Any]) -> Sample:
@@ -84,7 +100,7 @@ class Agents:
             try:
                 outcome = await self._played(session, prompt)
                 played = _sample_of(lease, session, prompt, outcome)
-            except AgentFailedError as error:
+            except (AgentFailedError, AgentKilledError) as error:
                 lease.count("agent/failed")
                 if number == PLAYS - 1:
                     raise
@@ -95,16 +111,15 @@ class Agents:
         raise AssertionError("a play returns or raises")
 
     async def aclose(self) -> None:
-        """Stop the gateway and the agents' loop."""
+        """Stop the gateway and the agents."""
         await self._runner.aclose()
         await self._gateway.aclose()
 
     async def _played(self, session: Session, prompt: Sample) -> Outcome:
-        name, timeout_s = f"the agent of row {prompt.row_id}", self._args.agent_timeout_s
+        name = f"the agent of row {prompt.row_id}"
         async with self._gateway.opened(session) as address:
-            handle = SessionHandle(session, *address, blocking=not is_async(self._agent))
-            run = self._runner.run(self._agent, user_args(self._args), prompt, handle, name=name, timeout_s=timeout_s)
-            task = asyncio.ensure_future(run)
+            handle = SessionHandle(session, *address, blocking=self._runner.blocking)
+            task = asyncio.ensure_future(self._runner.run(session, handle, prompt, name=name))
             try:
                 while not task.done() and session.end is None:
                     await asyncio.wait({task, session.ended}, timeout=STOPPED_S, return_when=asyncio.FIRST_COMPLETED)
@@ -122,9 +137,9 @@ class Agents:
         if still_running and session.end is End.DONE and not self._noticed:
             self._noticed = True
             _log.warning("%s ended while %d of its requests were running: await them", name, still_running)
+        if not task.cancelled():
+            task.exception()  # what it made of the end is no failure
         if session.end is not End.DONE:
-            if not task.cancelled():
-                task.exception()  # what it made of the end is no failure
             assert session.end is not None
             return Outcome(end=session.end)
         return self._outcome(task, session, prompt)
@@ -133,7 +148,7 @@ class Agents:
         """That of an agent that ended by itself."""
         where = place("agent", self._reference, f"row {prompt.row_id}")
         try:
-            answer = task.result()
+            answer = task.result() if session.told is None else session.told.result()
         except AgentTimeoutError:
             return Outcome(end=End.TIMEOUT)
         except GiveUp as given_up:
@@ -142,6 +157,9 @@ class Agents:
             if session.overflowed:
                 return self._overflow()
             at = f"row {prompt.row_id}"
+            if isinstance(error, AgentFailedError | AgentKilledError) and not error.where:
+                error.where = where  # of an agent that is no function
+                raise
             named = raised("agent", self._reference, error, at=at, error_class=AgentFailedError)
             raise named from error
         if session.overflowed:

@@ -18,12 +18,18 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from buffer_rl.agents.session import Session, SessionHandle
 from buffer_rl.errors import RolloutError
+from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import contained, contained_task
+from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.user_functions import is_async
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 _log = logging.getLogger(__name__)
 BLOCKED_S = 5.0
@@ -81,6 +87,23 @@ class _Loop:
         if parent is not None and parent in self.names:
             self.names[task] = self.names[parent]
         return task
+
+
+class Functions:
+    """Runs an agent that is a function: ``agent``. Belongs to the worker's event loop."""
+
+    def __init__(self, agent: Callable[..., Any], args: Args) -> None:
+        self.blocking = not is_async(agent)
+        self._agent, self._args, self._runner = agent, args, AgentRunner()
+
+    async def run(self, session: Session, handle: SessionHandle, prompt: Sample, *, name: str) -> Any:
+        """What the agent returns; see ``AgentRunner.run``."""
+        arguments, timeout_s = (user_args(self._args), prompt, handle), self._args.agent_timeout_s
+        return await self._runner.run(self._agent, *arguments, name=name, timeout_s=timeout_s)
+
+    async def aclose(self) -> None:
+        """Stop the agents' loop."""
+        await self._runner.aclose()
 
 
 class AgentRunner:

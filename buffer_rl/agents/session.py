@@ -27,6 +27,7 @@ from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.requests import answer_for
 
 if TYPE_CHECKING:
+    from buffer_rl.agents.finish import Finish
     from buffer_rl.args import Args
 
 
@@ -111,6 +112,7 @@ class Session:
     exchanges: in the order in which they were recorded. end: None as long as requests are taken; ``ended`` is done
     then. overflowed: the last prompt left no room for an answer. scored: the id of the exchange that the reward is
     about; empty for the last one. running: requests that are not answered yet. params: the run's, of sampling.
+    told: what the agent told of its end over HTTP, in place of what it returns.
     """
 
     def __init__(self, lease: Lease, sample: Sample, params: Mapping[str, Any], limits: Limits, play: int = 0) -> None:
@@ -122,11 +124,17 @@ class Session:
         self.scored: str | Mapping[str, Any] = ""
         self.causes: Counter[Cause] = Counter()
         self.running = 0
+        self.told: Finish | None = None
         self.params = dict(params)
         self._lease, self._sample, self._limits = lease, sample, limits
         self._seed = f"{lease.context.seed}|{sample.uid}|{sample.sample_index}|{play}"
         self._ordinals: Counter[str] = Counter()
         self._num_turns = self._num_tokens = 0
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether the sample is one of an evaluation."""
+        return self._lease.evaluation
 
     @cached_property
     def _conversation(self) -> Conversation:
@@ -210,6 +218,13 @@ class Session:
         if self.end is None:
             self.end = end
             self.ended.set_result(end)
+
+    def finish(self, told: Finish) -> None:
+        """End with what the agent has told. Raises SessionEndedError after the end."""
+        self._require_open()
+        self.told = told
+        self.scored = told.answer or self.scored
+        self.close(End.DONE)
 
     def exchange_to_score(self) -> Exchange | None:
         """The one that the agent named, else the one recorded last that has tokens; None without any. Of several equal

@@ -38,6 +38,7 @@ PARENT_FD_FLAG = "--parent-fd"
 KEY_VARIABLE = env_of("engine_api_key")
 KEY_BYTES = 32
 POLL_INTERVAL_S = 0.05
+ENGINE_HOST = "--engine-host"
 CONNECT_TIMEOUT_S = 0.2
 START_ATTEMPTS = 3
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -171,11 +172,13 @@ def _lives_in_group(leader: int) -> bool:
     return False
 
 
-def listening_socket(host: str, backlog: int | None = None) -> socket.socket:
-    """A socket that listens on a free port of the address ``host``. Raises EngineError if this machine has no such
-    address."""
-    with _naming_address(host):
-        return socket.create_server((host, 0), family=_family(host), backlog=backlog)
+def listening_socket(
+    host: str, port: int = 0, *, backlog: int | None = None, where: str = ENGINE_HOST
+) -> socket.socket:
+    """A socket that listens on ``port`` of the address ``host``, or on a free one for 0. Raises EngineError if this
+    machine has no such address, or another process has the port. where: the options that say so."""
+    with _naming_address(host, port, where):
+        return socket.create_server((host, port), family=_family(host), backlog=backlog)
 
 
 def reserved_port(host: str) -> socket.socket:
@@ -197,11 +200,12 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 @contextlib.contextmanager
-def _naming_address(host: str) -> Iterator[None]:
+def _naming_address(host: str, port: int = 0, where: str = ENGINE_HOST) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EngineError(f"no port of {host} can be listened on: {error}", where="--engine-host") from error
+        what = f"port {port} of {host} cannot" if port else f"no port of {host} can"
+        raise EngineError(f"{what} be listened on: {error}", where=where) from error
 
 
 def base_url(host: str, port: int) -> str:

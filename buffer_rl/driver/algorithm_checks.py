@@ -3,8 +3,11 @@ plugin is imported."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from typing import TYPE_CHECKING
 
+from buffer_rl.agents.options import AgentOptions
 from buffer_rl.agents.template_reader import TemplateReader
 from buffer_rl.algo.kl import check_kl_target
 from buffer_rl.algo.options import AlgorithmOptions
@@ -19,6 +22,10 @@ from buffer_rl.train.options import CriticOptions
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
+
+
+REMOTE = "remote"
+"""The name of agents elsewhere, for ``--agent-path``."""
 
 
 def check_algorithm(args: Args) -> None:
@@ -173,14 +180,18 @@ def _check_correction(args: Args) -> None:
 
 def check_agents(args: Args) -> None:
     """Raises ConfigError for options that contradict an agent."""
-    given = [flag_of(name) for name in ("agent_path", "tools_path") if getattr(args, name)]
+    given = [flag_of(name) for name in ("agent_path", "agent_command", "tools_path") if getattr(args, name)]
+    if args.agent_command is not None and (fault := _command_fault(args)):
+        raise ConfigError(fault, where="--agent-command", expected="a program and its arguments, without a shell")
+    if args.agent_path != REMOTE:
+        _refuse_options_of_remote(args)
     if not given:
         return
-    if len(given) == 2:
+    if len(given) > 1:
         raise ConfigError(
-            "an agent of yours calls tools itself",
-            where="--agent-path and --tools-path",
-            hint="--tools-path alone is the built-in agent",
+            "an agent of yours calls tools itself" if "--tools-path" in given else "a run has one agent",
+            where=" and ".join(given),
+            hint="--tools-path alone is the built-in agent" if "--tools-path" in given else "take one of them out",
         )
     refused = {
         "custom_generate_function_path": "an agent takes its place",
@@ -199,3 +210,21 @@ def check_agents(args: Args) -> None:
             where="--agent-timeout-s and --rollout-timeout-s",
             expected="a rollout's deadline of at least twice a sample's",
         )
+
+
+def _command_fault(args: Args) -> str:
+    """What is wrong with ``--agent-command``; empty if nothing is. Other nodes may have other programs."""
+    try:
+        words = shlex.split(args.agent_command or "")
+    except ValueError as error:
+        return f"it cannot be split into words: {error}"
+    if not words:
+        return "it is empty"
+    is_here = args.ray_address is not None or shutil.which(words[0])
+    return "" if is_here else f"there is no program {words[0]!r} here"
+
+
+def _refuse_options_of_remote(args: Args) -> None:
+    for name in ("agent_host", "agent_port", "agent_api_key"):
+        if getattr(args, name) != AgentOptions.model_fields[name].default:
+            raise ConfigError("no agents lease samples of this run", where=flag_of(name), hint="--agent-path remote")

@@ -41,6 +41,7 @@ class RolloutContext:
     run_dir: where reports go; None writes none.
     loop: the event loop that runs the rollouts. shared: what plugins keep from call to call, by a key of theirs; what
     has an ``aclose`` is closed with the context.
+    worker: number of the rollout worker.
     agent, tools: those of ``--agent-path`` and ``--tools-path``. counts: what generate functions counted, by the name
     of the pool.
     """
@@ -60,6 +61,7 @@ class RolloutContext:
     baseline: bool = False
     renders: bool = False
     run_dir: Path | None = None
+    worker: int = 0
     loop: asyncio.AbstractEventLoop | None = None
     shared: dict[object, Any] = field(default_factory=dict)
     agent: Callable[..., Any] | None = None
@@ -76,6 +78,7 @@ class RolloutContext:
         engine: EngineClient | None,
         tokenizer: Any = None,
         run_dir: Path | None = None,
+        worker: int = 0,
         reward_model: Sequence[Any] = (),
     ) -> RolloutContext:
         """Load the tokenizer and resolve the plugins that ``args`` names. reward_model: the actors of ``--rm-model``.
@@ -113,6 +116,7 @@ class RolloutContext:
             baseline=needs_baseline(args, registry),
             renders=args.apply_chat_template and _any_for_others(registry, readers),
             run_dir=run_dir,
+            worker=worker,
             loop=asyncio.get_running_loop(),
         )
 

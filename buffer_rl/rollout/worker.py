@@ -111,6 +111,7 @@ class RolloutWorker(Member):
     rollout. ``source``: the actor of the user's data source, where there is one.
 
     storage: the processes that own large payloads; without them the Buffer does. reward_model: those of ``--rm-model``.
+    number: of this worker, from 0.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class RolloutWorker(Member):
         storage: Sequence[StorageUnit],
         source: Any = None,
         reward_model: Sequence[Any] = (),
+        number: int = 0,
     ) -> None:
         settle_garbage_collector()
         redirect_output(log_path)
@@ -136,6 +138,7 @@ class RolloutWorker(Member):
         )
         self._source = None if source is None else SourceClient(source, self._args, self._client)
         self._reward_model = reward_model
+        self._number = number
         self._registry = PluginRegistry.from_flags(self._args.plugin)
         self._converter = GroupConverter.from_args(self._args, self._registry)
         train = _construct(self._registry, self._args.rollout_function_path, self._args)
@@ -228,6 +231,7 @@ class RolloutWorker(Member):
                 registry=self._registry,
                 engine=engine,
                 run_dir=self._run_dir,
+                worker=self._number,
                 reward_model=self._reward_model,
             )
         return self._opened
@@ -262,7 +266,7 @@ def start_rollout_workers(
     return ActorGroup.of(
         "rollout",
         RolloutWorker,
-        lambda index: (args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source, reward_model),
+        lambda index: (args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source, reward_model, index),
         args.num_rollout_workers,
         options=partial(placement.options, "rollout"),
         independent=True,

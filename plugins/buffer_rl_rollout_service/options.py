@@ -72,12 +72,14 @@ def buffer_rl_configure(config: Any) -> None:
 def require_versions(group: Mapping[str, Any], *, where: str) -> None:
     """Raises ConfigError for a group of the service if a trajectory of it does not say its weight versions."""
     for item in group["items"]:
-        if item.get("weight_version") is None and not item.get("weight_versions"):
+        turns = item.get("turns") or []
+        of_turns = turns and all(turn.get("version") is not None or turn.get("spans") for turn in turns)
+        if item.get("weight_version") is None and not item.get("weight_versions") and not of_turns:
             raise ConfigError(
                 f"the trajectory {item['uid']!r} of problem {item['instance_id']!r} does not say which weights its "
                 "tokens are of, so the bound on their age cannot be held",
                 where=where,
                 expected="in each trajectory weight_version, a whole number, or weight_versions, "
-                "[{version, start, end}] over its response tokens",
+                "[{version, start, end}] over its response tokens; or version, or spans, in each of its turns",
                 hint="engines report both in meta_info: send them along with the tokens; or --schedule lockstep",
             )

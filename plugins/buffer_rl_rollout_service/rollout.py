@@ -24,6 +24,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from buffer_rl.agents.turns import rows
 from buffer_rl.buffer.rollouts import TOO_OLD
 from buffer_rl.data.json_text import with_arguments
 from buffer_rl.errors import BufferStateError, DataError, DeadlineError
@@ -38,7 +39,7 @@ from buffer_rl.rollout.sft import encode_conversation
 from buffer_rl.rollout.user_functions import apply_filter
 from buffer_rl_rollout_service.client import ServiceClient
 from buffer_rl_rollout_service.options import require_versions
-from buffer_rl_rollout_service.server import Trajectory
+from buffer_rl_rollout_service.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -242,7 +243,7 @@ def age_fault(ticket: Ticket, group: SampleGroup) -> str:
         return ""
     versions = [
         span.version
-        for sample in group
+        for sample in group.rows
         for span in sample.weight_versions
         if sample.loss_mask is None or any(sample.loss_mask[span.start : span.end])
     ]
@@ -264,19 +265,44 @@ def to_sample(trajectory: Trajectory, uid: GroupUid, index: int, context: Rollou
         status=Status.TRUNCATED if given == "length" else Status.COMPLETED,
         metadata={**trajectory.extra_info, "instance_id": trajectory.instance_id},
     )
+    if trajectory.turns is not None:
+        return _sample_of_turns(sample, trajectory, context)
     if trajectory.messages is not None:
         _fill_from_messages(sample, trajectory, context)
     else:
         _fill_from_tokens(sample, trajectory, context)
     sample.weight_versions = trajectory.spans(sample.response_length)
-    longest = context.args.rollout_max_context_len
-    if longest is not None and len(sample.tokens) > longest:
+    _check_tokens(sample, context)
+    return sample
+
+
+def _sample_of_turns(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> Sample:
+    """The row of the last turn that has tokens, with the other rows as parts; all have the sample's reward."""
+    turns = trajectory.made_turns()
+    made, last = rows(turns), next(turn for turn in reversed(turns) if turn.output_ids)
+    first = next(row for row in made if last in row.turns)
+    found = [row.sample(sample, part) for part, row in enumerate([first, *(row for row in made if row is not first)])]
+    for row in found:
+        row.status = sample.status if sample.status is Status.TRUNCATED else row.status
+        row.status = Status.TRUNCATED if row.status is Status.ABORTED else row.status
+        _check_tokens(row, context)  # before they are decoded
+        row.response = context.tokenizer.decode(row.tokens[-row.response_length :])
+    found[0].response = trajectory.response or found[0].response
+    found[0].parts = found[1:]
+    return found[0]
+
+
+def _check_tokens(row: Sample, context: RolloutContext) -> None:
+    """Raises DataError if the run's model has no such tokens, or not as many."""
+    size, longest = len(context.tokenizer), context.args.rollout_max_context_len
+    if (largest := max(row.tokens)) >= size:
+        raise DataError(f"the token {largest} is unknown", where=f"row {row.row_id}", expected=f"0 to {size - 1}")
+    if longest is not None and len(row.tokens) > longest:
         raise DataError(
-            f"the trajectory has {len(sample.tokens)} tokens",
-            where=f"row {sample.row_id}",
+            f"the trajectory has {len(row.tokens)} tokens",
+            where=f"row {row.row_id}",
             expected=f"at most --rollout-max-context-len {longest}",
         )
-    return sample
 
 
 def _fill_from_messages(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> None:
@@ -295,10 +321,8 @@ def _fill_from_messages(sample: Sample, trajectory: Trajectory, context: Rollout
 def _fill_from_tokens(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> None:
     assert trajectory.tokens is not None
     assert trajectory.response_length is not None
-    size = len(context.tokenizer)
-    if (largest := max(trajectory.tokens)) >= size:
-        raise DataError(f"the token {largest} is unknown", where=f"row {sample.row_id}", expected=f"0 to {size - 1}")
     sample.tokens = trajectory.tokens
+    _check_tokens(sample, context)  # before they are decoded
     sample.response_length = trajectory.response_length
     sample.response = trajectory.response or context.tokenizer.decode(trajectory.tokens[-sample.response_length :])
     sample.loss_mask = trajectory.loss_mask

@@ -21,13 +21,13 @@ import hmac
 import logging
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, Any, ParamSpec, Self, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -38,9 +38,9 @@ from starlette.types import Scope
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.engines.http_server import Front
 from buffer_rl.errors import BufferStateError
-from buffer_rl.records.groups import VersionSpan
 from buffer_rl_rollout_service.page import render_page
 from buffer_rl_rollout_service.store import FullError, Store, StoredGroup
+from buffer_rl_rollout_service.trajectory import Id, Trajectory, Version
 
 STORE_TIMEOUT_S = 30.0
 TICK_S = 1.0
@@ -53,110 +53,6 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 P = ParamSpec("P")
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Id = Annotated[
-    str,
-    StringConstraints(min_length=1, max_length=256),
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),
-]
-"""A text, or an integer, which is read as its digits."""
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Token = Annotated[int, Field(strict=True, ge=0)]
-Bit = Annotated[int, Field(strict=True, ge=0, le=1)]
-Version = Annotated[
-    int,
-    Field(strict=True, ge=0, lt=2**31),
-    BeforeValidator(lambda value: int(value) if isinstance(value, str) and value.isdecimal() else value),
-]
-"""Of weights: a whole number, or its digits as text, as engines report it."""
-
-
-class Message(BaseModel):
-    """One message of a chat; keys beside these reach the chat template, ``"loss": false`` leaves an answer out."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: Any = None
-
-
-class Span(BaseModel):
-    """The response tokens ``start`` to ``end`` (exclusive, counted from the first one) are of weights ``version``."""
-
-    version: Version
-    start: int = Field(strict=True, ge=0)
-    end: int = Field(strict=True, ge=1)
-
-
-class Trajectory(BaseModel):
-    """What an agent did on one problem, in one of two forms: ``messages``, or ``tokens`` with ``response_length``.
-
-    instance_id: of the problem; trajectories of one problem make a group. uid: of the trajectory, unique within its
-    problem; what is written again under it is not counted twice. finish_reason: ``length`` where the agent ran out of
-    tokens. extra_info: becomes the sample's metadata.
-    tokens: prompt and response, ``[num_tokens]``; the last ``response_length`` are the response, to which ``loss_mask``
-    (1: trained on; absent: all of them) and ``rollout_log_probs`` (nats), ``[response_length]``, belong.
-    weight_version: of the weights that sampled the whole response; or, with ``tokens``, weight_versions: the spans of
-    its trained tokens by version, in order, which are stronger. Engines report both in ``meta_info``.
-    Fields beside these are ignored.
-    """
-
-    instance_id: Id
-    uid: Id
-    reward: Number
-    messages: list[Message] | None = Field(default=None, min_length=2)
-    tools: list[Any] | None = None
-    tokens: list[Token] | None = Field(default=None, min_length=2)
-    response_length: int | None = Field(default=None, strict=True, ge=1)
-    response: str = ""
-    loss_mask: list[Bit] | None = None
-    rollout_log_probs: list[Number] | None = None
-    weight_version: Version | None = None
-    weight_versions: list[Span] | None = Field(default=None, min_length=1)
-    finish_reason: str | None = None
-    extra_info: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _has_one_form(self) -> Self:
-        if (self.messages is None) == (self.tokens is None):
-            raise ValueError("a trajectory has either messages or tokens")
-        if self.messages is not None:
-            if not any(message.role == "assistant" for message in self.messages):
-                raise ValueError("messages: no message has the role 'assistant'")
-            if self.loss_mask is not None or self.rollout_log_probs is not None:
-                raise ValueError("loss_mask and rollout_log_probs belong to tokens, not to messages")
-            if self.weight_versions is not None:
-                raise ValueError("weight_versions belong to tokens; weight_version goes with messages")
-            return self
-        assert self.tokens is not None
-        if self.response_length is None or self.response_length >= len(self.tokens):
-            raise ValueError(f"response_length: expected 1 to {len(self.tokens) - 1}, as there are so many tokens")
-        for name in ("loss_mask", "rollout_log_probs"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.response_length:
-                raise ValueError(f"{name}: {len(values)} values, expected response_length, {self.response_length}")
-        if self.weight_versions is not None:
-            _check_spans(self.weight_versions, self.loss_mask or [1] * self.response_length)
-        return self
-
-    def spans(self, response_length: int) -> list[VersionSpan]:
-        """The versions of so many response tokens; none if the agent did not send them."""
-        if self.weight_versions is None:
-            return [] if self.weight_version is None else [VersionSpan(self.weight_version, 0, response_length)]
-        return [VersionSpan(span.version, span.start, span.end) for span in self.weight_versions]
-
-
-def _check_spans(spans: Sequence[Span], mask: Sequence[int]) -> None:
-    """Raises ValueError if the spans are empty, overlap, end behind the response or leave out a trained token."""
-    end = 0
-    for span in [*spans, Span.model_construct(version=0, start=len(mask), end=len(mask) + 1)]:
-        if span.start < end or span.start >= span.end:
-            raise ValueError(
-                f"weight_versions: expected spans in order within response_length, {len(mask)}, counted from the first "
-                f"response token; got {[(each.start, each.end) for each in spans]}"[:400]
-            )
-        if any(mask[end : span.start]):
-            raise ValueError(f"weight_versions: tokens {end} to {span.start} are trained on and have no version")
-        end = span.end
 
 
 class ReadRequest(BaseModel):

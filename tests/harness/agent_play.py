@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -130,7 +131,9 @@ def user(text: str) -> list[dict[str, Any]]:
 
 def make_args(**options: Any) -> Any:
     """Options with an agent, and everything else at its default but ``options``."""
-    named = {} if "tools_path" in options else {"agent_path": "harness.agent_play:agent_of_options"}
+    named = (
+        {} if {"tools_path", "agent_command"} & set(options) else {"agent_path": "harness.agent_play:agent_of_options"}
+    )
     return compose(CORE_SECTIONS)(**{**named, **options})
 
 
@@ -150,10 +153,13 @@ def make_ticket(num_groups: int, evaluation: bool = False) -> Ticket:
 
 
 @asynccontextmanager
-async def context_of(engine: AgentEngine, agent: Any = None, **options: Any) -> AsyncIterator[RolloutContext]:
+async def context_of(
+    engine: AgentEngine, agent: Any = None, *, run_dir: Path | None = None, **options: Any
+) -> AsyncIterator[RolloutContext]:
     """A rollout worker's context, in which ``agent`` plays."""
     registry = PluginRegistry()
-    context = RolloutContext.build(make_args(**options), registry=registry, engine=engine, tokenizer=engine.tokenizer)  # type: ignore[arg-type]
+    own: Any = {"engine": engine, "tokenizer": engine.tokenizer, "run_dir": run_dir}
+    context = RolloutContext.build(make_args(**options), registry=registry, **own)
     if agent is not None:
         context.agent = agent
     try:

@@ -31,3 +31,9 @@ def note_rows(args: Any, groups: list[Any]) -> None:
                 "spans": [[span.version, span.start, span.end] for span in row.weight_versions],
             }
             file.write(json.dumps(line) + "\n")
+
+
+async def plays_plainly(args: Any, sample: Any, session: Any) -> Any:
+    """The game alone, as ``agent_program.py`` plays it."""
+    play = PluginRegistry().resolve("agent", f"{GAME}:play")
+    return await play(args, sample, session)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import runpy
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +23,12 @@ from transformers import AutoModelForCausalLM
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import compose
+from harness.agent_programs import CLIENT
+from harness.processes import descendants
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 FUNCTIONS = Path(__file__).parent / "agent_functions.py"
+PROGRAM = (sys.executable, "-I", "-S", str(Path(__file__).parent / "agent_program.py"))
 EOS, ANSWER = 1, "a"
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -126,3 +136,89 @@ def test_an_over_sampled_run_of_agents_loses_no_group(run: Run) -> None:
     aborted, surplus = (values(metrics, f"rollout/{name}_groups") for name in ("aborted", "surplus"))
     assert [sum(pair) for pair in zip(aborted, surplus, strict=True)] == [2.0, 2.0]
     assert not any(name.startswith("rollout/drop_") for line in metrics for name in line)
+
+
+@contextmanager
+def agents_elsewhere(file: Path, number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many processes that lease samples; one that was killed is started again."""
+    running: list[subprocess.Popen[bytes]] = []
+    ended = threading.Event()
+
+    def start() -> None:
+        while not ended.wait(0.1):
+            running[:] = [each for each in running if each.poll() is None]
+            while len(running) < number and not ended.is_set():
+                running.append(subprocess.Popen([*PROGRAM, str(CLIENT), str(file)]))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    try:
+        yield running
+    finally:
+        ended.set()
+        thread.join()
+        for each in running:
+            each.kill()
+            each.wait()
+
+
+@contextmanager
+def killing(pids: Callable[[], list[int]], most: int) -> Iterator[list[int]]:
+    """SIGKILL for one of these processes at random moments, at most so often."""
+    killed: list[int] = []
+    ended, draw = threading.Event(), random.Random(0)
+
+    def kill() -> None:
+        while not ended.wait(draw.uniform(0.05, 0.4)) and len(killed) < most:
+            if found := pids():
+                pid = draw.choice(found)
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                killed.append(pid)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        ended.set()
+        thread.join()
+
+
+def commands() -> list[int]:
+    """The processes of the program, also those that watch them."""
+    return [each.pid for each in descendants(os.getpid()) if PROGRAM[-1] in each.command]
+
+
+def test_the_same_program_as_function_command_and_elsewhere_ends_with_equal_bits(run: Run, tmp_path: Path) -> None:
+    _, rows, folder = run("function", deterministic=True, agent_path=f"{FUNCTIONS}:plays_plainly")
+    own = {"deterministic": True, "agent_path": None, "agent_command": " ".join(PROGRAM)}
+    _, of_commands, command_folder = run("command", **own)
+    with agents_elsewhere(tmp_path / "remote" / "agents" / "worker_0.json", 2):
+        _, of_others, remote_folder = run("remote", deterministic=True, agent_path="remote")
+    for others, other_folder in ((of_commands, command_folder), (of_others, remote_folder)):
+        assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"])
+        left, right = (load_file(each / "hf" / "model.safetensors") for each in (folder, other_folder))
+        assert {name: array.tobytes() for name, array in left.items()} == {n: a.tobytes() for n, a in right.items()}
+    assert commands() == []
+
+
+@pytest.mark.parametrize("door", ["command", "remote"])
+def test_agents_that_are_killed_are_played_again_and_no_sample_is_lost_or_doubled(
+    run: Run, tmp_path: Path, door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOW_S", "0.2")
+    if door == "command":
+        program = f"env SLOW_S=0.2 {' '.join(PROGRAM)}"
+        with killing(commands, 4) as killed:
+            metrics, rows, _ = run("killed", agent_path=None, agent_command=program, num_rollout=3)
+    else:
+        file = tmp_path / "killed" / "agents" / "worker_0.json"
+        with agents_elsewhere(file, 8) as running, killing(lambda: [each.pid for each in running], 4) as killed:
+            metrics, rows, _ = run("killed", agent_path="remote", agent_heartbeat_s=1.0, num_rollout=3)
+    assert len(killed) == 4
+    samples = [row["row"].rpartition(".")[0] for row in rows]
+    assert len(samples) == len(set(samples)) == 3 * 4 * 4
+    assert len(values(metrics, "train/loss")) == 3

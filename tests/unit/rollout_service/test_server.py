@@ -21,8 +21,9 @@ from buffer_rl.engines import http_server
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
 from buffer_rl.records.groups import VersionSpan
 from buffer_rl_rollout_service.client import ServiceClient
-from buffer_rl_rollout_service.server import AckRequest, ReadRequest, Service, Trajectory
+from buffer_rl_rollout_service.server import AckRequest, ReadRequest, Service
 from buffer_rl_rollout_service.store import Rules, Store
+from buffer_rl_rollout_service.trajectory import Trajectory
 from harness.asgi import serving_app
 
 TOKEN = "a-token-of-32-characters-or-more"

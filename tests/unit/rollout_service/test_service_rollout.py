@@ -35,6 +35,14 @@ from harness.tickets import close_rollout, schedule_of
 ASYNC = Schedule(mode=Mode.ASYNC, target=1, max_staleness=2)
 TOKENS: dict[str, Any] = {"tokens": [5, 6, 7, 8], "response_length": 3}
 TOKEN = "a-token-of-32-characters-or-more"
+FIRST: dict[str, Any] = {"prompt_ids": [5, 6], "output_ids": [7, 1], "log_probs": [-0.5, -0.25]}
+NEXT: dict[str, Any] = {
+    "prompt_ids": [5, 6, 7, 1, 8],
+    "output_ids": [9],
+    "log_probs": [-1.0],
+    "finish_reason": "length",
+}
+OTHER: dict[str, Any] = {"prompt_ids": [6], "output_ids": [4], "log_probs": [-2.0]}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 
 
@@ -126,6 +134,43 @@ async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> N
         assert list(batch.columns["rollout_log_probs"][3]) == [-0.5, -1.0, -1.5]
         assert metrics["raw_reward"] == 1.75
         assert run.counts() == {"written": 4, "delivered": 4}
+
+
+async def test_turns_become_rows_of_one_sample_with_the_ids_and_versions_that_were_sampled(tmp_path: Path) -> None:
+    async with bench(tmp_path) as run:
+        for problem in "pq":
+            run.write(
+                problem,
+                1.0,
+                0.0,
+                messages=None,
+                turns=[{**turn, "version": 0} for turn in (FIRST, OTHER, NEXT)],
+            )
+        ticket = run.state.generate(0)
+        metrics = await run.roll(ticket)
+        report = close_rollout(run.state, ticket)
+        batch = run.state.get_data(0)
+    assert (report.num_groups, report.num_rows, report.drops) == (2, 8, {})
+    assert [(row.sample_index, row.part) for row in batch.row_ids[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    columns = batch.columns
+    assert [list(tokens) for tokens in columns["tokens"][:2]] == [[5, 6, 7, 1, 8, 9], [6, 4]]
+    assert [list(mask) for mask in columns["loss_mask"][:2]] == [[1, 1, 0, 1], [1]]
+    assert [list(each) for each in columns["rollout_log_probs"][:2]] == [[-0.5, -0.25, 0.0, -1.0], [-2.0]]
+    assert list(columns["truncated"][:2]) == [True, False]
+    assert metrics["raw_reward"] == 0.5
+
+
+async def test_turns_that_are_too_old_or_too_long_are_dropped(tmp_path: Path) -> None:
+    async with bench(tmp_path, rollout_max_context_len=6) as run:
+        longer = {**NEXT, "output_ids": [9, 9], "log_probs": [-1.0, -1.0]}
+        run.write("long", 1.0, 0.0, messages=None, turns=[FIRST, longer])
+        run.write("unknown", 1.0, 0.0, messages=None, turns=[FIRST, {**OTHER, "output_ids": [99999]}])
+        for problem in "pq":
+            run.write(problem, 1.0, 0.0, messages=None, turns=[FIRST])
+        ticket = run.state.generate(0)
+        metrics = await run.roll(ticket)
+        assert close_rollout(run.state, ticket).num_groups == 2
+    assert metrics["service_drop_unusable"] == 2
 
 
 @pytest.mark.parametrize(("decode_json", "text"), [(True, '{"a": 1}'), (False, '"{\\"a\\": 1}"')])

@@ -1,0 +1,81 @@
+"""What a program tells of its end: over HTTP (``POST .../finish``), or in the last line of its output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from buffer_rl.agents.session import AgentFailedError
+from buffer_rl.errors import RewardError, short_repr
+from buffer_rl.kinds.agent import GiveUp
+from buffer_rl.kinds.reward import check_reward
+
+ENDS = ("reward", "give_up", "failed")
+"""Of these a finish has at most one; without any, the run's reward scores the sample."""
+TEXTS = ("give_up", "failed", "answer")
+EXPECTED = 'such as {"reward": 1.0}, {"give_up": "reason"}, {"failed": "reason"}, or nothing: the run\'s reward'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """reward: a number or a mapping; None if the run's reward scores the sample. give_up, failed: the reason.
+    answer: the id of the completion that the run's reward is about; empty for the last one. wrong: whether it was no
+    finish at all, which is a failure.
+
+    Example:
+        Finish.of({"reward": 1.0}).result() == 1.0
+    """
+
+    reward: float | dict[str, Any] | None = None
+    give_up: str | None = None
+    failed: str | None = None
+    answer: str = ""
+    wrong: bool = False
+
+    @classmethod
+    def of(cls, value: object) -> Finish:
+        """From a JSON value; None is nothing."""
+        given = {} if value is None else value
+        fault = ""
+        if not isinstance(given, Mapping):
+            fault = f"it is {short_repr(value)}"
+        elif unknown := sorted(map(str, set(given) - {*ENDS, *TEXTS})):
+            fault = f"unknown names: {short_repr(unknown)}"
+        elif len([name for name in ENDS if given.get(name) is not None]) > 1:
+            fault = f"it is {short_repr(value)}"
+        elif wrong := [name for name in TEXTS if not isinstance(given.get(name) or "", str)]:
+            fault = f"{wrong[0]} is {short_repr(given[wrong[0]])}"
+        elif (reward := given.get("reward")) is not None:
+            try:
+                return cls(reward=check_reward(reward, where=""), answer=given.get("answer") or "")
+            except RewardError as error:
+                fault = error.what
+        if fault or not isinstance(given, Mapping):
+            return cls(failed=f"its finish cannot be read: {fault}; expected: {EXPECTED}", wrong=True)
+        return cls(give_up=given.get("give_up"), failed=given.get("failed"), answer=given.get("answer") or "")
+
+    @classmethod
+    def of_text(cls, text: str | bytes) -> Finish:
+        """From JSON; no text is nothing."""
+        try:
+            return cls.of(json.loads(text) if text.strip() else None)
+        except (ValueError, RecursionError) as error:
+            return cls(failed=f"its finish is no JSON: {error}; expected: {EXPECTED}", wrong=True)
+
+    @classmethod
+    def of_output(cls, output: str) -> Finish:
+        """From what a program has written: its last line that is not empty, if it begins as an object of JSON that
+        names an end. Any other line, a number too, is a text that says nothing."""
+        line = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
+        is_meant = line.startswith("{") and any(f'"{name}"' in line for name in ENDS)
+        return cls.of_text(line) if is_meant else cls()
+
+    def result(self) -> float | dict[str, Any] | None:
+        """The reward, as an agent returns it. Raises GiveUp and AgentFailedError."""
+        if self.failed is not None:
+            raise AgentFailedError(self.failed or "it said that it has failed")
+        if self.give_up is not None:
+            raise GiveUp(self.give_up)
+        return self.reward

@@ -1,0 +1,226 @@
+"""Agents elsewhere (``--agent-path remote``): they lease samples from a rollout worker's gateway, and finish them.
+
+A sample is offered until an agent leases it. A lease ends with ``finish``, with its session, or if its agent has sent
+no heartbeat for ``--agent-heartbeat-s``. ``remote_client`` is a client in one file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+import os
+import secrets
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from buffer_rl.agents.command import sample_json
+from buffer_rl.agents.runner import AgentTimeoutError
+from buffer_rl.agents.session import AgentKilledError, End, Session, SessionHandle
+from buffer_rl.data.json_text import JSONError, read_json
+from buffer_rl.errors import ConfigError, RolloutError
+from buffer_rl.records.groups import Sample
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+MAX_WAIT_S = 60.0
+"""For which an agent may wait for a sample in one request."""
+LOOK_S = 5.0
+"""Between two looks at whether an agent that waits is still there."""
+FOLDER = "agents"
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+async def remote(args: Any, sample: Sample, session: Any) -> None:
+    """Stands for agents elsewhere, which lease the samples."""
+    raise RolloutError("it is not called", where="--agent-path remote", expected="agents that lease samples")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Offer:
+    """A sample for agents elsewhere. leased: done with its lease. heard: when its agent was heard last."""
+
+    session: Session
+    sample: dict[str, Any]
+    leased: asyncio.Future[None]
+    heard: float = 0.0
+
+
+class Leases:
+    """The samples that a worker offers. Belongs to the worker's event loop.
+
+    file: where agents find address and key; None for none."""
+
+    blocking = True
+
+    def __init__(self, args: Args, file: Path | None) -> None:
+        self._args = args
+        self._file = file
+        self._key = args.agent_api_key or _key_in(file) or secrets.token_urlsafe(32)
+        self._offers: dict[str, _Offer] = {}
+        self._queue: deque[str] = deque()
+        self._offered = asyncio.Event()
+        self._url = ""
+        self._asked = -math.inf  # when an agent was here last
+
+    def listens(self, host: str, port: int) -> None:
+        """Called once the gateway listens: writes address and key to the file, for its owner alone."""
+        from socket import gethostname
+
+        shown = gethostname() if host in EVERYWHERE else host
+        self._url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        if self._file is None:
+            return
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = self._file.with_suffix(".new")
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"url": self._url, "key": self._key}, file)
+        temporary.replace(self._file)
+
+    async def aclose(self) -> None:
+        """Remove the file: agents that read it end."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def allows(self, authorization: bytes) -> bool:
+        """Whether a header is that of the run's key."""
+        return hmac.compare_digest(authorization, b"Bearer " + self._key.encode())
+
+    def lease_routes(self) -> list[Route]:
+        """``/lease`` asks for the run's key, the others for the session's."""
+        return [
+            Route("/lease", self._lease, methods=["POST"]),
+            Route("/sessions/{name}/heartbeat", self._heartbeat, methods=["POST"]),
+            Route("/sessions/{name}/v1/heartbeat", self._heartbeat, methods=["POST"]),
+        ]
+
+    async def run(self, session: Session, handle: SessionHandle, prompt: Sample, *, name: str) -> None:
+        """Offer the sample, and return at the end of its session. The deadline is counted from the lease.
+
+        Raises AgentTimeoutError at the deadline, and AgentKilledError if the heartbeat is lost. If no agent comes, the
+        session has failed, with an error that ends the run."""
+        sample = sample_json(prompt, handle.base_url, handle.api_key, evaluation=session.evaluation)
+        session_name = handle.base_url.split("/")[-2]
+        offer = _Offer(session=session, sample=sample, leased=asyncio.get_running_loop().create_future())
+        self._offers[session_name] = offer
+        self._queue.append(session_name)
+        self._offered.set()
+        try:
+            if await self._until_leased(offer):
+                await self._until_ended(offer, name)
+        finally:
+            del self._offers[session_name]
+
+    async def _until_leased(self, offer: _Offer) -> bool:
+        """Whether it is leased; else its session has ended. It waits as long as there are agents: as some hold leases,
+        or have asked for one within the last ``--agent-timeout-s``."""
+        clock, limit_s = asyncio.get_running_loop().time, self._args.agent_timeout_s
+        since = clock()
+        while not offer.leased.done():
+            last = max([since, self._asked, *(each.heard for each in self._offers.values())])
+            left = last + limit_s - clock()
+            if left <= 0:
+                where = f"; address and key are in {self._file}" if self._file is not None else ""
+                offer.session.failure = ConfigError(
+                    f"no agent has leased a sample for {limit_s:g} s",
+                    where=f"--agent-path remote, POST {self._url}/lease",
+                    hint=f"start agents that lease samples there (buffer_rl/agents/remote_client.py){where}",
+                )
+                offer.session.close(End.ENGINE)
+            if offer.session.end is not None:
+                return False
+            ends = {offer.leased, offer.session.ended}
+            await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        return True
+
+    async def _until_ended(self, offer: _Offer, name: str) -> None:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._args.agent_timeout_s
+        while offer.session.end is None:
+            now, lost = clock(), offer.heard + self._args.agent_heartbeat_s
+            if now >= deadline:
+                raise AgentTimeoutError(f"{name} was not done within {self._args.agent_timeout_s:g} s")
+            if now >= lost:
+                raise AgentKilledError(
+                    f"its agent has sent no heartbeat for {self._args.agent_heartbeat_s:g} s",
+                    hint="it has ended, its machine is gone, or --agent-heartbeat-s is too short",
+                )
+            await asyncio.wait({offer.session.ended}, timeout=min(deadline, lost) - now)
+
+    async def _lease(self, request: Request) -> Response:
+        try:
+            wait_s = _wait_s(await request.body())
+        except (JSONError, ValueError) as error:
+            return _json({"error": {"message": f"{error}; expected: {{'wait_s': 0 to {MAX_WAIT_S:g}}}"}}, 400)
+        clock = asyncio.get_running_loop().time
+        until = clock() + wait_s
+        while True:
+            self._asked = clock()
+            if await request.is_disconnected():
+                return Response(status_code=204)
+            if (offer := self._next()) is not None:
+                offer.heard = clock()
+                offer.leased.set_result(None)
+                return _json(self._as_reached(offer, request) | {"heartbeat_s": self._args.agent_heartbeat_s})
+            if (left := until - clock()) <= 0:
+                return Response(status_code=204)
+            self._offered.clear()
+            try:
+                await asyncio.wait_for(self._offered.wait(), min(left, LOOK_S))
+            except TimeoutError:
+                continue
+
+    def _next(self) -> _Offer | None:
+        """The offer that waits longest."""
+        while self._queue:
+            offer = self._offers.get(self._queue.popleft())
+            if offer is not None and offer.session.end is None:
+                return offer
+        return None
+
+    def _as_reached(self, offer: _Offer, request: Request) -> dict[str, Any]:
+        """The sample with the session's address as this client has reached the gateway, perhaps through a tunnel."""
+        path = offer.sample["base_url"].split("/", 3)[3]
+        return offer.sample | {"base_url": f"http://{request.headers['host']}/{path}"}
+
+    async def _heartbeat(self, request: Request) -> Response:
+        offer = self._offers.get(request.path_params["name"])
+        if offer is None or offer.session.end is not None or not offer.leased.done():
+            return _json({"error": {"message": "the session has ended", "code": "session_ended"}}, 410)
+        offer.heard = asyncio.get_running_loop().time()
+        return _json({"status": "running"})
+
+
+def file_of(run_dir: Path | None, worker: int) -> Path | None:
+    """The file with address and key of rollout worker number ``worker``."""
+    return None if run_dir is None else run_dir / FOLDER / f"worker_{worker}.json"
+
+
+def _key_in(file: Path | None) -> str:
+    """The key that the worker before this one wrote, so that its agents go on; empty if there is none."""
+    try:
+        return "" if file is None else str(json.loads(file.read_text(encoding="utf-8"))["key"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def _wait_s(body: bytes) -> float:
+    given = read_json(body) if body.strip() else {}
+    wait_s = given.get("wait_s", 0) if isinstance(given, dict) else None
+    if not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
+        raise ValueError(f"the body is {given!r:.80}")
+    return float(wait_s)
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(body, default=str), status, media_type="application/json")
