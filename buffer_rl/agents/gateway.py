@@ -1,7 +1,8 @@
 """The HTTP server of a rollout worker's sessions: an OpenAI endpoint for each, on the loopback interface.
 
-A request is asked once, whatever becomes of its connection: its answer is recorded, and a client that repeats the
-request, and says so as OpenAI's clients do, gets the recorded answer. After the end of its session it gets 410, which
+A request is asked once, whatever becomes of its connection: it runs on, and its answer is recorded. A client that
+repeats the request, and says so as OpenAI's clients do, gets the answer if it is known which one that is; else 409,
+which it does not repeat. After the end of its session it gets 410, which
 clients do not repeat.
 """
 
@@ -12,7 +13,8 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from buffer_rl.agents import chat_dialect as dialect
-from buffer_rl.agents.session import Exchange, Session, SessionEndedError, TooLongError
+from buffer_rl.agents.session import Exchange, Session, SessionEndedError, TooLongError, UnknownRepeatError
 from buffer_rl.cluster.process import base_url, listening_socket
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.engines.http_server import Front, http_server
@@ -38,21 +40,41 @@ KEEP_ALIVE_S = 15.0
 """Between the comments of a stream whose answer is not there yet."""
 REPEATED = "x-stainless-retry-count"
 """The header by which OpenAI's clients, and Anthropic's, count the repetitions of a request."""
+CALL = "x-buffer-rl-call"
+"""The header by which a request is named (``call`` of ``Session.generate``)."""
+Answering = asyncio.Task[list[Exchange]]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Opened:
-    """asked: by the digest of its body, the newest request. running: all requests without an answer."""
+    """asked: by the digest of their bodies, the requests in their order. running: all requests without an answer."""
 
     session: Session
     key: str
-    asked: dict[bytes, asyncio.Task[list[Exchange]]] = field(default_factory=dict)
-    running: set[asyncio.Task[list[Exchange]]] = field(default_factory=set)
+    asked: defaultdict[bytes, list[Answering]] = field(default_factory=lambda: defaultdict(list))
+    running: set[Answering] = field(default_factory=set)
 
-    def ask(self, digest: bytes, asked: dialect.ChatRequest) -> None:
-        task = self.asked[digest] = asyncio.get_running_loop().create_task(_answers(self.session, asked))
+    def answering(self, raw: bytes, asked: dialect.ChatRequest, headers: Mapping[str, str]) -> Answering | None:
+        """What answers the request with the body ``raw``. A repeat, marked as one, is answered by what runs, or by the
+        only one that was answered; None if several were. What this process does not know may be in the journal. A
+        request with a name of its own is never unknown: it is asked under its name."""
+        call = headers.get(CALL, "")
+        same = self.asked[hashlib.sha256(call.encode() + b"\n" + raw).digest()]
+        is_repeat = headers.get(REPEATED, "0") not in ("", "0")
+        if is_repeat and same:
+            running = [task for task in same if not task.done()]
+            return running[0] if len(running) == 1 else same[0] if len(same) == 1 else None
+        task = asyncio.get_running_loop().create_task(_answers(self.session, asked, call, known=is_repeat and not call))
+        same.append(task)
         self.running.add(task)
-        task.add_done_callback(self.running.discard)
+
+        def done(task: Answering) -> None:
+            self.running.discard(task)
+            if not task.cancelled() and isinstance(_error_of(task), UnknownRepeatError):
+                same.remove(task)  # it was never asked
+
+        task.add_done_callback(done)
+        return task
 
 
 class Gateway:
@@ -123,11 +145,8 @@ class Gateway:
         except (JSONError, BufferRLError) as error:
             return _error(str(error), 400, "invalid_request")
         self._notice(dialect.ignored(body, opened.session.params))
-        digest = hashlib.sha256(raw).digest()
-        is_repeated = request.headers.get(REPEATED, "0") not in ("", "0")
-        if not is_repeated or digest not in opened.asked:
-            opened.ask(digest, asked)
-        task = opened.asked[digest]
+        if (task := opened.answering(raw, asked, request.headers)) is None:
+            return _unknown("several such requests were answered")
         await asyncio.wait({task}, timeout=KEEP_ALIVE_S if asked.stream else None)
         if not task.done():
             return _stream(self._late_events(task, asked))
@@ -137,9 +156,7 @@ class Gateway:
             return _stream(_events(dialect.events(task.result(), asked, self._tokenizer)))
         return _json(dialect.completion(task.result(), asked, self._tokenizer))
 
-    async def _late_events(
-        self, task: asyncio.Task[list[Exchange]], asked: dialect.ChatRequest
-    ) -> AsyncIterator[bytes]:
+    async def _late_events(self, task: Answering, asked: dialect.ChatRequest) -> AsyncIterator[bytes]:
         while not task.done():
             yield b": keep-alive\n\n"
             await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
@@ -165,24 +182,39 @@ class Gateway:
                 _log.warning("an agent's %s=%r is ignored: sampling is the run's", name, value)
 
 
-async def _answers(session: Session, asked: dialect.ChatRequest) -> list[Exchange]:
-    def answer() -> Coroutine[Any, Any, Exchange]:
-        return session.chat(asked.messages, asked.tools, max_tokens=asked.max_tokens, stop=asked.stop)
+async def _answers(session: Session, asked: dialect.ChatRequest, call: str, *, known: bool) -> list[Exchange]:
+    def answer(number: int) -> Coroutine[Any, Any, Exchange]:
+        name = f"{call}#{number}" if call and number else call  # siblings are turns of their own
+        bounds: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop}
+        return session.chat(asked.messages, asked.tools, **bounds, call=name, known=known)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(answer()) for _ in range(asked.num_answers)]
+        tasks = [group.create_task(answer(number)) for number in range(asked.num_answers)]
     return [task.result() for task in tasks]
 
 
-def _refused(task: asyncio.Task[list[Exchange]]) -> Response | None:
-    """The answer to a request that failed; None for one that did not."""
-    if task.cancelled():
-        return _error("the session has ended", 410, "session_ended")
+def _error_of(task: Answering) -> BaseException | None:
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if error is None:
+    return error
+
+
+def _unknown(what: str) -> Response:
+    """The answer to a repeat that may be of any request, or of none."""
+    response = _error(f"what the repeated request was answered is unknown: {what}", 409, "unknown_repeat")
+    response.headers["x-should-retry"] = "false"
+    return response
+
+
+def _refused(task: Answering) -> Response | None:
+    """The answer to a request that failed; None for one that did not."""
+    if task.cancelled():
+        return _error("the session has ended", 410, "session_ended")
+    if (error := _error_of(task)) is None:
         return None
+    if isinstance(error, UnknownRepeatError):
+        return _unknown(error.what)
     if isinstance(error, SessionEndedError):
         return _error(str(error), 410, "session_ended")
     if isinstance(error, TooLongError):
