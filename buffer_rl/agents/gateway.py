@@ -59,12 +59,12 @@ class _Opened:
         only one that was answered; None if several were. What this process does not know may be in the journal. A
         request with a name of its own is never unknown: it is asked under its name."""
         call = headers.get(CALL, "")
-        same = self.asked[hashlib.sha256(call.encode() + b"\n" + raw).digest()]
-        is_repeat = headers.get(REPEATED, "0") not in ("", "0")
+        same = [] if call else self.asked[hashlib.sha256(raw).digest()]
+        is_repeat = headers.get(REPEATED, "0") not in ("", "0") and not call
         if is_repeat and same:
             running = [task for task in same if not task.done()]
             return running[0] if len(running) == 1 else same[0] if len(same) == 1 else None
-        task = asyncio.get_running_loop().create_task(_answers(self.session, asked, call, known=is_repeat and not call))
+        task = asyncio.get_running_loop().create_task(_answers(self.session, asked, call, known=is_repeat))
         same.append(task)
         self.running.add(task)
 

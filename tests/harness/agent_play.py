@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,7 +20,7 @@ from buffer_rl.engines.protocol import RowSeeds
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
-from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.context import RolloutContext, RunStart
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.lease import Lease
@@ -150,10 +151,18 @@ def make_ticket(num_groups: int, evaluation: bool = False) -> Ticket:
 
 
 @asynccontextmanager
-async def context_of(engine: AgentEngine, agent: Any = None, **options: Any) -> AsyncIterator[RolloutContext]:
-    """A rollout worker's context, in which ``agent`` plays."""
-    registry = PluginRegistry()
-    context = RolloutContext.build(make_args(**options), registry=registry, engine=engine, tokenizer=engine.tokenizer)  # type: ignore[arg-type]
+async def context_of(
+    engine: AgentEngine, agent: Any = None, *, folder: Path | None = None, start: RunStart | None = None, **options: Any
+) -> AsyncIterator[RolloutContext]:
+    """A rollout worker's context, in which ``agent`` plays. folder, start: those of a run."""
+    context = RolloutContext.build(
+        make_args(**options),
+        registry=PluginRegistry(),
+        engine=engine,  # type: ignore[arg-type]
+        tokenizer=engine.tokenizer,
+        run_dir=folder,
+        start=start,
+    )
     if agent is not None:
         context.agent = agent
     try:
