@@ -85,7 +85,7 @@ _RUNS = "INSERT OR REPLACE INTO plays VALUES (?, ?, ?, ?, ?)"
 _WRITE = "INSERT OR REPLACE INTO turns VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _READ = (
     "SELECT digest, ordinal, output_ids, log_probs, kept, ending FROM turns "
-    "WHERE sample = ? AND play = ? AND version = ? AND start = ?"
+    "WHERE sample = ? AND play = ? AND +version = ? AND start = ?"  # "+": not by the index of versions
 )
 _REMOVE = (
     f"DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE version < ? AND version NOT IN (?, ?) LIMIT {REMOVED})"

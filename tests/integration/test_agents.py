@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def run(game: Path, train: Callable[[Any], Any], tmp_path: Path) -> Run:
             **changes,
         }
         train(compose(CORE_SECTIONS)(**options))
-        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        noted = folder / "rows.jsonl"
+        rows = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
         return read_metrics(folder / "metrics.jsonl"), rows, folder
 
     return play
@@ -126,3 +128,28 @@ def test_an_over_sampled_run_of_agents_loses_no_group(run: Run) -> None:
     aborted, surplus = (values(metrics, f"rollout/{name}_groups") for name in ("aborted", "surplus"))
     assert [sum(pair) for pair in zip(aborted, surplus, strict=True)] == [2.0, 2.0]
     assert not any(name.startswith("rollout/drop_") for line in metrics for name in line)
+
+
+def test_a_run_whose_rollout_worker_or_buffer_is_killed_in_a_play_ends_with_the_same_bits(run: Run) -> None:
+    """What was answered before a death is replayed, and each death is only that of its play."""
+    options: dict[str, Any] = {
+        "agent_path": f"{FUNCTIONS}:plays_and_kills",
+        "deterministic": True,
+        "rollout_shuffle": False,
+        "role_max_restarts": 2,
+        "rollout_sample_filter_path": None,
+    }
+    _, _, whole = run("undisturbed", **options)
+    expected = {name: array.tobytes() for name, array in load_file(whole / "hf" / "model.safetensors").items()}
+    for victim in ("worker", "buffer"):
+        metrics, _, folder = run(victim, **options)
+        assert len(list(folder.glob("killed_*"))) == 2
+        found = load_file(folder / "hf" / "model.safetensors")
+        assert {name: array.tobytes() for name, array in found.items()} == expected
+        assert min(values(metrics, "rollout/agent/replayed")) > 0
+        assert len(values(metrics, "rollout/agent/replayed")) == 2
+        assert len(values(metrics, "rollout/agent/killed")) == (2 if victim == "worker" else 0)
+        assert values(metrics, "rollout/agent/failed") == []
+        with sqlite3.connect(folder / "ledger.sqlite") as ledger:
+            states = ledger.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall()
+        assert states == [("trained", 8)]

@@ -83,6 +83,13 @@ def test_a_turn_is_found_under_its_sample_play_and_version_alone(tmp_path: Path)
     assert not any(has(path, of, **where) for where in ({"sample": "t"}, {"number": 1}, {"version": 4}))
 
 
+def test_the_turns_of_a_play_are_found_by_its_name(tmp_path: Path) -> None:
+    """And not among all of the version, which takes longer with each turn of a step."""
+    Journal(tmp_path / FILE_NAME, start("a")).close()
+    plan = sqlite3.connect(tmp_path / FILE_NAME).execute(f"EXPLAIN QUERY PLAN {module._READ}", ("s", 0, 3, "a"))
+    assert "sample=? AND play=?" in str(plan.fetchall())
+
+
 def test_a_turn_of_several_versions_is_never_replayed(tmp_path: Path) -> None:
     path, of = tmp_path / FILE_NAME, start("a")
     mixed = play(Journal(path, of))

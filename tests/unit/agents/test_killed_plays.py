@@ -9,10 +9,11 @@ it has.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -176,8 +177,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:coroutine")  # of agents whose l
 
 
 @pytest.fixture(autouse=True)
-def a_point_behind_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn that is written reaches a point of the world that its sample's name has."""
+def a_point_behind_the_journal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each turn that is written reaches a point of the world that the file is of."""
     write = Journal.record
 
     def record(self: Journal, *values: Any) -> None:
@@ -186,6 +187,9 @@ def a_point_behind_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
             world.reach("journalled")
 
     monkeypatch.setattr(Journal, "record", record)
+    yield
+    WORLDS.clear()
+    gc.collect()  # so that what dead workers left is not found in the next test
 
 
 WORLDS: dict[str, World] = {}
