@@ -39,6 +39,7 @@ TEMPLATE = (
     "{{ '<eos>' if message.role == 'assistant' }}{% endfor %}{{ 'a' if add_generation_prompt }}"
 )
 GROUPS, SAMPLES = 8, 16  # of a step of a run
+LENGTHS = (4, 500, 4000)  # tokens of a turn
 Cost = tuple[float, float]
 """CPU milliseconds a turn: of the worker's event loop, and of the agents' thread."""
 
@@ -69,7 +70,11 @@ def main() -> int:
             for (way, workers), turns in rates.items():
                 if not (options.quick and way not in options.ways[:1]):
                     turns.append(turns_per_s(folder, way, workers, number, options.steps))
+        journal = {length: [journal_cost(folder / f"{length}_{n}", length) for n in range(3)] for length in LENGTHS}
     print_table(costs, rates, options.workers)
+    print("\nof which the journal, ms a turn of a play of four:")
+    for length, spent in journal.items():
+        print(f"{length} tokens a turn: {ranged(spent, 3)}")
     if "new client" in options.ways:
         print(f"\na process that imports openai: {import_seconds():.2f} s of CPU")
     return 0
@@ -153,6 +158,38 @@ def measured() -> Iterator[list[float]]:
     yield spent
     own, *others = (time.clock_gettime(clock) - start for clock, start in zip(clocks, before, strict=True))
     spent += [own, sum(others)]
+
+
+def journal_cost(folder: Path, length: int, num_plays: int = 200) -> float:
+    """CPU milliseconds a turn of ``length`` tokens for the journal alone, of plays of four turns."""
+    from buffer_rl.agents.journal import FILE_NAME, Journal
+    from buffer_rl.agents.turns import Turn
+    from buffer_rl.records.groups import VersionSpan
+    from buffer_rl.rollout.context import RunStart
+
+    folder.mkdir()
+    journal = Journal(folder / FILE_NAME, RunStart(name="start", version=0, origin="benchmark:0"))
+    turns = [
+        Turn(
+            prompt_ids=(1,),
+            output_ids=tuple(range(length)),
+            log_probs=tuple(-place / 3 for place in range(length)),
+            spans=(VersionSpan(0, 0, length),),
+            digest="ab" * 32,
+            ordinal=ordinal,
+        )
+        for ordinal in range(TURNS)
+    ]
+    before = time.thread_time()
+    for number in range(num_plays):
+        play, kills, _ = journal.begin(f"sample {number}", 0)
+        journal.turns(f"sample {number}", play, 0)
+        for turn in turns:
+            journal.record(f"sample {number}", play, turn, 0)
+        journal.note(f"sample {number}", play, kills, 0, runs=False)
+    spent = time.thread_time() - before
+    journal.close()
+    return 1000 * spent / (num_plays * TURNS)
 
 
 def turns_per_s(folder: Path, way: str, workers: int, number: int, steps: int) -> float:

@@ -168,7 +168,7 @@ class Journal:
             turn.ordinal,
             version,
             self._start.name,
-            array("q", turn.output_ids).tobytes(),
+            array("I", turn.output_ids).tobytes(),
             array("d", turn.log_probs).tobytes(),
             kept,
             json.dumps([turn.finish_reason, turn.matched, spans]),
@@ -230,7 +230,7 @@ def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[
     """The turn that was recorded as ``values``."""
     version, ids, log_probs, kept, ending = values
     finish_reason, matched, spans = json.loads(ending)
-    output_ids = tuple(array("q", ids))
+    output_ids = tuple(array("I", ids))
     return Turn(
         prompt_ids=tuple(prompt_ids),
         output_ids=output_ids,

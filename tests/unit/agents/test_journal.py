@@ -61,7 +61,7 @@ def has(path: Path, of: RunStart, **where: Any) -> bool:
         {"kept": (b"", b"\x00\xff" * 9)},
         {"output_ids": (), "log_probs": (), "spans": ()},
         {"output_ids": (), "log_probs": (), "spans": (), "kept": ()},
-        {"output_ids": (2**40, 0)},
+        {"output_ids": (2**32 - 1, 0)},
         {"spans": (VersionSpan(3, 0, 1), VersionSpan(3, 1, 2))},
     ],
 )
