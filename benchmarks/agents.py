@@ -189,7 +189,7 @@ def journal_cost(folder: Path, length: int, num_plays: int = 200) -> float:
         journal.note(f"sample {number}", play, kills, 0, runs=False)
     spent = time.thread_time() - before
     journal.close()
-    return 1000 * spent / (num_plays * TURNS)
+    return 1000 * spent / (num_plays * len(turns))
 
 
 def turns_per_s(folder: Path, way: str, workers: int, number: int, steps: int) -> float:
