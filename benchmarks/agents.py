@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from agents_played import TURNS, WAYS
 
@@ -38,6 +39,7 @@ TEMPLATE = (
     "{{ '<eos>' if message.role == 'assistant' }}{% endfor %}{{ 'a' if add_generation_prompt }}"
 )
 GROUPS, SAMPLES = 8, 16  # of a step of a run
+LENGTHS = (4, 500, 4000)  # tokens of a turn
 Cost = tuple[float, float]
 """CPU milliseconds a turn: of the worker's event loop, and of the agents' thread."""
 
@@ -50,6 +52,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=64, help="that are played to find the cost of a turn")
     parser.add_argument("--steps", type=int, default=4, help="of each run; the first one is left out")
+    parser.add_argument("--no-journal", action="store_true", help="find the cost of a turn that is not journalled")
     parser.add_argument("--quick", action="store_true", help="the shortest form: does it work?")
     options = parser.parse_args()
     if options.quick:
@@ -63,11 +66,15 @@ def main() -> int:
         make_task(folder)
         for number in range(options.rounds):  # in turns, so that what else the machine does meets all of them
             for way, found in costs.items():
-                found.append(asyncio.run(cost(folder, way, options.samples)))
+                found.append(asyncio.run(cost(folder, way, options.samples, journals=not options.no_journal)))
             for (way, workers), turns in rates.items():
                 if not (options.quick and way not in options.ways[:1]):
                     turns.append(turns_per_s(folder, way, workers, number, options.steps))
+        journal = {length: [journal_cost(folder / f"{length}_{n}", length) for n in range(3)] for length in LENGTHS}
     print_table(costs, rates, options.workers)
+    print("\nof which the journal, ms a turn of a play of four:")
+    for length, spent in journal.items():
+        print(f"{length} tokens a turn: {ranged(spent, 3)}")
     if "new client" in options.ways:
         print(f"\na process that imports openai: {import_seconds():.2f} s of CPU")
     return 0
@@ -84,14 +91,14 @@ def make_task(folder: Path) -> None:
     (folder / "rows.jsonl").write_text(f"{row}\n" * 64)
 
 
-async def cost(folder: Path, way: str, num_samples: int) -> Cost:
+async def cost(folder: Path, way: str, num_samples: int, *, journals: bool) -> Cost:
     """What ``num_samples`` samples at once cost, after a few that are not counted."""
     from buffer_rl.args import CORE_SECTIONS
     from buffer_rl.engines.client import EngineClient
     from buffer_rl.options.section import compose
     from buffer_rl.options.sources import resolve
     from buffer_rl.plugin.registry import PluginRegistry
-    from buffer_rl.rollout.context import RolloutContext
+    from buffer_rl.rollout.context import RolloutContext, RunStart
     from buffer_rl.testing.fake_engine import FakeEngine
 
     with FakeEngine(lambda ids, seed: ANSWER) as engine:
@@ -106,7 +113,9 @@ async def cost(folder: Path, way: str, num_samples: int) -> Cost:
         resolved = resolve(compose(CORE_SECTIONS), flags=flags, environ={}).args
         args = resolved.model_copy(update={"engine_urls": [engine.url]})
         async with EngineClient(engine.url, [engine.url], timeout_s=60.0) as client:
-            context = RolloutContext.build(args, registry=PluginRegistry(), engine=client)
+            name = uuid4().hex  # of a start whose predecessors had other weights: nothing is replayed
+            start = RunStart(name=name, version=0, origin=name) if journals else None
+            context = RolloutContext.build(args, registry=PluginRegistry(), engine=client, run_dir=folder, start=start)
             try:
                 await play(context, 2)
                 with measured() as spent:
@@ -130,7 +139,7 @@ async def play(context: Any, num_samples: int) -> None:
     uid = GroupUid("rows", row=num_samples, epoch=0)
     prompt = [{"role": "user", "content": "hello"}]
     samples = [Sample(prompt=prompt, uid=uid, sample_index=index) for index in range(num_samples)]
-    group = SampleGroup(uid=uid, samples=samples, incarnation="benchmark")
+    group = SampleGroup(uid=uid, samples=samples, incarnation="benchmark", version=0)
     ticket = Ticket(
         rollout_id=0, evaluation=False, num_groups=1, version=0, incarnation="benchmark", max_staleness=None
     )
@@ -149,6 +158,38 @@ def measured() -> Iterator[list[float]]:
     yield spent
     own, *others = (time.clock_gettime(clock) - start for clock, start in zip(clocks, before, strict=True))
     spent += [own, sum(others)]
+
+
+def journal_cost(folder: Path, length: int, num_plays: int = 200) -> float:
+    """CPU milliseconds a turn of ``length`` tokens for the journal alone, of plays of four turns."""
+    from buffer_rl.agents.journal import FILE_NAME, Journal
+    from buffer_rl.agents.turns import Turn
+    from buffer_rl.records.groups import VersionSpan
+    from buffer_rl.rollout.context import RunStart
+
+    folder.mkdir()
+    journal = Journal(folder / FILE_NAME, RunStart(name="start", version=0, origin="benchmark:0"))
+    turns = [
+        Turn(
+            prompt_ids=(1,),
+            output_ids=tuple(range(length)),
+            log_probs=tuple(-place / 3 for place in range(length)),
+            spans=(VersionSpan(0, 0, length),),
+            digest="ab" * 32,
+            ordinal=ordinal,
+        )
+        for ordinal in range(TURNS)
+    ]
+    before = time.thread_time()
+    for number in range(num_plays):
+        play, kills, _ = journal.begin(f"sample {number}", 0)
+        journal.turns(f"sample {number}", play, 0)
+        for turn in turns:
+            journal.record(f"sample {number}", play, turn, 0)
+        journal.note(f"sample {number}", play, kills, 0, runs=False)
+    spent = time.thread_time() - before
+    journal.close()
+    return 1000 * spent / (num_plays * len(turns))
 
 
 def turns_per_s(folder: Path, way: str, workers: int, number: int, steps: int) -> float:

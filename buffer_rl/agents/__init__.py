@@ -6,6 +6,7 @@ template_reader the same by a response template of transformers
 rendering       messages to text and ids, and back, with the tokenizer and its chat template
 conversation    the ids of the next prompt: those held, and the encoded rest
 session         one attempt at one sample: its turns, its limits, its end
+journal         what agents were answered, in a file, so that it is replayed after a death
 dialect         what a dialect of HTTP is: how requests are read, and answers, streams and errors written
 chat_dialect    OpenAI's chat completions; messages_dialect: Anthropic's Messages; responses_dialect: OpenAI's responses
 gateway         the HTTP server of a rollout worker's sessions

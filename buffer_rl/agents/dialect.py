@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from buffer_rl.agents.messages import Answer, Message
-from buffer_rl.agents.session import Exchange, SessionEndedError, TooLongError
+from buffer_rl.agents.session import Exchange, SessionEndedError, TooLongError, UnknownRepeatError
 from buffer_rl.errors import BufferRLError, DataError, EngineError
 
 _log = logging.getLogger(__name__)
@@ -89,12 +89,26 @@ def frame(event: Event) -> bytes:
 ENDED = Refusal(what="the session has ended", status=410, code="session_ended")
 
 
-def refusal_of(error: BaseException | None) -> Refusal:
-    """The answer to a request that failed with ``error``, or was cancelled by the end of its session."""
+def innermost(error: BaseException | None) -> BaseException | None:
+    """The first error of groups in groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def unknown_repeat(what: str) -> Refusal:
+    """The answer to a repeat that may be of any request, or of none."""
+    said = f"what the repeated request was answered is unknown: {what}"
+    return Refusal(what=said, status=409, code="unknown_repeat")
+
+
+def refusal_of(error: BaseException | None) -> Refusal:
+    """The answer to a request that failed with ``error``, or was cancelled by the end of its session."""
+    error = innermost(error)
     if error is None:
         return ENDED
+    if isinstance(error, UnknownRepeatError):
+        return unknown_repeat(error.what)
     if isinstance(error, SessionEndedError):
         return Refusal(what=str(error), status=410, code="session_ended")
     if isinstance(error, TooLongError):

@@ -1,7 +1,8 @@
 """The HTTP server of a rollout worker's sessions: an endpoint in each dialect for each, on the loopback interface.
 
-A request is asked once, whatever becomes of its connection: its answer is recorded, and a client that repeats the
-request, and says so as OpenAI's clients do, gets the recorded answer. After the end of its session it gets 410, which
+A request is asked once, whatever becomes of its connection: it runs on, and its answer is recorded. A client that
+repeats the request, and says so as OpenAI's clients do, gets the answer if it is known which one that is; else 409,
+which it does not repeat. After the end of its session it gets 410, which
 clients do not repeat.
 """
 
@@ -13,7 +14,8 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,9 +29,20 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from buffer_rl.agents import chat_dialect, messages_dialect, responses_dialect
-from buffer_rl.agents.dialect import ENDED, MODEL, Dialect, Refusal, Request, frame, ignored, refusal_of
+from buffer_rl.agents.dialect import (
+    ENDED,
+    MODEL,
+    Dialect,
+    Refusal,
+    Request,
+    frame,
+    ignored,
+    innermost,
+    refusal_of,
+    unknown_repeat,
+)
 from buffer_rl.agents.finish import Finish
-from buffer_rl.agents.session import Exchange, Session, SessionEndedError
+from buffer_rl.agents.session import Exchange, Session, SessionEndedError, UnknownRepeatError
 from buffer_rl.cluster.process import base_url, listening_socket
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.engines.http_server import Front, http_server
@@ -49,26 +62,42 @@ KEEP_ALIVE_S = 15.0
 """Between the comments of a stream whose answer is not there yet."""
 REPEATED = "x-stainless-retry-count"
 """The header by which OpenAI's clients, and Anthropic's, count the repetitions of a request."""
+CALL = "x-buffer-rl-call"
+"""The header by which a request is named (``call`` of ``Session.generate``)."""
+Answering = asyncio.Task[list[Exchange]]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Opened:
-    """asked: by the digest of its body, the newest request. running: all requests without an answer."""
+    """asked: by the digest of their bodies, the requests in their order. running: all requests without an answer."""
 
     session: Session
     key: str
-    asked: dict[bytes, asyncio.Task[list[Exchange]]] = field(default_factory=dict)
-    running: set[asyncio.Task[list[Exchange]]] = field(default_factory=set)
+    asked: defaultdict[bytes, list[Answering]] = field(default_factory=lambda: defaultdict(list))
+    running: set[Answering] = field(default_factory=set)
 
-    def ask(self, digest: bytes, asked: Request) -> None:
-        task = self.asked[digest] = asyncio.get_running_loop().create_task(_answers(self.session, asked))
+    def answering(self, request: bytes, asked: Request, headers: Mapping[str, str]) -> Answering | None:
+        """What answers ``request``, a path and a body. A repeat, marked as one, is answered by what runs, or by the
+        only one that was answered; None if several were. What this process does not know may be in the journal. A
+        request with a name of its own is never unknown: it is asked under its name."""
+        call = headers.get(CALL, "")
+        same = [] if call else self.asked[hashlib.sha256(request).digest()]
+        is_repeat = headers.get(REPEATED, "0") not in ("", "0") and not call
+        if is_repeat and same:
+            running = [task for task in same if not task.done()]
+            return running[0] if len(running) == 1 else same[0] if len(same) == 1 else None
+        task = asyncio.get_running_loop().create_task(_answers(self.session, asked, call, known=is_repeat))
+        same.append(task)
         self.running.add(task)
-        task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[list[Exchange]]) -> None:
-        self.running.discard(task)
-        if not task.cancelled():
-            task.exception()  # so that asyncio does not log it if the client is gone
+        def done(task: Answering) -> None:
+            self.running.discard(task)
+            # Asking for its error has asyncio not log it if the client is gone.
+            if not task.cancelled() and isinstance(innermost(task.exception()), UnknownRepeatError):
+                same.remove(task)  # it was never asked
+
+        task.add_done_callback(done)
+        return task
 
 
 class Gateway:
@@ -154,11 +183,8 @@ class Gateway:
         except (JSONError, BufferRLError) as error:
             return _refused(dialect, Refusal(what=str(error)))
         self._notice(opened.session, asked)
-        digest = hashlib.sha256(dialect.path.encode() + raw).digest()
-        is_repeated = request.headers.get(REPEATED, "0") not in ("", "0")
-        if not is_repeated or digest not in opened.asked:
-            opened.ask(digest, asked)
-        task = opened.asked[digest]
+        if (task := opened.answering(dialect.path.encode() + raw, asked, request.headers)) is None:
+            return _refused(dialect, unknown_repeat("several such requests were answered"))
         await asyncio.wait({task}, timeout=KEEP_ALIVE_S if asked.stream else None)
         if asked.stream and not (task.done() and _failure(task)):
             return StreamingResponse(self._events(dialect, asked, task), media_type="text/event-stream")
@@ -166,9 +192,7 @@ class Gateway:
             return _refused(dialect, refusal)
         return _json(dialect.whole(task.result(), asked, self._tokenizer))
 
-    async def _events(
-        self, dialect: Dialect, asked: Request, task: asyncio.Task[list[Exchange]]
-    ) -> AsyncIterator[bytes]:
+    async def _events(self, dialect: Dialect, asked: Request, task: Answering) -> AsyncIterator[bytes]:
         while not task.done():
             yield dialect.keep_alive
             await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
@@ -244,16 +268,18 @@ class Gateway:
             _log.warning(what, *values)
 
 
-async def _answers(session: Session, asked: Request) -> list[Exchange]:
-    def answer() -> Coroutine[Any, Any, Exchange]:
-        return session.chat(asked.messages, asked.tools, max_tokens=asked.max_tokens, stop=asked.stop)
+async def _answers(session: Session, asked: Request, call: str, *, known: bool) -> list[Exchange]:
+    def answer(number: int) -> Coroutine[Any, Any, Exchange]:
+        name = f"{call}#{number}" if call and number else call  # siblings are turns of their own
+        bounds: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop}
+        return session.chat(asked.messages, asked.tools, **bounds, call=name, known=known)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(answer()) for _ in range(asked.num_answers)]
+        tasks = [group.create_task(answer(number)) for number in range(asked.num_answers)]
     return [task.result() for task in tasks]
 
 
-def _failure(task: asyncio.Task[list[Exchange]]) -> Refusal | None:
+def _failure(task: Answering) -> Refusal | None:
     """The answer to a request that failed; None for one that did not."""
     if task.cancelled():
         return ENDED
@@ -273,7 +299,7 @@ def _json(body: Any, status: int = 200) -> Response:
 
 def _refused(dialect: Dialect, refusal: Refusal) -> Response:
     answer = _json(dialect.error(refusal), refusal.status)
-    if refusal.status >= 500:
+    if refusal.status == 409 or refusal.status >= 500:
         answer.headers["x-should-retry"] = "false"
     return answer
 

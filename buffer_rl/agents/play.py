@@ -1,7 +1,8 @@
 """The generate function of a run with agents: plays a sample, and makes rows of what was sampled meanwhile.
 
 What an agent raises is a failure of its sample, never a number: the sample is played once more, while its siblings
-stay; then the group's attempt has failed. At a limit (time, turns, tokens, context) the sample is truncated with what
+stay; then the group's attempt has failed. An agent that was killed from outside is played again with the answers that
+it had (``buffer_rl.agents.journal``). At a limit (time, turns, tokens, context) the sample is truncated with what
 there is. A failure of an engine is one of the infrastructure, whatever the agent makes of it.
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.command import Commands
 from buffer_rl.agents.gateway import Gateway
+from buffer_rl.agents.journal import Journal, Play
 from buffer_rl.agents.remote import Leases, file_of, remote
 from buffer_rl.agents.runner import AgentTimeoutError, Functions
 from buffer_rl.agents.session import (
@@ -30,6 +32,7 @@ from buffer_rl.agents.session import (
 )
 from buffer_rl.agents.tools import ToolAgent
 from buffer_rl.agents.turns import rows
+from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.plugin.calls import place, raised
@@ -90,30 +93,51 @@ class Agents:
             self._runner = Functions(context.agent or ToolAgent(context.tools), args)
         port = args.agent_port and args.agent_port + context.worker
         self._gateway = Gateway(context.tokenizer, host=args.agent_host, port=port, leases=self._leases)
+        self._journal = Journal.of(context)
         self._noticed = False
 
     async def play(self, lease: Lease, sample: Sample, params: Mapping[str, Any]) -> Sample:
         """See ``play``."""
-        for number in range(PLAYS):
-            session = Session(lease, sample, params, self._limits, number)
-            prompt = reset_to_prompt(sample)
-            try:
-                outcome = await self._played(session, prompt)
-                played = _sample_of(lease, session, prompt, outcome)
-            except (AgentFailedError, AgentKilledError) as error:
+        current = Play.begun(self._journal, lease, sample)
+        if current.was_killed:
+            lease.count("agent/killed")
+            if not current.kills:
                 lease.count("agent/failed")
-                if number == PLAYS - 1:
-                    raise
-                _log.info("%s; the sample is played once more", error)
-            else:
-                self._count(lease, session, played, outcome)
-                return played
-        raise AssertionError("a play returns or raises")
+        failures = 0
+        try:
+            while True:
+                session = Session(lease, sample, params, self._limits, current)
+                try:
+                    return await self._once(lease, session, reset_to_prompt(sample))
+                except AgentKilledError as error:
+                    lease.count("agent/killed")
+                    if not current.kill():
+                        _log.info("%s; it is played again with the same answers", error)
+                        continue
+                    failure: RolloutError = error
+                except AgentFailedError as error:
+                    current.fail()
+                    failure = error
+                lease.count("agent/failed")
+                failures += 1
+                if failures == PLAYS:
+                    raise failure
+                _log.info("%s; the sample is played once more", failure)
+        finally:
+            current.end()
 
     async def aclose(self) -> None:
         """Stop the gateway and the agents."""
         await self._runner.aclose()
         await self._gateway.aclose()
+        if self._journal is not None:
+            self._journal.close()
+
+    async def _once(self, lease: Lease, session: Session, prompt: Sample) -> Sample:
+        outcome = await self._played(session, prompt)
+        played = _sample_of(lease, session, prompt, outcome)
+        self._count(lease, session, played, outcome)
+        return played
 
     async def _played(self, session: Session, prompt: Sample) -> Outcome:
         name = f"the agent of row {prompt.row_id}"
@@ -187,6 +211,8 @@ class Agents:
             "observed_tokens": sum(row.response_length - row.effective_response_length for row in played.rows),
         }
         own |= {f"prompt_{cause}": count for cause, count in session.causes.items()}
+        if session.replayed:
+            own["replayed"] = session.replayed
         if outcome.gave_up:
             own[f"gave_up_{outcome.gave_up}"] = 1
         elif outcome.end in LIMITS:

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
+from buffer_rl.agents.journal import Play
 from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, turn_digest
@@ -63,6 +64,10 @@ class AgentKilledError(RolloutError):
     """An agent was ended from outside: by a signal, or its heartbeat was lost."""
 
 
+class UnknownRepeatError(RolloutError):
+    """A repeat of a request that is not known: whether it was answered, and as what, cannot be said."""
+
+
 class TooLongError(RolloutError):
     """A prompt that leaves no room for an answer in the context. num_tokens: of the prompt; limit: of the context."""
 
@@ -107,15 +112,23 @@ class Exchange:
 
 
 class Session:
-    """See the module. play: how often the sample was played before in this attempt.
+    """See the module. play: that of the sample, with what is recorded of it.
 
     exchanges: in the order in which they were recorded. end: None as long as requests are taken; ``ended`` is done
     then. overflowed: the last prompt left no room for an answer. scored: the id of the exchange that the reward is
     about; empty for the last one. running: requests that are not answered yet. params: the run's, of sampling.
     told: what the agent told of its end over HTTP, in place of what it returns.
+    replayed: turns that the journal answered.
     """
 
-    def __init__(self, lease: Lease, sample: Sample, params: Mapping[str, Any], limits: Limits, play: int = 0) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        sample: Sample,
+        params: Mapping[str, Any],
+        limits: Limits,
+        play: Play | None = None,
+    ) -> None:
         self.exchanges: list[Exchange] = []
         self.end: End | None = None
         self.failure: BufferRLError | None = None
@@ -123,12 +136,14 @@ class Session:
         self.overflowed = False
         self.scored: str | Mapping[str, Any] = ""
         self.causes: Counter[Cause] = Counter()
-        self.running = 0
+        self.running = self.replayed = 0
         self.told: Finish | None = None
         self.params = dict(params)
         self._lease, self._sample, self._limits = lease, sample, limits
-        self._seed = f"{lease.context.seed}|{sample.uid}|{sample.sample_index}|{play}"
+        self._play = play or Play()
+        self._seed = f"{lease.context.seed}|{sample.uid}|{sample.sample_index}|{self._play.number}"
         self._ordinals: Counter[str] = Counter()
+        self._named: dict[str, asyncio.Task[Exchange]] = {}  # requests with a key of their own, by digest
         self._num_turns = self._num_tokens = 0
 
     @property
@@ -153,16 +168,19 @@ class Session:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        call: str = "",
+        known: bool = False,
     ) -> Exchange:
-        """The answer to ``messages``, in OpenAI's form; ``tools`` as there.
+        """The answer to ``messages``, in OpenAI's form; ``tools`` as there. The rest as in ``generate``.
 
         Raises DataError (status 400) for messages that cannot be rendered, and what ``generate`` raises."""
         self._require_open()
         prompt = self._conversation.prompt(messages, tools)
-        self.causes[prompt.cause] += 1
-        exchange = await self.generate(prompt.ids, max_tokens=max_tokens, stop=stop)
-        exchange.prompt, exchange.messages = prompt, [dict(message) for message in messages]
-        exchange.answer = self._conversation.record(prompt, exchange.turn)
+        exchange = await self.generate(prompt.ids, max_tokens=max_tokens, stop=stop, call=call, known=known)
+        if exchange.answer is None:  # else it was asked before, under its name
+            self.causes[prompt.cause] += 1
+            exchange.prompt, exchange.messages = prompt, [dict(message) for message in messages]
+            exchange.answer = self._conversation.record(prompt, exchange.turn)
         return exchange
 
     def num_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
@@ -170,19 +188,53 @@ class Session:
         return len(self._conversation.prompt(messages, tools).ids)
 
     async def generate(
-        self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        call: str = "",
+        known: bool = False,
     ) -> Exchange:
-        """The turn behind ``input_ids``. max_tokens and stop may shorten it.
+        """The turn behind ``input_ids``. max_tokens and stop may shorten it. call: a name, in place of how often the
+        same was asked: one name and equal ids are one turn, which is sampled once, however often it is asked for.
+        known: answered from the journal alone.
 
-        Raises SessionEndedError after the end, TooLongError if the ids leave no room, and EngineError if the engine
-        fails, which ends the session."""
+        Raises SessionEndedError after the end, TooLongError if the ids leave no room, UnknownRepeatError if a known
+        turn is not, and EngineError if the engine fails, which ends the session."""
         self._require_open()
         params = self._bounded(len(input_ids), max_tokens, stop)
-        digest = turn_digest(input_ids, params)
+        digest = turn_digest(input_ids, {**params, "call": call} if call else params)
+        if not call:
+            return await self._exchange(input_ids, params, digest, known)
+        if (task := self._named.get(digest)) is None:
+            task = self._named[digest] = asyncio.ensure_future(self._exchange(input_ids, params, digest, known))
+            self.ended.add_done_callback(lambda _: task.cancel())
+        await asyncio.wait({task})  # it goes on for others if this caller is cancelled
+        if task.cancelled():
+            raise SessionEndedError(self.end or End.DONE)
+        return task.result()
+
+    async def _exchange(self, input_ids: Sequence[int], params: dict[str, Any], digest: str, known: bool) -> Exchange:
+        ordinal = self._ordinals[digest]
+        turn = self._play.find(input_ids, digest, ordinal)
+        if turn is None and known:
+            raise UnknownRepeatError("the request is marked as a repeat, and no such request is known")
         self._bound_by_session(params)  # behind the digest: what is left depends on the order of concurrent answers
         self._num_turns += 1
-        ordinal = self._ordinals[digest]
         self._ordinals[digest] += 1
+        if turn is None:
+            turn = await self._sampled(input_ids, params, digest, ordinal)
+            self._play.record(turn)
+        else:
+            self.replayed += 1
+        self._num_tokens += len(turn.output_ids)
+        self.overflowed = False
+        exchange = Exchange(id=f"{digest[:24]}-{ordinal}", turn=turn)
+        self.exchanges.append(exchange)
+        return exchange
+
+    async def _sampled(self, input_ids: Sequence[int], params: dict[str, Any], digest: str, ordinal: int) -> Turn:
         self.running += 1
         try:
             seeded = params | {"sampling_seed": _seed_of(f"{self._seed}|{digest}|{ordinal}")}
@@ -196,7 +248,7 @@ class Session:
         if result.finish_reason == "abort":
             self.close(End.STOPPED)
         self._require_open()
-        turn = Turn(
+        return Turn(
             prompt_ids=tuple(input_ids),
             output_ids=tuple(result.output_ids),
             log_probs=tuple(result.log_probs),
@@ -207,11 +259,6 @@ class Session:
             digest=digest,
             ordinal=ordinal,
         )
-        self._num_tokens += len(turn.output_ids)
-        self.overflowed = False
-        exchange = Exchange(id=f"{digest[:24]}-{ordinal}", turn=turn)
-        self.exchanges.append(exchange)
-        return exchange
 
     def close(self, end: End) -> None:
         """Take no more requests; the first end counts."""
@@ -305,25 +352,28 @@ class SessionHandle:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        call: str = "",
     ) -> Any:
         """See ``AgentSession``; raises what ``Session.chat`` raises."""
-        return self._asked(self._message(messages, tools, max_tokens, stop))
+        return self._asked(self._message(messages, tools, max_tokens=max_tokens, stop=stop, call=call))
 
-    def generate(self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Any:
+    def generate(
+        self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = (), call: str = ""
+    ) -> Any:
         """See ``AgentSession``; raises what ``Session.generate`` raises."""
-        return self._asked(self._turn(input_ids, max_tokens, stop))
+        return self._asked(self._turn(input_ids, max_tokens=max_tokens, stop=stop, call=call))
 
     def score(self, answer: str | Mapping[str, Any]) -> None:
         """See ``AgentSession``."""
         self._session.scored = answer
 
-    async def _message(self, messages: Any, tools: Any, max_tokens: int | None, stop: Sequence[str]) -> Message:
-        exchange = await self._session.chat(messages, tools, max_tokens=max_tokens, stop=stop)
+    async def _message(self, messages: Any, tools: Any, **options: Any) -> Message:
+        exchange = await self._session.chat(messages, tools, **options)
         assert exchange.answer is not None
         return exchange.answer.message
 
-    async def _turn(self, input_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str]) -> Turn:
-        return (await self._session.generate(input_ids, max_tokens=max_tokens, stop=stop)).turn
+    async def _turn(self, input_ids: Sequence[int], **options: Any) -> Turn:
+        return (await self._session.generate(input_ids, **options)).turn
 
     async def _tracked(self, work: Coroutine[Any, Any, Any]) -> Any:
         task = asyncio.current_task()

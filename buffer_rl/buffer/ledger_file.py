@@ -254,6 +254,14 @@ class LedgerPlace:
     run: str
 
 
+def place_of(name: str, run_dir: Path, ledger_dir: str | None) -> Path:
+    """Where a database of the run is: in ``run_dir``, or in ``ledger_dir`` under a name of the run."""
+    if ledger_dir is None:
+        return run_dir / name
+    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]  # runs may share the folder
+    return Path(ledger_dir).absolute() / f"{run_dir.name}-{digest}.{name}"
+
+
 def new_ledger(args: Args) -> LedgerPlace:
     """Make room for the ledger of a run that begins, in ``args.run_dir`` or ``args.ledger_dir``. The caller is on the
     Buffer's node and has the run's folder to itself.
@@ -265,10 +273,7 @@ def new_ledger(args: Args) -> LedgerPlace:
     run_dir = Path(args.run_dir).absolute()
     flag = "--run-dir" if args.ledger_dir is None else "--ledger-dir"
     link = run_dir / FILE_NAME
-    path = link
-    if args.ledger_dir is not None:
-        digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]  # runs may share the folder
-        path = Path(args.ledger_dir).absolute() / f"{run_dir.name}-{digest}.{FILE_NAME}"
+    path = place_of(FILE_NAME, run_dir, args.ledger_dir)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_place(path, flag)

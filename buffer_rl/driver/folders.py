@@ -40,6 +40,8 @@ AUTO = "auto"
 """``--load auto``: the newest checkpoint in ``--save``, or the start."""
 LINEAGE = "lineage"
 """In a checkpoint's facts: the name of the run that began it and of all that went on from it."""
+START = "start"
+"""In a checkpoint's facts: the name of the start of processes that wrote it (``RunStart``)."""
 _log = logging.getLogger(__name__)
 
 

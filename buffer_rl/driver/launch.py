@@ -34,7 +34,7 @@ from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.driver.async_checks import staleness_notice
 from buffer_rl.driver.driver import Driver
-from buffer_rl.driver.folders import LINEAGE, check_lineage, folder_lock, save_lock
+from buffer_rl.driver.folders import LINEAGE, START, check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.offload import begins_asleep
 from buffer_rl.driver.provenance import provenance_of
@@ -160,6 +160,7 @@ class _Run:
     def __post_init__(self) -> None:
         args, self.observer = self.args, self.session.observer
         self.logs = str(Path(args.run_dir, "logs").absolute())
+        self.began = self.session.began(self.checkpoint)
         self.generates = not train_only(args)
         rollout = self.registry.resolve("rollout", args.rollout_function_path)
         self.rollouts_ask_engine = self.generates and bool(getattr(rollout, "uses_engine", True))
@@ -292,7 +293,7 @@ class _Run:
         addresses = {} if self.fleet is None else self.fleet.addresses
         self.args = args = self.args.model_copy(update=addresses)
         reward = () if self.reward is None else self.reward.actors
-        shared = self.placement, self.storage, self.source, reward
+        shared = self.placement, self.storage, self.source, reward, self.began
         workers = start_rollout_workers(args, dump_args(args), self.buffer.actor, self.logs, *shared)
         self.rollout = self.processes.stops(workers, "close", CLOSE_TIMEOUT_S)
         yield from self._loading(workers)
@@ -357,7 +358,7 @@ class _Run:
             local("selection", SimpleNamespace(close=waiting.await_selection))
         if plan.saves:
             facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
-            facts[LINEAGE] = self.session.lineage
+            facts |= {LINEAGE: self.session.lineage, START: self.began.name}
             checkpoints = RunCheckpoints(
                 self.session.args, buffer=buffer, trained=self.trained, reference=self.reference, provenance=facts
             )

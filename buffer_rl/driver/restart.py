@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.driver.folders import LINEAGE, later_checkpoint
+from buffer_rl.driver.folders import LINEAGE, START, later_checkpoint
 from buffer_rl.driver.local_roles import OWES_EVALUATION
 from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, resume_notices, ships_code
 from buffer_rl.driver.runtime import LocalTarget, Target
@@ -29,6 +29,7 @@ from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.rollout.context import RunStart
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -73,6 +74,14 @@ class RunSession:
         if start is not None and start.facts.get(OWES_EVALUATION) and start.step > self.observer.evaluated:
             return True
         return start is not None and start.step > max(self._first_step, self.observer.evaluated)
+
+    def began(self, checkpoint: Checkpoint | None) -> RunStart:
+        """A start of the run's processes from ``checkpoint``. What an earlier start noted of the same weights may be
+        used: a checkpoint names the start that wrote it, and without one they are those that this session began with.
+        """
+        name, version = uuid4().hex, checkpoint.step if checkpoint is not None else 0
+        of = self.lineage if checkpoint is None else checkpoint.facts.get(START, name)  # of an older one: unknown
+        return RunStart(name=name, version=version, origin=f"{of}:{version}")
 
     def connect(self) -> None:
         """Connect to Ray, unless it was done before. Raises as ``ray_session``."""

@@ -35,12 +35,18 @@ class AgentSession(Protocol):
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        call: str = "",
     ) -> Any:
         """The assistant's message to ``messages``, in OpenAI's form: ``role``, ``content``, perhaps
-        ``reasoning_content`` and ``tool_calls``."""
+        ``reasoning_content`` and ``tool_calls``.
 
-    def generate(self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Any:
-        """The turn (``buffer_rl.agents.turns.Turn``) behind exactly these ids."""
+        call: a name for this request. Requests that are equal and run at once are told apart by it, also after a
+        death, and a request that is repeated under its name gets its answer once more."""
+
+    def generate(
+        self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = (), call: str = ""
+    ) -> Any:
+        """The turn (``buffer_rl.agents.turns.Turn``) behind exactly these ids. call: see ``chat``."""
 
     def score(self, answer: str | Mapping[str, Any]) -> None:
         """Score this answer in place of the last one: the id of a completion, or a message that ``chat`` returned."""

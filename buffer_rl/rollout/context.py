@@ -27,6 +27,19 @@ if TYPE_CHECKING:
     from buffer_rl.plugin.registry import PluginRegistry
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """A start of a run's processes: the run's own, or a global restart.
+
+    name: differs from that of every other start. version: of the weights that it begins with. origin: which weights
+    these are: ``NAME:VERSION`` of the start that wrote the checkpoint; without one, a text of the run's own.
+    """
+
+    name: str
+    version: int
+    origin: str
+
+
 @dataclass(slots=True, kw_only=True)
 class RolloutContext:
     """Everything that rollout functions share in one worker process and event loop.
@@ -38,7 +51,7 @@ class RolloutContext:
     baseline: whether each group needs the reward of a greedy response (``buffer_rl.rollout.baseline``).
     renders: whether ``sample.prompt`` is the text that the chat template makes, because the user's functions were
     written for a program that has it so (``PluginRegistry.is_written_for_others``).
-    run_dir: where reports go; None writes none.
+    run_dir: where reports go; None writes none. start: of the processes of the run; None outside of one.
     loop: the event loop that runs the rollouts. shared: what plugins keep from call to call, by a key of theirs; what
     has an ``aclose`` is closed with the context.
     worker: number of the rollout worker.
@@ -62,6 +75,7 @@ class RolloutContext:
     renders: bool = False
     run_dir: Path | None = None
     worker: int = 0
+    start: RunStart | None = None
     loop: asyncio.AbstractEventLoop | None = None
     shared: dict[object, Any] = field(default_factory=dict)
     agent: Callable[..., Any] | None = None
@@ -79,6 +93,7 @@ class RolloutContext:
         tokenizer: Any = None,
         run_dir: Path | None = None,
         worker: int = 0,
+        start: RunStart | None = None,
         reward_model: Sequence[Any] = (),
     ) -> RolloutContext:
         """Load the tokenizer and resolve the plugins that ``args`` names. reward_model: the actors of ``--rm-model``.
@@ -117,6 +132,7 @@ class RolloutContext:
             renders=args.apply_chat_template and _any_for_others(registry, readers),
             run_dir=run_dir,
             worker=worker,
+            start=start,
             loop=asyncio.get_running_loop(),
         )
 

@@ -36,7 +36,7 @@ from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import call, contained_task, error_text, place
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Ticket
-from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.context import RolloutContext, RunStart
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.data_source import SourceClient
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
@@ -112,6 +112,7 @@ class RolloutWorker(Member):
 
     storage: the processes that own large payloads; without them the Buffer does. reward_model: those of ``--rm-model``.
     number: of this worker, from 0.
+    start: that of the run's processes.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class RolloutWorker(Member):
         source: Any = None,
         reward_model: Sequence[Any] = (),
         number: int = 0,
+        start: RunStart | None = None,
     ) -> None:
         settle_garbage_collector()
         redirect_output(log_path)
@@ -139,6 +141,7 @@ class RolloutWorker(Member):
         self._source = None if source is None else SourceClient(source, self._args, self._client)
         self._reward_model = reward_model
         self._number = number
+        self._start = start
         self._registry = PluginRegistry.from_flags(self._args.plugin)
         self._converter = GroupConverter.from_args(self._args, self._registry)
         train = _construct(self._registry, self._args.rollout_function_path, self._args)
@@ -232,6 +235,7 @@ class RolloutWorker(Member):
                 engine=engine,
                 run_dir=self._run_dir,
                 worker=self._number,
+                start=self._start,
                 reward_model=self._reward_model,
             )
         return self._opened
@@ -258,15 +262,19 @@ def start_rollout_workers(
     storage: Sequence[StorageUnit] = (),
     source: Any = None,
     reward_model: Sequence[Any] = (),
+    start: RunStart | None = None,
 ) -> ActorGroup:
     """Start ``--num-rollout-workers`` processes.
 
     storage: the storage processes; without them the Buffer owns large payloads.
-    source: the actor of the user's data source, where there is one. reward_model: the actors of ``--rm-model``."""
+    source: the actor of the user's data source, where there is one. reward_model: the actors of ``--rm-model``.
+    start: that of the run's processes."""
     return ActorGroup.of(
         "rollout",
         RolloutWorker,
-        lambda index: (args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source, reward_model, index),
+        lambda index: (
+            *(args_text, buffer, f"{log_dir}/rollout_{index}.log", storage, source, reward_model, index, start),
+        ),
         args.num_rollout_workers,
         options=partial(placement.options, "rollout"),
         independent=True,

@@ -13,6 +13,7 @@ import anthropic
 import openai
 
 from buffer_rl.agents.gateway import Gateway
+from buffer_rl.agents.journal import Play
 from buffer_rl.agents.session import Limits, Session
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.engines.client import GenerateResult
@@ -20,7 +21,7 @@ from buffer_rl.engines.protocol import RowSeeds
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Ticket, VersionSpan
-from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.context import RolloutContext, RunStart
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.lease import Lease
@@ -154,12 +155,16 @@ def make_ticket(num_groups: int, evaluation: bool = False) -> Ticket:
 
 @asynccontextmanager
 async def context_of(
-    engine: AgentEngine, agent: Any = None, *, run_dir: Path | None = None, **options: Any
+    engine: AgentEngine,
+    agent: Any = None,
+    *,
+    run_dir: Path | None = None,
+    start: RunStart | None = None,
+    **options: Any,
 ) -> AsyncIterator[RolloutContext]:
-    """A rollout worker's context, in which ``agent`` plays."""
-    registry = PluginRegistry()
-    own: Any = {"engine": engine, "tokenizer": engine.tokenizer, "run_dir": run_dir}
-    context = RolloutContext.build(make_args(**options), registry=registry, **own)
+    """A rollout worker's context, in which ``agent`` plays. run_dir, start: those of a run."""
+    own: Any = {"engine": engine, "tokenizer": engine.tokenizer, "run_dir": run_dir, "start": start}
+    context = RolloutContext.build(make_args(**options), registry=PluginRegistry(), **own)
     if agent is not None:
         context.agent = agent
     try:
@@ -184,7 +189,7 @@ async def session_of(
         buffer = FakeBuffer([group], make_ticket(1))
         lease = Lease.of(context, buffer, group, requests or Requests())
         params = sampling_params_for(context.args, evaluation=False)
-        yield Session(lease, group[index], params, Limits.of(context.args), play)
+        yield Session(lease, group[index], params, Limits.of(context.args), Play(number=play))
 
 
 @asynccontextmanager

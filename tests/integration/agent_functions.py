@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.plugin.registry import PluginRegistry
 
 GAME = Path(__file__).parents[2] / "examples" / "agent" / "agent.py"
@@ -37,3 +40,29 @@ async def plays_plainly(args: Any, sample: Any, session: Any) -> Any:
     """The game alone, as ``agent_program.py`` plays it."""
     play = PluginRegistry().resolve("agent", f"{GAME}:play")
     return await play(args, sample, session)
+
+
+def send(args: Any, moment: str) -> None:
+    """Once in a run, kill the rollout worker or the Buffer if the run's name says so."""
+    victim = Path(args.run_dir).name
+    if victim not in moment:
+        return
+    try:
+        (Path(args.run_dir) / f"killed_{moment}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    if victim == "worker":
+        os.kill(os.getpid(), signal.SIGKILL)
+    audit = LedgerAudit(Path(args.run_dir) / "ledger.sqlite")
+    os.kill(int(audit.facts()["note:pid"].split()[0]), signal.SIGKILL)
+    audit.close()
+
+
+async def plays_and_kills(args: Any, sample: Any, session: Any) -> Any:
+    """As ``asks_and_plays``; two of its samples kill the rollout worker, or the Buffer, in the middle of a play."""
+    for text in ("4-5", "6-7"):
+        await session.chat([{"role": "user", "content": text}])
+        if sample.sample_index == 2 and (sample.uid.row, text) in ((1, "4-5"), (5, "6-7")):
+            send(args, f"worker_{text}")
+            send(args, f"buffer_{text}")
+    return await asks_and_plays(args, sample, session)

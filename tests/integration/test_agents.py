@@ -7,6 +7,7 @@ import os
 import random
 import runpy
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -68,7 +69,8 @@ def run(game: Path, train: Callable[[Any], Any], tmp_path: Path) -> Run:
             **changes,
         }
         train(compose(CORE_SECTIONS)(**options))
-        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        noted = folder / "rows.jsonl"
+        rows = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
         return read_metrics(folder / "metrics.jsonl"), rows, folder
 
     return play
@@ -222,3 +224,28 @@ def test_agents_that_are_killed_are_played_again_and_no_sample_is_lost_or_double
     samples = [row["row"].rpartition(".")[0] for row in rows]
     assert len(samples) == len(set(samples)) == 3 * 4 * 4
     assert len(values(metrics, "train/loss")) == 3
+
+
+def test_a_run_whose_rollout_worker_or_buffer_is_killed_in_a_play_ends_with_the_same_bits(run: Run) -> None:
+    """What was answered before a death is replayed, and each death is only that of its play."""
+    options: dict[str, Any] = {
+        "agent_path": f"{FUNCTIONS}:plays_and_kills",
+        "deterministic": True,
+        "rollout_shuffle": False,
+        "role_max_restarts": 2,
+        "rollout_sample_filter_path": None,
+    }
+    _, _, whole = run("undisturbed", **options)
+    expected = {name: array.tobytes() for name, array in load_file(whole / "hf" / "model.safetensors").items()}
+    for victim in ("worker", "buffer"):
+        metrics, _, folder = run(victim, **options)
+        assert len(list(folder.glob("killed_*"))) == 2
+        found = load_file(folder / "hf" / "model.safetensors")
+        assert {name: array.tobytes() for name, array in found.items()} == expected
+        assert min(values(metrics, "rollout/agent/replayed")) > 0
+        assert len(values(metrics, "rollout/agent/replayed")) == 2
+        assert len(values(metrics, "rollout/agent/killed")) == (2 if victim == "worker" else 0)
+        assert values(metrics, "rollout/agent/failed") == []
+        with sqlite3.connect(folder / "ledger.sqlite") as ledger:
+            states = ledger.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall()
+        assert states == [("trained", 8)]

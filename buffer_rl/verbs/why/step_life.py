@@ -18,7 +18,8 @@ from buffer_rl.verbs.run_records import RunRecords
 from buffer_rl.verbs.why.group_life import shown_time
 
 SHOWN_GROUPS = 12
-_FAILURES = ("infra_failures", "data_failures", "non_finite_steps")
+_FAILURES = ("infra_failures", "data_failures", "non_finite_steps", "failed", "killed", "replayed")
+"""Last parts of metrics; the last three are of agents."""
 
 
 @dataclass(slots=True, kw_only=True)

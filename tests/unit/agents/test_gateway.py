@@ -188,9 +188,11 @@ async def test_requests_that_run_at_the_end_are_answered_with_410_and_cancelled(
     assert (len(engine.cancelled), line.sent) == (2, ["0", "0"])
 
 
-async def ask(client: Any, *, repeats: bool = False, **options: Any) -> tuple[str, str]:
+async def ask(
+    client: Any, *, repeats: bool = False, headers: dict[str, str] | None = None, **options: Any
+) -> tuple[str, str]:
     """Id and text of the answer. repeats: the request is marked as a repetition."""
-    headers = {"x-stainless-retry-count": "1"} if repeats else {}
+    headers = {**(headers or {}), **({"x-stainless-retry-count": "1"} if repeats else {})}
     answer = await client.chat.completions.create(model="any", messages=user("go"), extra_headers=headers, **options)
     return answer.id, answer.choices[0].message.content
 
@@ -203,10 +205,64 @@ async def test_a_marked_repetition_gets_the_recorded_answer_and_an_unmarked_one_
         assert await ask(client, repeats=True) == first
         second = await ask(client)
         assert (first[1], second[1]) == ("a", "b")
-        assert await ask(client, repeats=True) == second
-        third = await ask(client, repeats=True, max_tokens=5)  # a repetition of what never came
-        assert third[1] == "c"
-        assert len(session.exchanges) == len(engine.calls) == 3
+        assert len(session.exchanges) == len(engine.calls) == 2
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+async def test_a_repetition_of_no_known_request_or_of_one_of_several_is_refused_and_not_repeated(
+    num_before: int,
+) -> None:
+    engine, line = AgentEngine(), Line()
+    async with client_over(engine) as (session, client), line.http:
+        for _ in range(num_before):
+            await ask(client)
+        for _ in range(2):
+            with pytest.raises(openai.ConflictError, match="is unknown") as caught:
+                await ask(client.with_options(http_client=line.http), repeats=True)
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        assert len(session.exchanges) == len(engine.calls) == num_before
+        assert len(line.sent) == 2
+        await ask(client, max_tokens=5)  # what was refused was not asked
+        await ask(client, max_tokens=5, repeats=True)
+
+
+async def test_a_repetition_of_one_that_runs_beside_one_that_was_answered_waits_for_it() -> None:
+    held: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    answers: Any = iter(["a", held])
+    engine = AgentEngine(lambda prompt, params: next(answers))
+    async with client_over(engine) as (session, client):
+        first = await ask(client)
+        engine.asked.clear()
+        running = asyncio.ensure_future(ask(client))
+        await engine.asked.wait()
+        again = asyncio.ensure_future(ask(client, repeats=True))
+        await asyncio.wait({again}, timeout=0.05)
+        held.set_result("b")
+        assert await again == await running != first
+        assert len(session.exchanges) == len(engine.calls) == 2
+
+
+async def test_equal_requests_are_told_apart_by_their_names() -> None:
+    engine = AgentEngine(lambda prompt, params: str(params["sampling_seed"] % 1000))
+
+    def named(client: Any, name: str, **options: Any) -> Any:
+        return ask(client, headers={"x-buffer-rl-call": name}, **options)
+
+    async with client_over(engine) as (session, client):
+        found = await asyncio.gather(*(named(client, name) for name in "abab"))
+        assert found[:2] == found[2:]
+        assert await named(client, "b", repeats=True) == found[1]
+        assert len(session.exchanges) == len(engine.calls) == 2
+        lost = await named(client, "c", repeats=True)  # its first try never came
+        assert lost == await named(client, "c")
+        siblings = await client.chat.completions.create(
+            model="any", messages=user("go"), n=2, extra_headers={"x-buffer-rl-call": "d"}
+        )
+        assert len({choice.message.content for choice in siblings.choices}) == 2
+    async with client_over(engine) as (session, client):
+        others = await asyncio.gather(*(named(client, name) for name in "ba"))
+        assert others == [found[1], found[0]]
+        assert len({each.turn.digest for each in session.exchanges}) == 2
 
 
 async def test_what_the_client_repeats_by_itself_is_one_turn() -> None:

@@ -1,0 +1,324 @@
+"""What agents were answered: kept so that a play that was killed from outside is played again with the same answers.
+
+``agents.sqlite`` in the run's folder, or in ``--ledger-dir``; all rollout workers of a node write it. A turn is in it
+before its client has the answer, so ``kill -9`` loses no answer that an agent has seen (WAL, ``synchronous=NORMAL``, as
+the ledger). There are two facts:
+
+- *turns*: what was sampled, under sample, play, digest of what was asked, and ordinal; the prompt only in the digest.
+- *plays*: which play of a sample is the next one, how often it was killed, and whether it runs.
+
+**Which turns are replayed.** All tokens of a turn must be of the version that was published when its group was leased
+anew, ``SampleGroup.version``. A turn of several versions is never replayed, and is not written. The number of a version
+names the same weights until the run's processes start again from a checkpoint: step s + 1 may then have other bits. So
+turns belong to a ``RunStart``. Those of an earlier start are forgotten when a worker of the next one opens the file.
+Only those of the checkpoint's own step stay, if the start before wrote that checkpoint, or began with it.
+
+**Which deaths count.** A play that a worker began and never ended was killed with the worker. A play that is cancelled
+in a worker that lives (a sibling failed, the Buffer died, the rollout has enough groups) was not, nor one that ended
+with all processes of the run. It is the same play in any case; but the second time that it was killed counts as its own
+failure, since it may be the cause.
+
+**How long.** A play ends before its group is finished, and the Buffer may die after that and have the group made again.
+So turns stay until two later versions were leased. Those of the newest two checkpoints, to which a restart may go back,
+stay longer. Each turn that is written removes some of those that are not needed, so the file keeps its size. Plays that
+failed or were killed stay for 100 versions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from buffer_rl.agents.turns import Turn
+from buffer_rl.buffer.ledger_file import check_local_disk, place_of
+from buffer_rl.errors import ConfigError
+from buffer_rl.records.groups import Sample, VersionSpan
+from buffer_rl.rollout.context import RolloutContext, RunStart
+from buffer_rl.rollout.lease import Lease
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+_log = logging.getLogger(__name__)
+FILE_NAME = "agents.sqlite"
+BUSY_TIMEOUT_S = 10.0
+KILLS = 2
+"""The death from outside, of one play, that counts as a failure of its own: the play may cause them."""
+REMOVED = 8
+"""Turns that are not needed any more, and are removed with each that is written."""
+PLAYS_KEPT = 100
+"""Versions for which a play that failed is remembered."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS starts (name TEXT NOT NULL, origin TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS plays (
+    sample TEXT PRIMARY KEY,
+    play INTEGER NOT NULL,
+    kills INTEGER NOT NULL,
+    running TEXT NOT NULL,
+    version INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turns (
+    id INTEGER PRIMARY KEY,
+    sample TEXT NOT NULL,
+    play INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    ordinal INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    start TEXT NOT NULL,
+    output_ids BLOB NOT NULL,
+    log_probs BLOB NOT NULL,
+    kept BLOB,
+    ending TEXT NOT NULL,
+    UNIQUE (sample, play, digest, ordinal)
+);
+CREATE INDEX IF NOT EXISTS turns_by_version ON turns (version);
+"""
+# running: the start whose worker plays it; empty if it ended, or was cancelled by a worker that lives.
+_RUNS = "INSERT OR REPLACE INTO plays VALUES (?, ?, ?, ?, ?)"
+_WRITE = "INSERT OR REPLACE INTO turns VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_READ = (
+    "SELECT digest, ordinal, output_ids, log_probs, kept, ending FROM turns "
+    "WHERE sample = ? AND play = ? AND +version = ? AND start = ?"  # "+": not by the index of versions
+)
+_REMOVE = (
+    f"DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE version < ? AND version NOT IN (?, ?) LIMIT {REMOVED})"
+)
+_Key = tuple[str, int]
+
+
+class Journal:
+    """The file, as one worker has it open. Belongs to the worker's event loop.
+
+    If the disk refuses a write, that is logged once, and the journal is left: nothing is replayed then."""
+
+    def __init__(self, path: Path, start: RunStart, save_interval: int | None = None) -> None:
+        self._path, self._start, self._save_interval = path, start, save_interval
+        self._newest = start.version
+        self._has_old = True
+        self._db: sqlite3.Connection | None = None
+        try:
+            self._db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.executescript(_SCHEMA)
+            self._begin()
+        except sqlite3.Error as error:
+            self._leave(error)
+
+    @classmethod
+    def of(cls, context: RolloutContext) -> Journal | None:
+        """That of the run; None outside of one, and on a network file system, where SQLite has no shared memory."""
+        if context.run_dir is None or context.start is None:
+            return None
+        args: Args = context.args
+        path = place_of(FILE_NAME, context.run_dir, args.ledger_dir)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_local_disk(path)
+        except (ConfigError, OSError) as error:
+            _log.warning("no turn is replayed after a death: %s has no local disk (%s)", path.parent, error)
+            return None
+        return cls(path, context.start, args.save_interval if args.save else None)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def begin(self, sample: str, version: int) -> tuple[int, int, bool]:
+        """Note that a play of ``sample`` begins. Returns which one, how often it was killed, and whether the one before
+        was: it began under this start, and never ended."""
+        if version > self._newest:
+            self._newest, self._has_old = version, True
+            self._write("DELETE FROM plays WHERE version < ? AND running = ''", version - PLAYS_KEPT)
+        found = self._read("SELECT play, kills, running FROM plays WHERE sample = ?", sample)
+        play, kills, running = found[0] if found else (0, 0, "")
+        was_killed = running == self._start.name
+        if was_killed:
+            play, kills = after_kill(play, kills)
+        self._write(_RUNS, sample, play, kills, self._start.name, version)
+        return play, kills, was_killed
+
+    def note(self, sample: str, play: int, kills: int, version: int, *, runs: bool) -> None:
+        """Note which play of ``sample`` runs, or is the next one."""
+        if runs or play or kills:
+            self._write(_RUNS, sample, play, kills, self._start.name if runs else "", version)
+        else:
+            self._write("DELETE FROM plays WHERE sample = ?", sample)
+
+    def record(self, sample: str, play: int, turn: Turn, version: int) -> None:
+        """Write a turn of one weight version; see the module."""
+        spans = [(span.start, span.end) for span in turn.spans]
+        kept = None
+        if turn.kept is not None:
+            kept = array("q", map(len, turn.kept)).tobytes() + b"".join(turn.kept)
+        self._write(
+            _WRITE,
+            sample,
+            play,
+            bytes.fromhex(turn.digest),
+            turn.ordinal,
+            version,
+            self._start.name,
+            array("I", turn.output_ids).tobytes(),
+            array("d", turn.log_probs).tobytes(),
+            kept,
+            json.dumps([turn.finish_reason, turn.matched, spans]),
+        )
+        if self._has_old:
+            interval = self._save_interval
+            saved = self._newest - self._newest % interval if interval else self._newest
+            self._has_old = self._write(_REMOVE, self._newest - 1, saved, saved - (interval or 0)) > 0
+
+    def turns(self, sample: str, play: int, version: int) -> dict[_Key, tuple[Any, ...]]:
+        """What ``turn_of`` makes the turns of a play of, by digest and ordinal; those of ``version`` alone."""
+        found = self._read(_READ, sample, play, version, self._start.name)
+        return {(digest.hex(), ordinal): (version, *values) for digest, ordinal, *values in found}
+
+    def _begin(self) -> None:
+        """Forget what is not of this start; the first of its workers does it."""
+        assert self._db is not None
+        start = self._start
+        self._db.execute("BEGIN IMMEDIATE")
+        found = self._db.execute("SELECT name, origin FROM starts").fetchall()
+        if [start.name] != [name for name, _ in found]:
+            known = {origin for _, origin in found} | {f"{name}:{start.version}" for name, _ in found}
+            version = start.version if start.origin in known else -1
+            self._db.execute("DELETE FROM turns WHERE version != ?", (version,))
+            self._db.execute("UPDATE turns SET start = ?", (start.name,))
+            self._db.execute("UPDATE plays SET running = ''")
+            if version < 0:
+                self._db.execute("DELETE FROM plays")
+            self._db.execute("DELETE FROM starts")
+            self._db.execute("INSERT INTO starts VALUES (?, ?)", (start.name, start.origin))
+        self._db.execute("COMMIT")
+
+    def _read(self, query: str, *values: Any) -> list[Any]:
+        try:
+            return [] if self._db is None else self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            self._leave(error)
+            return []
+
+    def _write(self, statement: str, *values: Any) -> int:
+        """Returns how many rows it changed."""
+        try:
+            return 0 if self._db is None else self._db.execute(statement, values).rowcount
+        except sqlite3.Error as error:
+            self._leave(error)
+            return 0
+
+    def _leave(self, error: sqlite3.Error) -> None:
+        self.close()
+        _log.warning("no turn is replayed after a death from now on: %s: %s", self._path, error)
+
+
+def after_kill(play: int, kills: int) -> tuple[int, int]:
+    """Which play follows one that was killed from outside, and how often it was killed before."""
+    return (play, kills + 1) if kills + 1 < KILLS else (play + 1, 0)
+
+
+def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[Any, ...]) -> Turn:
+    """The turn that was recorded as ``values``."""
+    version, ids, log_probs, kept, ending = values
+    finish_reason, matched, spans = json.loads(ending)
+    output_ids = tuple(array("I", ids))
+    return Turn(
+        prompt_ids=tuple(prompt_ids),
+        output_ids=output_ids,
+        log_probs=tuple(array("d", log_probs)),
+        spans=tuple(VersionSpan(version, start, end) for start, end in spans),
+        kept=None if kept is None else _split(kept, len(output_ids)),
+        finish_reason=finish_reason,
+        matched=matched,
+        digest=digest,
+        ordinal=ordinal,
+    )
+
+
+def _split(kept: bytes, count: int) -> tuple[bytes, ...]:
+    sizes, place, found = array("q", kept[: 8 * count]), 8 * count, []
+    for size in sizes:
+        found.append(kept[place : place + size])
+        place += size
+    return tuple(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class Play:
+    """One play of a sample, and after a death or a failure the next one.
+
+    number: of the play, from 0; seeds depend on it. kills: how often it was killed from outside. was_killed: whether
+    the worker of the play before died in it. sample: what the journal knows the sample by, an evaluation's under its
+    own name, since it plays the same samples time and again. version: the one published at the lease; None if unknown,
+    and nothing is replayed then.
+    """
+
+    number: int = 0
+    kills: int = 0
+    was_killed: bool = False
+    sample: str = ""
+    version: int | None = None
+    journal: Journal | None = None
+    _turns: dict[_Key, Turn | tuple[Any, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def begun(cls, journal: Journal | None, lease: Lease, sample: Sample) -> Play:
+        """The play of ``sample`` that begins now. Without a journal its predecessors are unknown."""
+        version = None if lease.group is None else lease.group.version
+        if journal is None or lease.ticket is None or version is None:
+            return cls(version=version)
+        own = f"{lease.ticket.task}|" if lease.evaluation else ""
+        name = f"{own}{lease.context.seed}|{sample.uid}|{sample.sample_index}"
+        number, kills, was_killed = journal.begin(name, version)
+        play = cls(number=number, kills=kills, was_killed=was_killed, sample=name, version=version, journal=journal)
+        play._turns.update(journal.turns(name, number, version))
+        return play
+
+    def find(self, prompt_ids: Sequence[int], digest: str, ordinal: int) -> Turn | None:
+        """The recorded turn with this identity; None if there is none that may be replayed."""
+        found = self._turns.get((digest, ordinal))
+        return found if found is None or isinstance(found, Turn) else turn_of(prompt_ids, digest, ordinal, found)
+
+    def record(self, turn: Turn) -> None:
+        """Keep ``turn``, before anyone has its answer."""
+        version = self.version if not turn.spans else turn.spans[0].version
+        if self.version is None or version is None or any(span.version != version for span in turn.spans):
+            return
+        if version == self.version:
+            self._turns[turn.digest, turn.ordinal] = turn
+        if self.journal is not None:
+            self.journal.record(self.sample, self.number, turn, version)
+
+    def kill(self) -> bool:
+        """It was killed from outside and is played again. Returns whether that counts as its own failure."""
+        before = self.number
+        self._go_on(*after_kill(self.number, self.kills))
+        return self.number > before
+
+    def fail(self) -> None:
+        """It failed by itself: the next play has seeds of its own, and no recorded turn."""
+        self._go_on(self.number + 1, 0)
+
+    def end(self) -> None:
+        """It ended, or was cancelled, which is no death. A later lease of the sample plays it with the same answers."""
+        self._note(runs=False)
+
+    def _go_on(self, number: int, kills: int) -> None:
+        if number > self.number:
+            self._turns.clear()
+        self.number, self.kills = number, kills
+        self._note(runs=True)
+
+    def _note(self, *, runs: bool) -> None:
+        if self.journal is not None:
+            assert self.version is not None
+            self.journal.note(self.sample, self.number, self.kills, self.version, runs=runs)

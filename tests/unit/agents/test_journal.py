@@ -1,0 +1,217 @@
+"""The journal's file: what it gives back, which weights its turns are of, what it forgets, and what it survives."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer_rl.agents import journal as module
+from buffer_rl.agents.journal import FILE_NAME, Journal, Play
+from buffer_rl.agents.turns import Turn
+from buffer_rl.records.groups import VersionSpan
+from buffer_rl.rollout.context import RunStart
+from harness.agent_play import AgentEngine, session_of, user
+
+DIGEST = "ab" * 32
+
+
+def start(name: str, version: int = 3, origin: str = "") -> RunStart:
+    return RunStart(name=name, version=version, origin=origin or f"{name}:began")
+
+
+def turn(ordinal: int = 0, version: int = 3, **changes: Any) -> Turn:
+    given: dict[str, Any] = {
+        "prompt_ids": (1, 2),
+        "output_ids": (5, 6),
+        "log_probs": (-0.1, -1 / 3),
+        "spans": (VersionSpan(version, 0, 2),),
+        "digest": DIGEST,
+        "ordinal": ordinal,
+    }
+    return Turn(**{**given, **changes})
+
+
+def play(journal: Journal, version: int = 3, sample: str = "s", number: int = 0) -> Play:
+    """A play that knows what the file has."""
+    made = Play(number=number, sample=sample, version=version, journal=journal)
+    made._turns.update(journal.turns(sample, number, version))
+    return made
+
+
+def has(path: Path, of: RunStart, **where: Any) -> bool:
+    journal = Journal(path, of)
+    found = play(journal, **where).find((1, 2), DIGEST, 0)
+    journal.close()
+    return found is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"finish_reason": "length", "matched": None},
+        {"matched": 1},
+        {"matched": "\udc80!"},
+        {"log_probs": (-math.inf, -5e-324)},
+        {"kept": (b"", b"\x00\xff" * 9)},
+        {"output_ids": (), "log_probs": (), "spans": ()},
+        {"output_ids": (), "log_probs": (), "spans": (), "kept": ()},
+        {"output_ids": (2**32 - 1, 0)},
+        {"spans": (VersionSpan(3, 0, 1), VersionSpan(3, 1, 2))},
+    ],
+)
+def test_a_turn_comes_back_as_it_was_written(changes: dict[str, Any], tmp_path: Path) -> None:
+    written = turn(**changes)
+    journal = Journal(tmp_path / FILE_NAME, start("a"))
+    play(journal).record(written)
+    journal.close()
+    again = play(Journal(tmp_path / FILE_NAME, start("a")))
+    assert again.find([1, 2], DIGEST, 0) == written
+    for other in (again.find([1, 2], "cd" * 32, 0), again.find([1, 2], DIGEST, 1)):
+        assert other is None
+
+
+def test_a_turn_is_found_under_its_sample_play_and_version_alone(tmp_path: Path) -> None:
+    path, of = tmp_path / FILE_NAME, start("a")
+    play(Journal(path, of)).record(turn())
+    assert has(path, of)
+    assert not any(has(path, of, **where) for where in ({"sample": "t"}, {"number": 1}, {"version": 4}))
+
+
+def test_the_turns_of_a_play_are_found_by_its_name(tmp_path: Path) -> None:
+    """And not among all of the version, which takes longer with each turn of a step."""
+    Journal(tmp_path / FILE_NAME, start("a")).close()
+    plan = sqlite3.connect(tmp_path / FILE_NAME).execute(f"EXPLAIN QUERY PLAN {module._READ}", ("s", 0, 3, "a"))
+    assert "sample=? AND play=?" in str(plan.fetchall())
+
+
+def test_a_turn_of_several_versions_is_never_replayed(tmp_path: Path) -> None:
+    path, of = tmp_path / FILE_NAME, start("a")
+    mixed = play(Journal(path, of))
+    mixed.record(turn(spans=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))))
+    assert mixed.find((1, 2), DIGEST, 0) is None
+    assert not any(has(path, of, version=version) for version in (3, 4))
+    later = play(Journal(path, of))
+    later.record(turn(version=4))  # published after the lease
+    assert later.find((1, 2), DIGEST, 0) is None
+    assert has(path, of, version=4)
+
+
+STARTS = {
+    "the same start": ([start("a")], True),
+    "the checkpoint that it wrote": ([start("b", 3, "a:3")], True),
+    "its checkpoint, twice": ([start("b", 3, "a:3"), start("c", 3, "a:3")], True),
+    "what it began with": ([start("b", 3, "a:began")], True),
+    "a checkpoint of another start": ([start("b", 3, "x:3")], False),
+    "an older checkpoint that it wrote": ([start("b", 2, "a:2")], False),
+    "the older one, then the newer one": ([start("b", 2, "a:2"), start("c", 3, "a:3")], False),
+    "a new run in the folder": ([start("b", 0, "other:0")], False),
+    "there and back": ([start("b", 3, "x:3"), start("c", 3, "a:3")], False),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_a_version_is_that_of_the_same_weights_only_if_they_are_of_one_origin(case: str, tmp_path: Path) -> None:
+    later, stays = STARTS[case]
+    path = tmp_path / FILE_NAME
+    play(Journal(path, start("a"))).record(turn())
+    for each in later:
+        Journal(path, each).close()
+    assert has(path, later[-1]) is stays
+
+
+def test_what_a_worker_of_an_earlier_start_writes_late_is_not_found(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    left = play(Journal(path, start("a")))
+    Journal(path, start("b", 3, "a:3")).close()
+    left.record(turn())
+    assert not has(path, start("b", 3, "a:3"))
+
+
+def test_a_worker_that_dies_in_a_play_is_seen_and_the_second_time_the_play_is_the_next_one(tmp_path: Path) -> None:
+    path, of = tmp_path / FILE_NAME, start("a")
+    begun = [Journal(path, of).begin("s", 3) for _ in range(5)]
+    assert begun == [(0, 0, False), (0, 1, True), (1, 0, True), (1, 1, True), (2, 0, True)]
+
+
+def test_an_end_a_failure_and_a_new_start_are_no_deaths(tmp_path: Path) -> None:
+    path, of = tmp_path / FILE_NAME, start("a")
+    journal = Journal(path, of)
+
+    def begun(journal: Journal) -> Play:
+        number, kills, was_killed = journal.begin("s", 3)
+        assert not was_killed
+        return Play(number=number, kills=kills, sample="s", version=3, journal=journal)
+
+    begun(journal).end()
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM plays").fetchone() == (0,)
+    failing = begun(journal)
+    failing.fail()
+    failing.end()
+    again = begun(journal)
+    assert again.number == 1
+    assert not again.kill()
+    after = begun(Journal(path, start("b", 3, "a:3")))
+    assert (after.number, after.kills) == (1, 1)
+    assert after.kill()
+    assert after.number == 2
+
+
+def test_several_workers_write_one_file(tmp_path: Path) -> None:
+    path, of = tmp_path / FILE_NAME, start("a")
+    workers = [Journal(path, of) for _ in range(3)]
+    for number in range(30):
+        play(workers[number % 3], sample=f"s{number}").record(turn())
+    assert all(has(path, of, sample=f"s{number}") for number in range(30))
+
+
+def test_the_file_keeps_its_size_and_the_turns_of_the_newest_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    journal = Journal(path, start("a", 0), save_interval=4)
+    sizes = []
+    for version in range(23):
+        for sample in range(30):
+            number, kills, _ = journal.begin(f"{version}/{sample}", version)
+            made = Play(number=number, kills=kills, sample=f"{version}/{sample}", version=version, journal=journal)
+            made.record(turn(version=version))
+            made.fail()
+            made.end()
+        sizes.append(sqlite3.connect(path).execute("SELECT count(*) FROM turns").fetchone()[0])
+    found = sqlite3.connect(path).execute("SELECT DISTINCT version FROM turns ORDER BY version").fetchall()
+    assert [version for (version,) in found] == [16, 20, 21, 22]
+    assert max(sizes) <= 6 * 30
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM plays").fetchone() == (23 * 30,)
+    journal.begin("last", module.PLAYS_KEPT + 5)
+    assert sqlite3.connect(path).execute("SELECT min(version) FROM plays").fetchone() == (5,)
+
+
+async def test_a_journal_that_the_disk_refuses_is_left_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_text("no database")
+    with caplog.at_level(logging.WARNING):
+        journal = Journal(path, start("a"))
+        assert journal.begin("s", 3) == (0, 0, False)
+        play(journal).record(turn())
+        play(journal).end()
+    assert [record.message.startswith("no turn is replayed") for record in caplog.records] == [True]
+
+
+async def test_a_marked_repetition_whose_answer_the_journal_has_gets_it() -> None:
+    async with session_of(AgentEngine()) as session:
+        first = await session.chat(user("a"))
+        recorded = Play(version=3)
+        recorded.record(first.turn)
+    async with session_of(AgentEngine()) as session:
+        session._play = recorded
+        again = await session.chat(user("a"), known=True)
+        assert (again.turn, session.replayed) == (first.turn, 1)
+        with pytest.raises(Exception, match="no such request is known"):
+            await session.chat(user("a"), known=True)
+        assert len(session.exchanges) == 1
