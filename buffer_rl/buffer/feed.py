@@ -27,7 +27,6 @@ from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.plugin.calls import place
 from buffer_rl.records.groups import GroupUid, SampleGroup
 
-
 Draw = SampleGroup | GroupUid
 """A group to lease, or the uid of a row that leaves its epoch without being leased."""
 

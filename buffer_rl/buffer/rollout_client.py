@@ -58,7 +58,8 @@ class RolloutClient:
     status of each reported sample.
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself. where: names the
-    rollout function in errors. on_lease: called with each leased group. reward_of: the mean reward of a group, if the Buffer keeps it.
+    rollout function in errors. on_lease: called with each leased group. reward_of: the mean reward of a group,
+    if the Buffer keeps it.
     groups: by uid, the newest lease. finished: by uid, what was reported. progressed_at: see ``RolloutBuffer``.
     """
 

@@ -190,8 +190,8 @@ class BufferState:
 
         A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
         One that was rejected as too old is dropped again, and counted.
-        sizes: needed where tokens or loss masks are in the object store. reward: the mean over its samples, for an order
-        by difficulty."""
+        sizes: needed where tokens or loss masks are in the object store. reward: the mean over its samples, for an
+        order by difficulty."""
         rollout = self._rollouts.of(ticket)
         foreign = self._rollouts.is_foreign(rollout, uid)
         lease = None if foreign else rollout.live(uid, attempt)

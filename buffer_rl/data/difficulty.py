@@ -1,4 +1,4 @@
-"""The order of rows by their difficulty (``--prompt-order difficulty``): pools of rows by their last mean reward, and an
+"""The order of rows by difficulty (``--prompt-order difficulty``): pools of rows by their last mean reward, and an
 epoch whose next row is drawn by the weights of the pools.
 
 A row has the weight of its pool, so that a pool is drawn with the probability of its weight times its remaining rows.
@@ -168,10 +168,11 @@ class DifficultyIterator:
 
     def set_rewards(self, means: Mapping[int, float]) -> None:
         """Move rows to the pools of their mean rewards."""
-        before = self._pools.copy()
         rows = np.fromiter(means, dtype=np.int64, count=len(means))
-        self._pools[rows] = self.weights.pools_of(np.fromiter(means.values(), dtype=np.float64, count=len(means)))
-        if ((before != self._pools) & ~self._taken).any():
+        pools = self.weights.pools_of(np.fromiter(means.values(), dtype=np.float64, count=len(means)))
+        moved = rows[self._pools[rows] != pools]
+        self._pools[rows] = pools
+        if not self._taken[moved].all():  # else they are of the next epoch
             self._sort()
 
     def next(self) -> Drawn:

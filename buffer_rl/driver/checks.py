@@ -89,7 +89,7 @@ def _check_required(args: Args) -> None:
 
 
 def _check_prompt_order(args: Args) -> None:
-    """An order by difficulty is the Buffer's own, of rows that it reads, and learns from rewards of what was trained."""
+    """An order by difficulty is the Buffer's own, of rows that it reads, and learns from rewards of trained groups."""
     if args.prompt_order != "difficulty":
         return
     others = {

@@ -60,8 +60,8 @@ def rewards_of(args: Args, samples: Iterable[Sample]) -> list[float | None]:
 
 
 def known_reward(args: Args, group: SampleGroup) -> float | None:
-    """The mean reward of a group's samples, for an order by difficulty; None without such an order, and if no sample has
-    a reward. A sample of several parts counts once."""
+    """The mean reward of a group's samples, for an order by difficulty; None without such an order, and if no sample
+    has a reward. A sample of several parts counts once."""
     if args.prompt_order != "difficulty":
         return None
     pairs = [(row, reward) for row, reward in zip(group, rewards_of(args, group), strict=True) if reward is not None]

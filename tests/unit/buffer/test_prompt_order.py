@@ -45,7 +45,7 @@ class Run:
             Path(paths[-1]).write_text("".join(json.dumps({"prompt": f"{number} {row}"}) + "\n" for row in range(ROWS)))
         self.args: Any = compose(CORE_SECTIONS)(
             prompt_data=paths,
-            prompt_data_weights=[1, 2] if sources == 2 else None,
+            prompt_data_weights=[1, 2.7] if sources == 2 else None,
             n_samples_per_prompt=2,
             rollout_batch_size=PER_STEP,
             prompt_order="difficulty",
@@ -201,6 +201,7 @@ def test_a_resumed_run_goes_on_with_the_same_order(tmp_path: Path, staleness: in
     wanted = whole.play(STEPS)
     assert min(wanted) == 4
     resumed = Run(tmp_path / "resumed", staleness, sources=sources)
+    resumed.play(2)  # and then goes to another moment
     resumed.state.load_state_dict(saved, lambda: go_back(resumed.state.ledger, copy))
     assert resumed.play(STEPS) == wanted
     assert resumed.entries() == whole.entries()
