@@ -20,22 +20,39 @@ from typing import Any, Protocol
 import orjson
 
 from buffer_rl.buffer.codec import group_from_json, group_to_json
+from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest, hash_state
-from buffer_rl.data.source import PromptDataSource
+from buffer_rl.data.source import PromptDataSource, SourceMark
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.plugin.calls import place
 from buffer_rl.records.groups import GroupUid, SampleGroup
+
+Draw = SampleGroup | GroupUid
+"""A group to lease, or the uid of a row that leaves its epoch without being leased."""
 
 
 class Feed(Protocol):
     """The interface of both kinds of source."""
 
-    def draw_prompts(self, num_groups: int) -> list[SampleGroup]:
-        """The next ``num_groups`` groups. Raises DeliveryNeeded, with nothing changed, if there are fewer."""
+    def draw_prompts(self, num_groups: int) -> Sequence[Draw]:
+        """The next ``num_groups`` groups, and the uids of rows that are passed over before them. Raises DeliveryNeeded,
+        with nothing changed, if there are fewer."""
         ...
 
-    def rollback(self, groups: Sequence[SampleGroup]) -> None:
-        """Undo the last ``draw_prompts``, which gave ``groups``."""
+    def rollback(self, drawn: Sequence[Draw]) -> None:
+        """Undo the last ``draw_prompts``, which gave ``drawn``."""
+        ...
+
+    def open_ticket(self, number: int, end: int) -> None:
+        """A training ticket opens: its order of rows knows the rewards of steps and tickets before ``end``."""
+        ...
+
+    def recover(self) -> None:
+        """Go on beside the rows that the ledger has, after ``seek`` or ``load_state_dict``."""
+        ...
+
+    def metrics_of(self, ticket: int) -> dict[str, float]:
+        """What the order of rows knew when the ticket opened."""
         ...
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
@@ -74,19 +91,48 @@ class Feed(Protocol):
 
 
 class LocalFeed:
-    """The built-in data source, or none."""
+    """The built-in data source, or none.
 
-    def __init__(self, source: PromptDataSource | None) -> None:
+    ledger: where an order by difficulty reads the rewards of rows, and which rows left their epoch; without it no
+    reward is known.
+    """
+
+    def __init__(self, source: PromptDataSource | None, ledger: Ledger | None = None) -> None:
         self._source = source
-        self._before: Mapping[str, Any] = {}
+        self._ledger = ledger if source is not None and source.pool_weights is not None else None
+        self._before: SourceMark | None = None
+        self._metrics: dict[int, dict[str, float]] = {}
+        if self._ledger is not None:
+            self._ledger.keep_rewards()
 
-    def draw_prompts(self, num_groups: int) -> list[SampleGroup]:
+    def draw_prompts(self, num_groups: int) -> list[Draw]:
         source = self._required()
-        self._before = source.state_dict()
-        return source.get_samples(num_groups)
+        self._before = source.mark()
+        try:
+            return source.draw(num_groups)
+        except BaseException:
+            source.back_to(self._before)
+            raise
 
-    def rollback(self, groups: Sequence[SampleGroup]) -> None:
-        self._required().load_state_dict(self._before)
+    def rollback(self, drawn: Sequence[Draw]) -> None:
+        assert self._before is not None  # of ``draw_prompts``
+        self._required().back_to(self._before)
+
+    def open_ticket(self, number: int, end: int) -> None:
+        if self._source is None or self._ledger is None:
+            return
+        self._source.set_rewards(self._ledger.new_rewards(end))
+        counts = self._source.pool_counts()
+        self._metrics = {ticket: known for ticket, known in self._metrics.items() if ticket >= end}
+        self._metrics[number] = {f"rollout/pool_{pool}": float(count) for pool, count in counts.items()}
+
+    def recover(self) -> None:
+        if self._source is not None and self._ledger is not None:
+            self._ledger.forget_read_rewards()
+            self._source.take_rows(self._ledger.rows_of)
+
+    def metrics_of(self, ticket: int) -> dict[str, float]:
+        return self._metrics.get(ticket, {})
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
         return self._required().group_of(uid, number)
@@ -156,8 +202,17 @@ class DeliveredFeed:
             )
         return [self._stock.popleft() for _ in range(num_groups)]
 
-    def rollback(self, groups: Sequence[SampleGroup]) -> None:
-        self._stock.extendleft(reversed(groups))
+    def rollback(self, drawn: Sequence[Draw]) -> None:
+        self._stock.extendleft(group for group in reversed(drawn) if isinstance(group, SampleGroup))
+
+    def open_ticket(self, number: int, end: int) -> None:
+        pass
+
+    def recover(self) -> None:
+        pass
+
+    def metrics_of(self, ticket: int) -> dict[str, float]:
+        return {}
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
         """Raises BufferStateError: only the source's process could make a group again, and it has no such request."""

@@ -40,10 +40,12 @@ from buffer_rl.buffer.ledger_tables import (
     GroupState,
     LedgerEntry,
     LedgerTables,
+    RewardTable,
     dropped,
     finished,
     is_repeat,
     leased,
+    passed_over,
     rejected_late,
     requeued,
     selected,
@@ -84,6 +86,7 @@ class Ledger:
         self.path = Path(path)
         self._db = open_ledger_file(self.path, connection)
         self._tables = LedgerTables(self._db, self.path)
+        self._rewards = RewardTable(self._db)
         self._token = ""
         try:
             with self._tables.atomic():
@@ -154,6 +157,10 @@ class Ledger:
         """leased → quarantined: the group failed too often by itself, and is not tried again."""
         self._change(uid, dropped, attempt, GroupState.QUARANTINED, reason)
 
+    def pass_over(self, uid: GroupUid, rollout_id: int, reason: str) -> None:
+        """pending → rejected, without a lease."""
+        self._change(uid, passed_over, rollout_id, reason)
+
     def requeue(self, uid: GroupUid, attempt: int) -> None:
         """leased or finished → pending."""
         self._change(uid, requeued, attempt)
@@ -180,6 +187,8 @@ class Ledger:
                 self._tables.write(uid, admitted, entry, after)
             if chosen:
                 self._tables.record_commit(rollout_id, step, len(chosen))
+            if self._rewards.is_kept:
+                self._rewards.settle([admitted for admitted, _ in found], rollout_id)
 
     def entry(self, uid: GroupUid) -> LedgerEntry:
         """The facts of one group; ``pending`` with attempt 0 where it was never leased."""
@@ -231,6 +240,32 @@ class Ledger:
             number = self._tables.source_id(source)
             self._db.execute("UPDATE sources SET num_rows = ? WHERE id = ?", (num_rows, number))
 
+    # -- rewards, for an order of rows by difficulty ------------------------------------------------
+
+    def keep_rewards(self) -> None:
+        """Keep the rewards that ``note_reward`` names; without it they are ignored."""
+        with self.transaction():
+            self._rewards.create()
+
+    def note_reward(self, uid: GroupUid, mean: float | None, number: int | None = None) -> None:
+        """Note the mean reward of a leased, finished or rejected group, in the transaction of the block. number: of the
+        ticket that rejected it."""
+        if self._rewards.is_kept and mean is not None and (admitted := self.number(uid)) is not None:
+            self._rewards.note(admitted, mean, number)
+
+    def new_rewards(self, end: int) -> list[tuple[str, int, float]]:
+        """See ``RewardTable.new``."""
+        return self._rewards.new(end)
+
+    def forget_read_rewards(self) -> None:
+        """``new_rewards`` begins with the first ones again."""
+        self._rewards.read_until = None
+
+    def rows_of(self, source: str, epoch: int) -> list[int]:
+        """The rows of an epoch that were leased or passed over."""
+        query = "SELECT row FROM groups WHERE source = (SELECT id FROM sources WHERE source = ?) AND epoch = ?"
+        return [row for (row,) in self._db.execute(f"{query} AND admitted >= 0", (source, epoch))]
+
     # -- copies --------------------------------------------------------------------------------------
 
     def backup(self, path: str | Path) -> None:
@@ -264,6 +299,7 @@ class Ledger:
                     kept = f" WHERE key NOT IN ('run', 'restarts', '{_TOKEN}')" if table == "facts" else ""
                     self._db.execute(f"DELETE FROM {table}{kept}")
                     self._db.execute(f"INSERT INTO {table} SELECT * FROM copy.{table}{kept}")
+                self._rewards.replace_by_copy()
                 self.returned = self._renew_token("restore", keep_selected=False)
         except BaseException:
             self._tables.opening, self._token = before

@@ -5,6 +5,8 @@
        └────requeue──────┘  ├─reject─▶ rejected(reason)      (finished ──requeue──▶ pending, and
                             └─quarantine─▶ quarantined(reason)   finished ──reject──▶ rejected, as well)
 
+A row that the order of an epoch passes over is rejected without being leased.
+
 A foreign group, which the rollout function made, is leased and finished in one transaction. It is pending, and in no
 queue, if it was lost before its step, or if its step had enough groups. It is rejected if it is too old for a step.
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -120,6 +122,13 @@ def trained(uid: GroupUid, entry: LedgerEntry, rollout_id: int, step: int) -> Le
             f"rollout {rollout_id} cannot be committed: group {uid} is {_describe(entry)}", expected="finished"
         )
     return LedgerEntry(state=GroupState.TRAINED, attempt=entry.attempt, rollout_id=rollout_id, step=step)
+
+
+def passed_over(uid: GroupUid, entry: LedgerEntry, rollout_id: int, reason: str) -> LedgerEntry:
+    """The entry after ``Ledger.pass_over``."""
+    if entry.state is not GroupState.PENDING or entry.attempt:
+        raise BufferStateError(f"group {uid} cannot be passed over: it is {_describe(entry)}", expected="never leased")
+    return LedgerEntry(state=GroupState.REJECTED, rollout_id=rollout_id, reason=reason)
 
 
 def is_repeat(entries: Sequence[LedgerEntry], committed: tuple[int, int] | None, rollout_id: int, step: int) -> bool:
@@ -277,3 +286,55 @@ class LedgerTables:
     def set_fact(self, key: str, value: str) -> None:
         """Store a fact in place of the one before."""
         self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, value))
+
+
+class RewardTable:
+    """The mean reward of each group that was scored, for an order of rows by difficulty; a table of its own, which only
+    runs with such an order have.
+
+    A reward counts once its group is trained, or rejected: it is then of the number of that step or ticket. ``new``
+    reads them in this order, each once.
+    """
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.is_kept = False
+        self.read_until: int | None = None
+
+    def create(self) -> None:
+        """Keep rewards from here on; those that the file has stay."""
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS rewards (admitted INTEGER PRIMARY KEY, mean REAL NOT NULL, number INTEGER)"
+        )
+        self._db.execute("CREATE INDEX IF NOT EXISTS rewards_by_number ON rewards (number) WHERE number IS NOT NULL")
+        self.is_kept = True
+
+    def note(self, admitted: int, mean: float, number: int | None) -> None:
+        """Store a group's mean reward. number: of the ticket that rejected the group. One that is below what was read
+        counts as the next one."""
+        if number is not None and self.read_until is not None:
+            number = max(number, self.read_until)
+        self._db.execute("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", (admitted, mean, number))
+
+    def settle(self, admitted: Iterable[int | None], number: int) -> None:
+        """Groups are trained at the step ``number``."""
+        self._db.executemany("UPDATE rewards SET number = ? WHERE admitted = ?", ((number, one) for one in admitted))
+
+    def new(self, end: int) -> list[tuple[str, int, float]]:
+        """Source, row and mean reward of all that count before ``end`` and were not read yet; the newest last."""
+        query = (
+            "SELECT s.source, row, mean FROM rewards r JOIN groups g USING (admitted) JOIN sources s ON s.id = g.source"
+            " WHERE r.number < ? AND r.number >= ? ORDER BY r.number, epoch, admitted"
+        )
+        first = -1 if self.read_until is None else self.read_until
+        found = list(self._db.execute(query, (end, first)))
+        self.read_until = max(first, end)
+        return found
+
+    def replace_by_copy(self) -> None:
+        """Take over those of the attached database ``copy``, if it has any."""
+        if not self.is_kept:
+            return
+        self._db.execute("DELETE FROM rewards")
+        if self._db.execute("SELECT 1 FROM copy.sqlite_master WHERE name = 'rewards'").fetchone():
+            self._db.execute("INSERT INTO rewards SELECT * FROM copy.rewards")

@@ -58,7 +58,8 @@ class RolloutClient:
     status of each reported sample.
 
     source: where the batches come from that the Buffer asks for, if it does not read its data itself. where: names the
-    rollout function in errors. on_lease: called with each leased group.
+    rollout function in errors. on_lease: called with each leased group. reward_of: the mean reward of a group,
+    if the Buffer keeps it.
     groups: by uid, the newest lease. finished: by uid, what was reported. progressed_at: see ``RolloutBuffer``.
     """
 
@@ -72,6 +73,7 @@ class RolloutClient:
         *,
         where: str = "",
         on_lease: Callable[[SampleGroup], None] | None = None,
+        reward_of: Callable[[SampleGroup], float | None] = lambda group: None,
     ) -> None:
         self._client = client
         self._ticket = ticket
@@ -80,6 +82,7 @@ class RolloutClient:
         self._source = source
         self._where = where or ticket.task
         self._on_lease = on_lease
+        self._reward_of = reward_of
         self._unnamed = itertools.count()
         self.groups: dict[GroupUid, SampleGroup] = {}
         self.finished: dict[GroupUid, SampleGroup] = {}
@@ -126,15 +129,15 @@ class RolloutClient:
         """Report a finished group."""
         check_statuses(self.marked(group), where=self._where)
         rows = encoded or self.encode(group)
-        await self._client.acall(
-            BufferState.finish, self._ticket, group.uid, group.attempt, rows.row_ids, rows.columns, rows.sizes
-        )
+        report = (group.uid, group.attempt, rows.row_ids, rows.columns, rows.sizes, self._reward_of(group))
+        await self._client.acall(BufferState.finish, self._ticket, *report)
         self.finished[group.uid] = group
         self._progressed()
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group, or a foreign one."""
-        await self._client.acall(BufferState.reject, self._ticket, group.uid, group.attempt, reason)
+        reward = self._reward_of(group)
+        await self._client.acall(BufferState.reject, self._ticket, group.uid, group.attempt, reason, reward)
         self._progressed()
 
     async def aget_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from buffer_rl.buffer.feed import Feed
+from buffer_rl.buffer.feed import Draw, Feed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.queue import Admitted, GroupQueue, RequeueRule, oldest_version
@@ -29,6 +29,8 @@ SURPLUS = "surplus"
 """What foreign groups that the step does not need are counted as; those of a data source wait for the next step."""
 TOO_OLD = "too_old"
 """What foreign groups are counted as whose tokens are older than the bound when the selection of a step is open."""
+CURRICULUM = "curriculum"
+"""What rows are counted as that an order by difficulty passes over, since their pool has weight 0."""
 POSITION = "position"
 """The ledger's note of where the data source stands."""
 WORKERS = 1 << 20
@@ -177,14 +179,17 @@ class Rollouts:
         if self._is_limited and num_samples > 0:
             num_samples = min(num_samples, self._num_allowed(rollout, ticket))
         queued = self.queue.first(num_samples, chosen)
-        fresh = self._admit(num_samples - len(queued))
+        num_fresh = num_samples - len(queued)
+        drawn = self._feed.draw_prompts(num_fresh) if num_fresh else []
         try:
-            attempts = self._write_leases(ticket, queued, fresh)
+            attempts = self._write_leases(ticket, queued, drawn)
         except BaseException:  # nothing is leased then, so nothing may be gone from the source
-            if fresh:
-                self._feed.rollback([entry.group for entry in fresh])
+            if drawn:
+                self._feed.rollback(drawn)
             raise
-        self._admitted += len(fresh)
+        fresh = self._admit(drawn)
+        if passed := len(drawn) - len(fresh):
+            rollout.drops[CURRICULUM] += passed
         self.queue.remove([entry.group.uid for entry in queued])
         pairs = zip([*queued, *fresh], attempts, strict=True)
         return [self._lease(rollout, ticket.worker, entry, attempt, version) for entry, attempt in pairs]
@@ -224,21 +229,35 @@ class Rollouts:
         rollout.missing[passed.worker] = missing
         return passed
 
-    def finish(self, rollout: OpenRollout, lease: Lease, num_rows: int) -> None:
-        """End a live lease: its group is finished."""
+    def finish(self, rollout: OpenRollout, lease: Lease, num_rows: int, reward: float | None = None) -> None:
+        """End a live lease: its group is finished, with the mean reward ``reward``."""
         uid = lease.group.uid
         if not rollout.ticket.evaluation:
-            self._ledger.finish(uid, lease.group.attempt)
+            with self._ledger.transaction():
+                self._ledger.finish(uid, lease.group.attempt)
+                self._ledger.note_reward(uid, reward)
             self.finished[uid] = lease
         rollout.finished[uid] = num_rows
         del rollout.leases[uid]
 
-    def drop(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, *, for_good: bool = False) -> None:
-        """Drop a live lease; the reason is counted. for_good: the group is quarantined, and counted as that."""
+    def drop(
+        self,
+        ticket: Ticket,
+        uid: GroupUid,
+        attempt: int,
+        reason: str,
+        *,
+        for_good: bool = False,
+        reward: float | None = None,
+    ) -> None:
+        """Drop a live lease; the reason is counted. for_good: the group is quarantined, and counted as that. reward:
+        the group's mean reward."""
         rollout = self.of(ticket)
         rollout.live(uid, attempt)
         if not ticket.evaluation:
-            (self._ledger.quarantine if for_good else self._ledger.reject)(uid, attempt, reason)
+            with self._ledger.transaction():
+                (self._ledger.quarantine if for_good else self._ledger.reject)(uid, attempt, reason)
+                self._ledger.note_reward(uid, reward, ticket.rollout_id)
         rollout.leave(uid)
         rollout.drops[QUARANTINED if for_good else reason] += 1
 
@@ -424,11 +443,16 @@ class Rollouts:
             )
         return missing
 
-    def _write_leases(self, ticket: Ticket, queued: Sequence[Admitted], fresh: Sequence[Admitted]) -> list[int]:
+    def _write_leases(self, ticket: Ticket, queued: Sequence[Admitted], drawn: Sequence[Draw]) -> list[int]:
         """Where the data source stands is written with its groups: neither is known without the other."""
         with self._ledger.transaction():
-            attempts = [self._ledger.lease(entry.group.uid, ticket.rollout_id) for entry in [*queued, *fresh]]
-            if fresh:
+            attempts = [self._ledger.lease(entry.group.uid, ticket.rollout_id) for entry in queued]
+            for draw in drawn:
+                if isinstance(draw, SampleGroup):
+                    attempts.append(self._ledger.lease(draw.uid, ticket.rollout_id))
+                else:
+                    self._ledger.pass_over(draw, ticket.rollout_id, CURRICULUM)
+            if drawn:
                 self._ledger.remember(POSITION, self._feed.position())
         return attempts
 
@@ -465,10 +489,9 @@ class Rollouts:
             return prompts.as_prompts()  # the caller may change what it got
         return self._rule.on_lease(replace(entry.group, attempt=attempt, incarnation=token, version=version), version)
 
-    def _admit(self, num_samples: int) -> list[Admitted]:
-        """New groups of the data source."""
-        if num_samples == 0:
-            return []
-        return [
-            Admitted(group=g, number=self._admitted + i) for i, g in enumerate(self._feed.draw_prompts(num_samples))
-        ]
+    def _admit(self, drawn: Sequence[Draw]) -> list[Admitted]:
+        """New groups of the data source. Rows that are passed over have numbers, too."""
+        first = self._admitted
+        self._admitted += len(drawn)
+        numbered = enumerate(drawn, first)
+        return [Admitted(group=group, number=number) for number, group in numbered if isinstance(group, SampleGroup)]

@@ -65,7 +65,7 @@ class BufferState:
         schedule: Schedule | None = LOCKSTEP,
         restarted: bool = False,
     ) -> None:
-        self._feed = source if isinstance(source, DeliveredFeed) else LocalFeed(source)
+        self._feed = source if isinstance(source, DeliveredFeed) else LocalFeed(source, ledger)
         self.ledger = ledger
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
@@ -84,6 +84,7 @@ class BufferState:
         )
         if position := ledger.recall(POSITION):
             self._feed.seek(position)
+            self._feed.recover()
         self._rollouts.recover()
 
     # -- tickets -------------------------------------------------------------------------------------
@@ -110,6 +111,7 @@ class BufferState:
         if not evaluation:
             ticket = replace(ticket, num_groups=self._selections.num_admitted(rollout_id))
             self._selections.give_up_inherited(rollout_id)
+            self._feed.open_ticket(rollout_id, rollout_id - (0 if self._schedule is None else self._schedule.target))
         elif not groups:
             raise BufferStateError("there is nothing to evaluate on", hint="name a set with --eval-prompt-data")
         ticket = self._rollouts.start(ticket, groups)
@@ -182,12 +184,14 @@ class BufferState:
         row_ids: Sequence[RowId],
         columns: Mapping[str, Column | Cell],
         sizes: RowSizes | None = None,
+        reward: float | None = None,
     ) -> None:
         """Store a finished group's columns and end its lease. Readers of the selection that it joins get it at once.
 
         A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
         One that was rejected as too old is dropped again, and counted.
-        sizes: needed where tokens or loss masks are in the object store."""
+        sizes: needed where tokens or loss masks are in the object store. reward: the mean over its samples, for an
+        order by difficulty."""
         rollout = self._rollouts.of(ticket)
         foreign = self._rollouts.is_foreign(rollout, uid)
         lease = None if foreign else rollout.live(uid, attempt)
@@ -200,18 +204,18 @@ class BufferState:
             self._selections.check_foreign(ticket, uid, columns, sizes)
         self._selections.require_new(ticket, uid)
         if lease is not None:
-            self._rollouts.finish(rollout, lease, len(row_ids))
+            self._rollouts.finish(rollout, lease, len(row_ids), reward)
         else:
             (lease,) = self._rollouts.import_groups(rollout, ticket.worker, {uid: len(row_ids)}, foreign=True)
         self._selections.add(ticket, lease, row_ids, columns, sizes)
 
     @mutates
-    def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
-        """Drop a leased group, or a foreign one that is pending; the reason is counted."""
+    def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, reward: float | None = None) -> None:
+        """Drop a leased group, or a foreign one that is pending; the reason is counted. reward: as in ``finish``."""
         if self._rollouts.is_foreign(self._rollouts.of(ticket), uid):
             self._rollouts.require_pending(ticket, [uid])
             return self._rollouts.reject_foreign(ticket, uid, reason)
-        self._rollouts.drop(ticket, uid, attempt, reason)
+        self._rollouts.drop(ticket, uid, attempt, reason, reward=reward)
         self._selections.left(ticket, [uid])
 
     @reads
@@ -310,7 +314,10 @@ class BufferState:
         have ended and its own version is published. Returns the report, or None if the selection must wait, and the
         revision of the Buffer then; of a selection that is closed the same report again. Raises BufferStateError if its
         groups have different fields, BufferRestartedError if they were lost with an earlier Buffer."""
-        return self._selections.close(rollout_id, last_ticket), self.revision
+        report = self._selections.close(rollout_id, last_ticket)
+        if report is not None and (known := self._feed.metrics_of(rollout_id)):
+            report = replace(report, metrics={**report.metrics, **known})
+        return report, self.revision
 
     # -- pools ---------------------------------------------------------------------------------------
 
@@ -447,6 +454,7 @@ class BufferState:
             raise BufferStateError("a Buffer that is at work cannot load another state")
         self._feed.load_state_dict(state["source"])
         restore_ledger()
+        self._feed.recover()
         self._record.restore(int(state["version"]), state["metadata"])
         if position := self._feed.position():
             self.ledger.remember(POSITION, position)

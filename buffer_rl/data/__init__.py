@@ -7,6 +7,7 @@ dataset       one object to one row, and the rows of a data source with their ha
 json_text     JSON text to values
 jsonl, arrow  the formats: JSONL, of large files with rows read on access; Parquet and folders of Hugging Face datasets
 order         which row comes next: shuffled epochs, joined and weighted sources
+difficulty    which row comes next: by the weights of pools of the last mean rewards
 source        prompt groups for training and for evaluation
 eval_sets     the evaluation sets of the options
 custom        a user's data source in its own process: batches, checks of its groups, state

@@ -60,5 +60,16 @@ class DataOptions(Section):
     accept_changed_rows: bool = option(
         False, "with --load: continue although rows or field names changed; their number and order must not"
     )
+    prompt_order: Literal["epoch", "difficulty"] = option(
+        "epoch",
+        "order of the rows in each epoch. epoch: as --rollout-shuffle says. difficulty: the next row is drawn by the "
+        "weight of its pool, which is that of its last mean reward",
+    )
+    difficulty_weights: str | None = option(
+        None,
+        "with --prompt-order difficulty: relative weights of rows with the lowest reward, between, with the highest "
+        "reward, and not tried yet; rows of weight 0 are rejected. The default is 0:0.2,mid:1,1:0.1,unseen:1",
+        metavar="LOW:W,mid:W,HIGH:W,unseen:W",
+    )
     rollout_shuffle: bool = option(True, "shuffle the rows in each epoch")
     rollout_seed: int = option(42, "seed of the order of rows and of sampling")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,21 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool = True) -
 
 
 class NextRow(NamedTuple):
-    """The next row: the source's number, the row in it, and the epoch that the row belongs to."""
+    """The next row: the source's number, the row in it, and the epoch that the row belongs to. passed: it leaves the
+    epoch without being leased."""
 
     source: int
     row: int
     epoch: int
+    passed: bool = False
+
+
+class Drawn(NamedTuple):
+    """The next row of one iterator, as ``NextRow``."""
+
+    row: int
+    epoch: int
+    passed: bool = False
 
 
 class Cursor(NamedTuple):
@@ -45,6 +55,24 @@ class Cursor(NamedTuple):
 
     epoch: int
     position: int
+
+
+class RowIterator(Protocol):
+    """One pass over ``num_rows`` rows after another. cursor: where it stands. num_drawn: rows that were leased since
+    the beginning, over all epochs."""
+
+    num_rows: int
+
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def num_drawn(self) -> int: ...
+    def seek(self, cursor: Cursor) -> None: ...
+    def next(self) -> Drawn: ...
+
+
+MakeIterator = Callable[[int, int], RowIterator]
+"""Makes an iterator over a number of rows, with a seed."""
 
 
 class EpochIterator:
@@ -57,24 +85,29 @@ class EpochIterator:
         self.seek(Cursor(0, 0))
 
     @property
+    def cursor(self) -> Cursor:
+        """Where it stands."""
+        return self._cursor
+
+    @property
     def num_drawn(self) -> int:
         """Rows since the beginning, over all epochs."""
-        return self.cursor.epoch * self.num_rows + self.cursor.position
+        return self._cursor.epoch * self.num_rows + self._cursor.position
 
     def seek(self, cursor: Cursor) -> None:
         """Go on from ``cursor``."""
-        self.cursor = cursor
+        self._cursor = cursor
         self._order: NDArray[np.int64] = epoch_order(
             self.num_rows, seed=self._seed, epoch=cursor.epoch, shuffle=self._shuffle
         )
 
-    def next(self) -> tuple[int, int]:
+    def next(self) -> Drawn:
         """The next row and its epoch."""
-        if self.cursor.position == self.num_rows:
-            self.seek(Cursor(self.cursor.epoch + 1, 0))
-        epoch, position = self.cursor
-        self.cursor = Cursor(epoch, position + 1)
-        return int(self._order[position]), epoch
+        if self._cursor.position == self.num_rows:
+            self.seek(Cursor(self._cursor.epoch + 1, 0))
+        epoch, position = self._cursor
+        self._cursor = Cursor(epoch, position + 1)
+        return Drawn(int(self._order[position]), epoch)
 
 
 class JoinedOrder:
@@ -83,9 +116,9 @@ class JoinedOrder:
     Without shuffling: the first source's rows in file order, then the second's, and so on.
     """
 
-    def __init__(self, sizes: Sequence[int], *, seed: int, shuffle: bool) -> None:
+    def __init__(self, sizes: Sequence[int], *, seed: int, shuffle: bool, make: MakeIterator | None = None) -> None:
         self._ends = list(itertools.accumulate(sizes))
-        self._epochs = EpochIterator(self._ends[-1], seed=seed, shuffle=shuffle)
+        self._epochs = (make or _epochs(shuffle))(self._ends[-1], seed)
 
     @property
     def cursors(self) -> list[Cursor]:
@@ -101,11 +134,15 @@ class JoinedOrder:
         (cursor,) = cursors
         self._epochs.seek(cursor)
 
+    def iterator_of(self, source: int) -> tuple[RowIterator, int]:
+        """The iterator over a source's rows, and its index of the first one."""
+        return self._epochs, self._ends[source - 1] if source else 0
+
     def next(self) -> NextRow:
         """The next row."""
-        index, epoch = self._epochs.next()
+        index, epoch, passed = self._epochs.next()
         source = bisect.bisect_right(self._ends, index)
-        return NextRow(source, index - (self._ends[source - 1] if source else 0), epoch)
+        return NextRow(source, index - (self._ends[source - 1] if source else 0), epoch, passed)
 
 
 class WeightedOrder:
@@ -117,14 +154,21 @@ class WeightedOrder:
     Fractions, not floating point: the choice depends on nothing but the counts.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seeds: Sequence[int], shuffle: bool) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        *,
+        seeds: Sequence[int],
+        shuffle: bool,
+        make: MakeIterator | None = None,
+    ) -> None:
         shares = [Fraction(str(weight)) for weight in weights]
         scale = np.lcm.reduce(np.array([share.denominator for share in shares], dtype=object))
         self._weights = [int(share * int(scale)) for share in shares]
         self._total = sum(self._weights)
-        self._epochs = [
-            EpochIterator(size, seed=seed, shuffle=shuffle) for size, seed in zip(sizes, seeds, strict=True)
-        ]
+        make = make or _epochs(shuffle)
+        self._epochs = [make(size, seed) for size, seed in zip(sizes, seeds, strict=True)]
         assert len(self._epochs) == len(self._weights)
 
     @property
@@ -141,6 +185,10 @@ class WeightedOrder:
         for epochs, cursor in zip(self._epochs, cursors, strict=True):
             epochs.seek(cursor)
 
+    def iterator_of(self, source: int) -> tuple[RowIterator, int]:
+        """The iterator over a source's rows, and its index of the first one."""
+        return self._epochs[source], 0
+
     def next(self) -> NextRow:
         """The next row."""
         source = self._next_source()
@@ -155,6 +203,10 @@ class WeightedOrder:
         behind = [step * weight - count * self._total for weight, count in zip(self._weights, counts, strict=True)]
         due = [source for source, lag in enumerate(behind) if parts * lag >= self._total]
         return min(due, key=lambda i: Fraction(self._total * (parts - 1) - parts * behind[i], parts * self._weights[i]))
+
+
+def _epochs(shuffle: bool) -> MakeIterator:
+    return lambda num_rows, seed: EpochIterator(num_rows, seed=seed, shuffle=shuffle)
 
 
 RowOrder = JoinedOrder | WeightedOrder

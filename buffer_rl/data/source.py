@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
+from buffer_rl.data.difficulty import DifficultyIterator, Pool, PoolWeights
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.options import DataOptions
-from buffer_rl.data.order import Cursor, JoinedOrder, RowOrder, WeightedOrder, seed_of_source
+from buffer_rl.data.order import Cursor, JoinedOrder, MakeIterator, RowOrder, WeightedOrder, seed_of_source
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options.redaction import mask_url
@@ -23,6 +27,7 @@ def check_sources(options: DataOptions) -> None:
     """Raises ConfigError if no source is named, or if the weights do not fit the sources. Reads no file."""
     if not options.prompt_data:
         raise ConfigError("there are no training prompts", where="--prompt-data")
+    pool_weights(options)
     weights = options.prompt_data_weights
     if weights is None:
         return
@@ -39,6 +44,19 @@ def check_sources(options: DataOptions) -> None:
             expected="numbers greater than 0",
             hint="leave out the source that nothing should come from",
         )
+
+
+def pool_weights(options: DataOptions) -> PoolWeights | None:
+    """The weights of an order by difficulty; None for another order. Raises ConfigError."""
+    if options.prompt_order == "difficulty":
+        return PoolWeights.parse(options.difficulty_weights)
+    if options.difficulty_weights is not None:
+        raise ConfigError(
+            f"--prompt-order {options.prompt_order} has no pools",
+            where="--difficulty-weights",
+            hint="add --prompt-order difficulty",
+        )
+    return None
 
 
 def read_sources(options: DataOptions) -> list[PromptDataset]:
@@ -100,6 +118,15 @@ def make_group(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceMark:
+    """A moment of a ``PromptDataSource``. taken: of an order by difficulty, the rows that had left each iterator's
+    epoch, and how many it had leased."""
+
+    state: Mapping[str, Any]
+    taken: tuple[tuple[NDArray[np.bool_], int], ...]
+
+
 class PromptDataSource:
     """The training prompts (``--prompt-data``) in epoch order, without end. Not thread-safe.
 
@@ -119,6 +146,7 @@ class PromptDataSource:
         self._seed = options.rollout_seed
         self._shuffle = options.rollout_shuffle
         self._weights = None if len(datasets) == 1 else options.prompt_data_weights
+        self.pool_weights = pool_weights(options)
         self._use(datasets)
         self._samples_per_group: int = args.n_samples_per_prompt
         self._groups_per_rollout: int = args.rollout_batch_size
@@ -129,7 +157,18 @@ class PromptDataSource:
         """Begin with the first row of ``datasets``."""
         self.datasets = datasets
         self._number_of = {dataset.source_hash: number for number, dataset in enumerate(datasets)}
-        self._order = _order(datasets, self._weights, seed=self._seed, shuffle=self._shuffle)
+        self._by_difficulty: list[DifficultyIterator] = []
+        self._loaded: list[Cursor] = []
+        make = None if self.pool_weights is None else self._difficulty(self.pool_weights)
+        self._order = _order(datasets, self._weights, seed=self._seed, shuffle=self._shuffle, make=make)
+
+    def _difficulty(self, weights: PoolWeights) -> MakeIterator:
+        def make(num_rows: int, seed: int) -> DifficultyIterator:
+            made = DifficultyIterator(num_rows, seed=seed, shuffle=self._shuffle, weights=weights)
+            self._by_difficulty.append(made)
+            return made
+
+        return make
 
     @property
     def has_changed(self) -> bool:
@@ -151,9 +190,61 @@ class PromptDataSource:
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         """The next ``num_samples`` **groups**, in epoch order."""
+        return [drawn for drawn in self.draw(num_samples) if isinstance(drawn, SampleGroup)]
+
+    def draw(self, num_samples: int) -> list[SampleGroup | GroupUid]:
+        """The next ``num_samples`` groups, in epoch order. A uid without a group is that of a row that the order by
+        difficulty passes over. Raises BufferStateError if all rows of that order have weight 0."""
         if num_samples < 0:
             raise ValueError(f"cannot hand out {num_samples} groups")
-        return [self._next_group() for _ in range(num_samples)]
+        drawn: list[SampleGroup | GroupUid] = []
+        while num_samples:
+            drawn.append(self._next())
+            num_samples -= isinstance(drawn[-1], SampleGroup)
+        return drawn
+
+    def mark(self) -> SourceMark:
+        """This moment, for ``back_to``."""
+        return SourceMark(
+            state=self.state_dict(), taken=tuple((epochs.taken, epochs.num_drawn) for epochs in self._by_difficulty)
+        )
+
+    def back_to(self, mark: SourceMark) -> None:
+        """Return to a moment of this source, as if nothing was drawn since."""
+        if not self._by_difficulty:
+            return self.load_state_dict(mark.state)
+        self._group_index, self._index = mark.state["group_index"], mark.state["index"]
+        cursors = _cursors(mark.state["cursors"], self._order.lengths)
+        for epochs, (taken, num_drawn), cursor in zip(self._by_difficulty, mark.taken, cursors, strict=True):
+            epochs.back_to(cursor.epoch, taken, num_drawn)
+
+    def take_rows(self, rows_of: Callable[[str, int], Iterable[int]]) -> None:
+        """Of an order by difficulty, after ``load_state_dict``: go on beside the rows that left its epoch.
+
+        rows_of: of a source and an epoch. Raises CheckpointError if their number is not what the state says."""
+        for epochs, cursor in zip(self._by_difficulty, self._loaded, strict=True):
+            rows: list[int] = []
+            for source, name in enumerate(self.source_hashes):
+                iterator, first = self._order.iterator_of(source)
+                if iterator is epochs:
+                    rows += [first + row for row in rows_of(name, cursor.epoch)]
+            epochs.take(rows, cursor)
+
+    def set_rewards(self, rewards: Sequence[tuple[str, int, float]]) -> None:
+        """Tell an order by difficulty the mean rewards of rows: source, row and mean, the later one of a row last."""
+        places = {name: self._order.iterator_of(source) for name, source in self._number_of.items()}
+        means: dict[int, dict[int, float]] = {}
+        for name, row, mean in rewards:
+            if name in places:
+                iterator, first = places[name]
+                means.setdefault(id(iterator), {})[first + row] = mean
+        for epochs in self._by_difficulty:
+            epochs.set_rewards(means.get(id(epochs), {}))
+
+    def pool_counts(self) -> dict[str, int]:
+        """The number of rows in each pool of an order by difficulty; else none."""
+        counts = [epochs.counts() for epochs in self._by_difficulty]
+        return {pool.name.lower(): int(sum(of[pool] for of in counts)) for pool in Pool} if counts else {}
 
     def group_of(self, uid: GroupUid, number: int) -> SampleGroup:
         """The group ``uid`` made again; it was the ``number``-th that was drawn, counted from 0. Raises DataError
@@ -175,6 +266,7 @@ class PromptDataSource:
             "cursors": [list(cursor) for cursor in self._order.cursors],
             "group_index": self._group_index,
             "index": self._index,
+            **({"order": "difficulty", "leased": leased} if (leased := self._num_leased()) else {}),
             "returned": [],  # groups that were given back, which the format has and no run writes
         }
 
@@ -190,28 +282,37 @@ class PromptDataSource:
         if isinstance(names, list) and len(names) == len(datasets):
             datasets = [replace(dataset, source_hash=str(name)) for dataset, name in zip(datasets, names, strict=True)]
         mine = {**self.state_dict(), "sources": [dataset.source_hash for dataset in datasets], "hashes": self._hashes}
-        for name in ("format", "sources", "hashes", "weights", "seed", "shuffle", "returned"):
+        mine["order"], state["order"] = mine.get("order"), state.get("order")
+        for name in ("format", "sources", "hashes", "weights", "seed", "shuffle", "order", "returned"):
             if (name not in state or state[name] != mine[name]) and not (
                 name == "hashes" and self._accept_changed_rows
             ):
                 raise CheckpointError(
                     f"the saved data sources have {name} {state.get(name)!r}, these {mine[name]!r}",
-                    hint="resume with the data, weights, field names and --rollout-seed of the saved run; rows that "
-                    "were mended since: --accept-changed-rows",
+                    hint="resume with the data, weights, field names, --prompt-order and --rollout-seed of the saved "
+                    "run; rows that were mended since: --accept-changed-rows",
                 )
         cursors = _cursors(state.get("cursors"), self._order.lengths)
         group_index, index = (_count(state.get(name), name) for name in ("group_index", "index"))
+        leased = [_count(number, "leased") for number in state.get("leased", ())]
         self._group_index, self._index = group_index, index
         self._use(datasets)
         self._order.seek(cursors)
+        self._loaded = cursors
+        for epochs, number in zip(self._by_difficulty, leased, strict=True):
+            epochs.num_drawn = number
 
-    def _next_group(self) -> SampleGroup:
-        source, row, epoch = self._order.next()
+    def _num_leased(self) -> list[int]:
+        return [epochs.num_drawn for epochs in self._by_difficulty]
+
+    def _next(self) -> SampleGroup | GroupUid:
+        """The next group, or the uid of a row that is passed over."""
+        source, row, epoch, is_passed = self._order.next()
         uid = GroupUid(self.datasets[source].source_hash, row, epoch)
-        group = self._group(uid, self._group_index, self._index, self._samples_per_group)
+        drawn = uid if is_passed else self._group(uid, self._group_index, self._index, self._samples_per_group)
         self._group_index += 1
         self._index += self._samples_per_group
-        return group
+        return drawn
 
     def _group(self, uid: GroupUid, group_index: int, index: int, count: int) -> SampleGroup:
         row = self.datasets[self._number_of[uid.source]][uid.row]
@@ -256,12 +357,14 @@ class EvalSource:
         return [group for name in self.datasets for group in self.groups(name)]
 
 
-def _order(datasets: list[PromptDataset], weights: list[float] | None, *, seed: int, shuffle: bool) -> RowOrder:
+def _order(
+    datasets: list[PromptDataset], weights: list[float] | None, *, seed: int, shuffle: bool, make: MakeIterator | None
+) -> RowOrder:
     sizes = [len(dataset) for dataset in datasets]
     if weights is None:
-        return JoinedOrder(sizes, seed=seed, shuffle=shuffle)
+        return JoinedOrder(sizes, seed=seed, shuffle=shuffle, make=make)
     seeds = [seed_of_source(seed, dataset.source_hash) for dataset in datasets]
-    return WeightedOrder(sizes, weights, seeds=seeds, shuffle=shuffle)
+    return WeightedOrder(sizes, weights, seeds=seeds, shuffle=shuffle, make=make)
 
 
 def _cursors(saved: Any, lengths: list[int]) -> list[Cursor]:

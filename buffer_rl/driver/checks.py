@@ -85,6 +85,25 @@ def _check_required(args: Args) -> None:
             raise ConfigError(what, where=flag, hint=f"add {flag} PATH, or '{name}: PATH' in the file of --config{own}")
     if args.prompt_data and args.data_source_path is None:
         check_sources(args)
+    _check_prompt_order(args)
+
+
+def _check_prompt_order(args: Args) -> None:
+    """An order by difficulty is the Buffer's own, of rows that it reads, and learns from rewards of trained groups."""
+    if args.prompt_order != "difficulty":
+        return
+    others = {
+        "--data-source-path": args.data_source_path is not None,
+        "recorded rollouts": train_only(args),
+        "--debug-rollout-only": rollout_only(args),
+        "supervised fine-tuning, which has no rewards": is_supervised(args),
+    }
+    if found := [what for what, is_so in others.items() if is_so]:
+        raise ConfigError(
+            f"it does not go with {found[0]}",
+            where="--prompt-order difficulty",
+            hint="take it out; a data source of your own decides about its order by itself",
+        )
 
 
 def _check_length(args: Args) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,6 +57,18 @@ def rewards_of(args: Args, samples: Iterable[Sample]) -> list[float | None]:
             return None
 
     return [reward_of(sample) for sample in samples]
+
+
+def known_reward(args: Args, group: SampleGroup) -> float | None:
+    """The mean reward of a group's samples, for an order by difficulty; None without such an order, and if no sample
+    has a reward. A sample of several parts counts once."""
+    if args.prompt_order != "difficulty":
+        return None
+    pairs = [(row, reward) for row, reward in zip(group, rewards_of(args, group), strict=True) if reward is not None]
+    if not pairs:
+        return None
+    means = sample_means([row.sample_index for row, _ in pairs], [reward for _, reward in pairs])
+    return math.fsum(means) / len(means)
 
 
 @dataclass(slots=True, kw_only=True)

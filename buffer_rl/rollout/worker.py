@@ -39,6 +39,7 @@ from buffer_rl.records.groups import Ticket
 from buffer_rl.rollout.context import RolloutContext, RunStart
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.data_source import SourceClient
+from buffer_rl.rollout.stats import known_reward
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import render, run_user_rollout
 
@@ -206,7 +207,14 @@ class RolloutWorker(Member):
         context, where = self._context(), place("rollout", self._reference(ticket), ticket.task)
         on_lease = partial(render, context.prompts) if context.renders else None
         buffer = RolloutClient(
-            self._client, ticket, self._converter, choose, self._source, where=where, on_lease=on_lease
+            self._client,
+            ticket,
+            self._converter,
+            choose,
+            self._source,
+            where=where,
+            on_lease=on_lease,
+            reward_of=partial(known_reward, self._args),
         )
         started = time.perf_counter()
         assert self._guard is not None

@@ -27,6 +27,7 @@ results go to --run-dir, or to eval/ in the run-dir of the file, so that a run's
 _IDLE_SECTIONS = ("Optimizer", "Critic", "Loss", "Advantages", "Debugging")
 _IDLE = """num_rollout num_epoch schedule keep_last keep_best save_interval save_timeout_s async_save save_dtype
 early_stop prompt_data prompt_data_weights data_source_path data_source_timeout_s accept_changed_rows rollout_shuffle
+prompt_order difficulty_weights
 loss_mask_type rollout_batch_size over_sampling_batch_size partial_rollout mask_offpolicy_in_partial_rollout
 n_samples_per_prompt rollout_max_prompt_len dynamic_sampling_filter_path dynamic_sampling_max_drops
 buffer_filter_path rollout_sample_filter_path custom_rollout_log_function_path rollout_all_samples_process_path

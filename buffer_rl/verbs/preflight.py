@@ -144,7 +144,7 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
             hint="resume with the files, field names and slices of the saved run (rows that were mended since, none "
             "added and none taken out: --accept-changed-rows), or start again from its hf/ folder",
         )
-    for name in ("rollout_seed", "rollout_shuffle", "prompt_data_weights"):
+    for name in ("rollout_seed", "rollout_shuffle", "prompt_order", "prompt_data_weights"):
         if name in options and options[name] != getattr(args, name):
             raise CheckpointError(
                 f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order",

@@ -18,6 +18,7 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "agents": ("--quick",),
     "algorithms": ("--quick", "--out", "runs"),
     "asynchrony": ("--quick",),
+    "difficulty": ("--quick", "--out", "results"),
     "faults": ("rollout", "--kills", "1"),
     "finish_depth": (),
     "gpu": ("--dry-run", "--out", "table", "--only", "trainer 0.6B, bf16"),

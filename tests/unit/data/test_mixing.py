@@ -71,7 +71,7 @@ def test_joined_sources_are_one_data_set(sizes: list[int], num_drawn: int, seed:
     check_epochs([(starts[row.source] + row.row, row.epoch) for row in rows], sum(sizes))
     plain = JoinedOrder(sizes, seed=seed, shuffle=False)
     wanted = [(source, row, 0) for source, size in enumerate(sizes) for row in range(size)]
-    assert [tuple(plain.next()) for _ in wanted] == wanted
+    assert [tuple(plain.next()[:3]) for _ in wanted] == wanted
 
 
 @given(data=st.data(), weights=weights_lists, before=st.integers(0, 40), joined=st.booleans())

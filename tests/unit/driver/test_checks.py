@@ -158,6 +158,19 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"rollout_top_k": 0}, ["--rollout-top-k: top_k is 0", "-1 for all tokens", "hint: write -1"]),
         ({"replay_kept_tokens": True}, ["--replay-kept-tokens: no tokens are cut off", "--rollout-top-p"]),
         (
+            {"prompt_order": "difficulty", "data_source_path": "m:S", "prompt_data": None},
+            ["--prompt-order difficulty: it does not go with --data-source-path", "a data source of your own"],
+        ),
+        (
+            {"prompt_order": "difficulty", "debug_rollout_only": True, "save": None, "save_interval": None},
+            ["--prompt-order difficulty: it does not go with --debug-rollout-only"],
+        ),
+        (
+            {"prompt_order": "difficulty", "difficulty_weights": "hard:1"},
+            ["--difficulty-weights: 'hard' is no pool", "such as 0:0.2,mid:1,1:0.1,unseen:1"],
+        ),
+        ({"difficulty_weights": "0:1,1:1"}, ["--difficulty-weights: --prompt-order epoch has no pools", "add"]),
+        (
             {"replay_kept_tokens": True, "rollout_min_p": 0.1, "rollout_temperature": 0.0},
             ["--replay-kept-tokens: no tokens are cut off", "a temperature above 0"],
         ),
