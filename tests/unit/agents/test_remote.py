@@ -130,7 +130,7 @@ async def test_an_agent_without_heartbeats_has_lost_its_sample_which_is_played_a
         episode.finish(0.5)
 
     fake, metrics = await rolled(tmp_path, act, num_samples=1)
-    assert (fake.finished[0][0].reward, metrics["failed"], late[1]) == (0.5, 1, [410] * 3)
+    assert (fake.finished[0][0].reward, metrics["killed"], late[1]) == (0.5, 1, [410] * 3)
     assert metrics["late"] >= 2
 
 
