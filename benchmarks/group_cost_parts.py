@@ -66,11 +66,12 @@ class Rows:
     """A data source whose groups take no time worth mentioning: the n-th one has the uid ``uid_of(n)``."""
 
     source_hashes = frozenset({"rows"})
+    pool_weights = None
 
     def __init__(self, first: int) -> None:
         self._next = first
 
-    def get_samples(self, num_groups: int) -> list[SampleGroup]:
+    def draw(self, num_groups: int) -> list[SampleGroup]:
         first, self._next = self._next, self._next + num_groups
         return [self.group_of(uid_of(number), number) for number in range(first, self._next)]
 
@@ -83,6 +84,8 @@ class Rows:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next = state["next"]
+
+    mark, back_to = state_dict, load_state_dict
 
     def __len__(self) -> int:
         return SOURCE_ROWS

@@ -18,10 +18,12 @@ from harness.tickets import close_rollout
 class Rows:
     """Rows 0, 1, … of one source."""
 
+    pool_weights = None
+
     def __init__(self) -> None:
         self.next = 0
 
-    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+    def draw(self, num_samples: int) -> list[SampleGroup]:
         first, self.next = self.next, self.next + num_samples
         uids = [GroupUid("rows", row, 0) for row in range(first, self.next)]
         return [SampleGroup(uid=uid, samples=[Sample(uid=uid, sample_index=0, prompt="p")]) for uid in uids]
@@ -31,6 +33,8 @@ class Rows:
 
     def load_state_dict(self, state: Any) -> None:
         self.next = state["next"]
+
+    mark, back_to = state_dict, load_state_dict
 
     def __len__(self) -> int:
         return 10

@@ -406,10 +406,10 @@ def test_a_step_that_was_not_committed_cannot_be_cleared(tmp_path: Path) -> None
 class FailingSource(PromptDataSource):
     """Hands out one group and then breaks."""
 
-    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+    def draw(self, num_samples: int) -> list[SampleGroup | GroupUid]:
         if self._group_index:
             raise OSError("the disk is gone")
-        return super().get_samples(num_samples)
+        return super().draw(num_samples)
 
 
 def test_a_data_source_that_fails_costs_no_queued_group(tmp_path: Path) -> None:
