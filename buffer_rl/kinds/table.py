@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.kinds import agent, data, engine, objective, reward, rollout, sandbox, trainer
+from buffer_rl.kinds import agent, data, engine, objective, reward, rollout, trainer
 from buffer_rl.kinds.kind import PluginKind
 
 KINDS: Mapping[str, PluginKind] = {
     kind.name: kind
-    for audience in (reward, rollout, agent, data, objective, trainer, engine, sandbox)
+    for audience in (reward, rollout, agent, data, objective, trainer, engine)
     for kind in audience.KINDS
 }
 

@@ -13,30 +13,32 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
 
 from buffer_rl.errors import ConfigError, RewardError
-from buffer_rl.kinds.sandbox import Ended, Program, ProgramRun
 from buffer_rl_code.probe import PROBE, PROBE_ANSWER
+from buffer_rl_code.sandbox import Ended, Program, ProgramRun
 from buffer_rl_code.seccomp import ARCHITECTURES, filter_program
-from buffer_rl_code.watch import end_tree, usage_of
+from buffer_rl_code.watch import end_tree, has_ended, usage_of
 
 NOBODY = 65534
 MAX_PROCESSES = 8
 MAX_FILES = 64
 TMP_MB, SHM_MB, FILE_MB = 64, 16, 32
 STDERR_BYTES = 1 << 14
+TEMPORARY = ("/tmp", "/dev/shm")
 CHECK_S = 2.0
 TICK_S = 0.02
-MAX_WALL_TIMES = 20  # of the time allowed: the last resort where the kernel does not count the wait for a core
+MAX_TICKS = 5  # that a wait counts between two looks
+MAX_WALL_TIMES = 20  # of the time allowed: the last resort
 INSTALL = "apt-get install bubblewrap (0.8 or newer; dnf install bubblewrap), or --code-sandbox URL of a SandboxFusion"
 FORBIDDEN = (
-    "unprivileged user namespaces are off here, as in most containers and Kubernetes pods: run outside of the "
-    "container, or name a sandbox server with --code-sandbox URL; on Ubuntu 24.04 an AppArmor profile of bwrap is needed"
+    "unprivileged user namespaces are off here, as in most containers and Kubernetes pods: run outside of one, "
+    "or name a sandbox server with --code-sandbox URL; on Ubuntu 24.04 an AppArmor profile of bwrap is needed"
 )
 
 # In the sandbox, before the program: limits that only hold for processes of its own user namespace.
@@ -117,7 +119,7 @@ class Bubblewrap:
                 expected="a Python that every user can read",
                 hint="apt-get install python3, or start the run as a user who is not root",
             )
-        return os.path.realpath(found)
+        return str(os.path.realpath(found))
 
     @cached_property
     def _command(self) -> list[str]:
@@ -128,7 +130,7 @@ class Bubblewrap:
         limits = (
             ("AS", each),
             ("NPROC", MAX_PROCESSES),
-            ("CPU", max(1, -int(-program.timeout_s // 1))),
+            ("CPU", int(program.timeout_s) + 2),  # the watcher is first
             ("FSIZE", FILE_MB << 20),
             ("NOFILE", MAX_FILES),
             ("CORE", 0),
@@ -197,7 +199,8 @@ class _Watched:
         self._program = program
         self._unsent = memoryview(program.stdin)
         self._stdout, self._stderr = bytearray(), bytearray()
-        self._began = time.monotonic()
+        self._began = self._looked = time.monotonic()
+        self._waited = 0.0
 
     def to_the_end(self) -> ProgramRun:
         ended = self._watch()
@@ -214,7 +217,6 @@ class _Watched:
                 assert stream is not None
                 os.set_blocking(stream.fileno(), False)
                 selector.register(stream, selectors.EVENT_WRITE if act == self._write else selectors.EVENT_READ, act)
-            looked = self._began
             while any(key.data != self._write for key in selector.get_map().values()):
                 for key, _ in selector.select(TICK_S):
                     if not cast("Callable[[], bool]", key.data)():
@@ -222,19 +224,21 @@ class _Watched:
                         cast("IO[bytes]", key.fileobj).close()
                 if len(self._stdout) > self._program.output_bytes:
                     return Ended.OUTPUT
-                if (now := time.monotonic()) - looked >= TICK_S:
-                    looked = now
+                if (now := time.monotonic()) - self._looked >= TICK_S:
                     if (ended := self._exceeded(now)) is not None:
                         return ended
+                    self._looked = now
         return Ended.EXITED
 
     def _exceeded(self, now: float) -> Ended | None:
-        usage, limit = usage_of(self._child.pid), self._program.timeout_s
-        elapsed = now - self._began
+        if has_ended(self._child.pid):
+            return None  # only the end of its output is left to read
+        usage, limit = usage_of(self._child.pid, TEMPORARY), self._program.timeout_s
         if usage.memory_bytes > self._program.memory_mb << 20:
             return Ended.MEMORY
-        # A program that waits for a core of a busy machine is not slow.
-        late = usage.cpu_s > limit or elapsed - usage.queued_s > limit or elapsed > MAX_WALL_TIMES * limit
+        # A program that waits for a core of a busy machine is not slow; neither is one that was seldom looked at.
+        self._waited += min(now - self._looked, MAX_TICKS * TICK_S) if usage.waits else 0.0
+        late = usage.cpu_s > limit or self._waited > limit or now - self._began > MAX_WALL_TIMES * limit
         return Ended.TIMEOUT if late else None
 
     def _write(self) -> bool:

@@ -12,12 +12,13 @@ A VALUE is a number, text, boolean or null, or ``[NAME, items]`` with the name o
 import json
 import os
 import sys
+from typing import Any
 
 MAX_TEXT = 1 << 18
 MAX_DEPTH = 32
 
 
-def main():
+def main() -> None:
     task = json.loads(sys.stdin.buffer.read())
     out = os.dup(1)  # what the candidate prints goes elsewhere
     say(out, task["nonce"], "ready")
@@ -28,17 +29,17 @@ def main():
             say(out, task["nonce"], json.dumps(output_of(out, task["code"], text)))
 
 
-def say(out, nonce, text):
-    data = memoryview(("\n%s %s\n" % (nonce, text)).encode("utf-8", "replace"))
+def say(out: int, nonce: str, text: str) -> None:
+    data = memoryview((f"\n{nonce} {text}\n").encode("utf-8", "replace"))
     while data:
         data = data[os.write(out, data) :]
 
 
-def answer_calls(out, task):
+def answer_calls(out: int, task: dict[str, Any]) -> None:
     sink = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(sink, number)
-    names = {"__name__": "candidate"}
+    names: dict[str, Any] = {"__name__": "candidate"}
     try:
         exec(compile(task["code"], "candidate.py", "exec"), names)
     except BaseException as error:
@@ -55,7 +56,7 @@ def answer_calls(out, task):
         say(out, task["nonce"], text[:MAX_TEXT])
 
 
-def output_of(out, code, text):
+def output_of(out: int, code: str, text: str) -> dict[str, Any]:
     """What a process of its own prints for one input."""
     given, reader, writer = write_input(text), *os.pipe()
     child = os.fork()
@@ -77,13 +78,13 @@ def output_of(out, code, text):
     os.close(reader)
     status = os.waitpid(child, 0)[1]
     if len(kept) > MAX_TEXT:
-        return {"error": "more than %d bytes" % MAX_TEXT}
+        return {"error": f"more than {MAX_TEXT} bytes"}
     if status:
-        return {"error": "exit status %d" % os.waitstatus_to_exitcode(status)}
+        return {"error": f"exit status {os.waitstatus_to_exitcode(status)}"}
     return {"stdout": kept.decode("utf-8", "replace")}
 
 
-def write_input(text):
+def write_input(text: str) -> int:
     """The input as a file, so that it may be longer than a pipe holds."""
     number = os.open("/tmp", os.O_RDWR | os.O_TMPFILE)
     data = memoryview(text.encode())
@@ -93,10 +94,10 @@ def write_input(text):
     return number
 
 
-def run(code):
+def run(code: str) -> None:
     """The candidate as a script, to the end of this process."""
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     status = 0
     try:
         exec(compile(code, "candidate.py", "exec"), {"__name__": "__main__"})
@@ -111,18 +112,18 @@ def run(code):
     os._exit(status & 255)
 
 
-def told(error):
-    return "%s: %s" % (type(error).__name__, str(error)[:200])
+def told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def packed(value, depth=0):
+def packed(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise ValueError("the value is nested too deep")
     if value is None or type(value) in (bool, int, float, str):
         return value
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return [kind.__name__, [packed(item, depth + 1) for item in value]]
@@ -132,10 +133,10 @@ def packed(value, depth=0):
         return ["complex", [value.real, value.imag]]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", list(value)]
-    raise TypeError("a value of the type %s cannot be compared" % type(value).__name__)
+    raise TypeError(f"a value of the type {type(value).__name__} cannot be compared")
 
 
-def unpacked(value):
+def unpacked(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     name, items = value

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import field_validator
 
-from buffer_rl.errors import ConfigError
 from buffer_rl.data.eval_sets import eval_sets_of
-from buffer_rl.kinds.sandbox import Sandbox
+from buffer_rl.errors import ConfigError
+from buffer_rl.kinds.kind import offers
 from buffer_rl.options.redaction import holds_credentials
 from buffer_rl.options.section import Section, option
 from buffer_rl.plugin.hookspecs import hookimpl
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl_code.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 REWARDS = ("code", "code_fraction")
 MODULE = "buffer_rl_code.reward"
+METHODS = ("check()", "run(program)")
+SHIPPED = MappingProxyType(
+    {"bubblewrap": "buffer_rl_code.bubblewrap:Bubblewrap", "http": "buffer_rl_code.server:SandboxServer"}
+)
+"""References of the sandboxes that come with buffer_rl."""
 
 
 class CodeOptions(Section):
@@ -75,21 +82,30 @@ def buffer_rl_configure(config: Any) -> None:
 
 
 def sandbox_of(args: CodeArgs) -> Sandbox:
-    """The sandbox of ``--code-sandbox``. Raises PluginError for a reference that does not resolve."""
+    """The sandbox of ``--code-sandbox``. Raises PluginError for a reference that does not resolve, ConfigError for what
+    is no sandbox."""
     reference = args.code_sandbox or "bubblewrap"
-    if reference.startswith(("http://", "https://")):
-        reference = "http"
-    return cast("Sandbox", _class_of(reference, tuple(args.plugin))(args))
+    is_url = reference.startswith(("http://", "https://"))
+    found = _class_of(SHIPPED["http" if is_url else reference] if is_url or reference in SHIPPED else reference,
+                      tuple(args.plugin))  # fmt: skip
+    made = found(args) if callable(found) else found
+    if not offers(made, Sandbox):
+        raise ConfigError(
+            f"{reference} is no sandbox",
+            where="--code-sandbox",
+            expected=f"a class, called with args, whose objects have {' and '.join(METHODS)}",
+        )
+    return made
 
 
 @lru_cache(maxsize=8)
 def _class_of(reference: str, plugins: tuple[str, ...]) -> Any:
-    return PluginRegistry.from_flags(plugins).resolve("sandbox", reference)
+    return PluginRegistry.from_flags(plugins).load(reference)
 
 
 def _rewards(args: CodeArgs) -> Iterator[str]:
     yield from (args.rm_type or "", args.custom_rm_path or "", *args.row_rm_types)
-    yield from (chosen.rm_type for chosen in eval_sets_of(args))
+    yield from (chosen.rm_type or "" for chosen in eval_sets_of(args))
 
 
 def _is_code(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROBE = '''
+PROBE = """
 import os, resource, socket, sys
 sys.stdin.read()
 held = []
@@ -32,6 +32,6 @@ for name in ("NPROC", "AS", "FSIZE", "NOFILE", "CPU"):
 if len([name for name in os.listdir("/proc") if name.isdigit()]) > 4:
     held.append("processes of others")
 print("held" if not held else "reached: " + ", ".join(held))
-'''.replace("else refuse()", "else os.stat('/absent')")
+""".replace("else refuse()", "else os.stat('/absent')")
 
 PROBE_ANSWER = b"held\n"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.kinds.sandbox import Program, Sandbox
 from buffer_rl.records.groups import Sample, Status
 from buffer_rl_code import driver
 from buffer_rl_code.options import sandbox_of
 from buffer_rl_code.row_tests import Tests, tests_of
+from buffer_rl_code.sandbox import Program, Sandbox
 from rm_hub.answers import answer_of, where
 
 MAX_CODE = 1 << 16
@@ -69,9 +69,7 @@ def answers_to(
     """Answers of the code to the first tests, perhaps to all; None if the sandbox did not come to the code."""
     nonce = secrets.token_hex(16)
     given = json.dumps({"nonce": nonce, "code": code, **tests.task}).encode()
-    program = Program(
-        code=_driver(), stdin=given, timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES
-    )
+    program = Program(code=_driver(), stdin=given, timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES)
     lines = [
         line.removeprefix(f"{nonce} ")
         for line in sandbox.run(program).stdout.decode(errors="replace").splitlines()

@@ -18,12 +18,13 @@ AT_NUMBER, AT_ARCH, AT_ARGUMENT = 0, 4, 16  # in struct seccomp_data, little-end
 NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET,TIME}
 AF_UNIX = 1
 X32_BIT = 0x40000000
+NONE = -1
 
 ARCHITECTURES: Mapping[str, int] = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
 
-# Numbers of (x86_64, aarch64); None where the architecture has no such call.
+# Numbers of (x86_64, aarch64); NONE where the architecture has no such call.
 _CLONE, _SOCKET = (56, 220), (41, 198)
-REFUSED: Mapping[str, tuple[int | None, int]] = MappingProxyType(
+REFUSED: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "ptrace": (101, 117),
         "process_vm_readv": (310, 270),
@@ -57,9 +58,9 @@ REFUSED: Mapping[str, tuple[int | None, int]] = MappingProxyType(
         "init_module": (175, 105),
         "finit_module": (313, 273),
         "delete_module": (176, 106),
-        "iopl": (172, None),
-        "ioperm": (173, None),
-        "modify_ldt": (154, None),
+        "iopl": (172, NONE),
+        "ioperm": (173, NONE),
+        "modify_ldt": (154, NONE),
         "settimeofday": (164, 170),
         "clock_settime": (227, 112),
         "adjtimex": (159, 171),
@@ -84,10 +85,10 @@ REFUSED: Mapping[str, tuple[int | None, int]] = MappingProxyType(
         "semget": (64, 190),
         "mq_open": (240, 180),
         "vmsplice": (278, 75),
-        # Signals and limits of others, kernel log levels of scheduling.
+        # Shares of the processor beyond its own.
         "sched_setscheduler": (144, 119),
         "sched_setattr": (314, 274),
-    }  # type: ignore[arg-type]
+    }
 )
 ABSENT: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"clone3": (435, 435), "memfd_create": (319, 279), "memfd_secret": (447, 447), "landlock": (444, 444)}
@@ -107,7 +108,7 @@ def filter_program(machine: str) -> bytes:
         code += [_op(JUMP_AT_LEAST, X32_BIT, if_false=1), _op(RETURN, KILL)]
     for table, number in ((REFUSED, errno.EPERM), (ABSENT, errno.ENOSYS)):
         for numbers in table.values():
-            if (call := numbers[column]) is not None:
+            if (call := numbers[column]) != NONE:
                 code += [_op(JUMP_EQUAL, call, if_false=1), _op(RETURN, ERRNO | number)]
     code += [
         _op(JUMP_EQUAL, _CLONE[column], if_false=4),

@@ -15,8 +15,8 @@ from http.client import HTTPException
 from typing import Any
 
 from buffer_rl.errors import ConfigError, RewardError
-from buffer_rl.kinds.sandbox import Ended, Program, ProgramRun
 from buffer_rl.options.redaction import mask_url
+from buffer_rl_code.sandbox import Ended, Program, ProgramRun
 
 TOKEN = "BUFFER_RL_CODE_SANDBOX_TOKEN"
 ATTEMPTS = 3

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from buffer_rl.kinds.kind import PluginKind
-
 
 class Ended(StrEnum):
     """How a program ended. All but ``EXITED`` are limits that it ran into."""
@@ -47,7 +45,8 @@ class ProgramRun:
 
 
 class Sandbox(Protocol):
-    """Runs programs that may try anything, so that they reach nothing. ``run`` is called from several threads."""
+    """Runs programs that may try anything, so that they reach nothing. Made with the options of the run:
+    ``Class(args)``. ``run`` is called from several threads."""
 
     def check(self) -> None:
         """Raises ConfigError with the reason, and with what to install, if programs cannot be run here, or if a probe
@@ -55,14 +54,3 @@ class Sandbox(Protocol):
 
     def run(self, program: Program) -> ProgramRun:
         """Run it to its end or to a limit; nothing of it is left. Raises RewardError if the sandbox itself fails."""
-
-
-KINDS = (
-    PluginKind(
-        name="sandbox",
-        flags=("--code-sandbox",),
-        protocol=Sandbox,
-        signature="(args) -> an object with check() and run(program)",
-        constructed=("args",),
-    ),
-)
