@@ -1,0 +1,152 @@
+"""Runs a candidate on the tests' inputs. This file is the program in the sandbox: standard library alone, no imports
+of ours. Whatever happens here, the verdict is made outside.
+
+Standard input: ``{"nonce", "code", "inputs": [text, …]}`` or ``{"nonce", "code", "calls": [{"fn", "args", "kwargs"},
+…]}``, without what is expected. Standard output: a line ``NONCE ready``, then for each test, in order,
+``NONCE {"stdout": text}``, ``NONCE {"value": VALUE}`` or ``NONCE {"error": text}``. The nonce tells these lines from
+what the candidate prints; a candidate that learns it can only answer, and answers are compared outside.
+
+A VALUE is a number, text, boolean or null, or ``[NAME, items]`` with the name of its type; a dict has pairs as items.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+MAX_TEXT = 1 << 18
+MAX_DEPTH = 32
+
+
+def main() -> None:
+    task = json.loads(sys.stdin.buffer.read())
+    out = os.dup(1)  # what the candidate prints goes elsewhere
+    say(out, task["nonce"], "ready")
+    if "calls" in task:
+        answer_calls(out, task)
+    else:
+        for text in task["inputs"]:
+            say(out, task["nonce"], json.dumps(output_of(out, task["code"], text)))
+
+
+def say(out: int, nonce: str, text: str) -> None:
+    data = memoryview((f"\n{nonce} {text}\n").encode("utf-8", "replace"))
+    while data:
+        data = data[os.write(out, data) :]
+
+
+def answer_calls(out: int, task: dict[str, Any]) -> None:
+    sink = os.open("/dev/null", os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(sink, number)
+    names: dict[str, Any] = {"__name__": "candidate"}
+    try:
+        exec(compile(task["code"], "candidate.py", "exec"), names)
+    except BaseException as error:
+        say(out, task["nonce"], json.dumps({"error": told(error)}))
+        return
+    for call in task["calls"]:
+        try:
+            args = [unpacked(item) for item in call["args"]]
+            kwargs = {name: unpacked(item) for name, item in call["kwargs"].items()}
+            answer = {"value": packed(names[call["fn"]](*args, **kwargs))}
+            text = json.dumps(answer)
+        except BaseException as error:
+            text = json.dumps({"error": told(error)})
+        say(out, task["nonce"], text[:MAX_TEXT])
+
+
+def output_of(out: int, code: str, text: str) -> dict[str, Any]:
+    """What a process of its own prints for one input."""
+    given, reader, writer = write_input(text), *os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(given, 0)
+        os.dup2(writer, 1)
+        os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
+        for number in (out, given, reader, writer):
+            os.close(number)
+        run(code)
+    os.close(given)
+    os.close(writer)
+    kept = b""
+    while block := os.read(reader, 1 << 16):
+        kept += block
+        if len(kept) > MAX_TEXT:
+            os.kill(child, 9)
+            break
+    os.close(reader)
+    status = os.waitpid(child, 0)[1]
+    if len(kept) > MAX_TEXT:
+        return {"error": f"more than {MAX_TEXT} bytes"}
+    if status:
+        return {"error": f"exit status {os.waitstatus_to_exitcode(status)}"}
+    return {"stdout": kept.decode("utf-8", "replace")}
+
+
+def write_input(text: str) -> int:
+    """The input as a file, so that it may be longer than a pipe holds."""
+    number = os.open("/tmp", os.O_RDWR | os.O_TMPFILE)
+    data = memoryview(text.encode())
+    while data:
+        data = data[os.write(number, data) :]
+    os.lseek(number, 0, os.SEEK_SET)
+    return number
+
+
+def run(code: str) -> None:
+    """The candidate as a script, to the end of this process."""
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    status = 0
+    try:
+        exec(compile(code, "candidate.py", "exec"), {"__name__": "__main__"})
+    except SystemExit as error:
+        status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        status = 1
+    try:
+        sys.stdout.flush()
+    except BaseException:
+        status = 1
+    os._exit(status & 255)
+
+
+def told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def packed(value: Any, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError("the value is nested too deep")
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return [kind.__name__, [packed(item, depth + 1) for item in value]]
+    if isinstance(value, dict):
+        return ["dict", [[packed(key, depth + 1), packed(item, depth + 1)] for key, item in value.items()]]
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", list(value)]
+    raise TypeError(f"a value of the type {type(value).__name__} cannot be compared")
+
+
+def unpacked(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    name, items = value
+    if name == "dict":
+        return {unpacked(key): unpacked(item) for key, item in items}
+    if name == "complex":
+        return complex(*items)
+    kinds = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
+    return kinds[name](unpacked(item) for item in items)
+
+
+if __name__ == "__main__":
+    main()
