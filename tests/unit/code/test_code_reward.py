@@ -19,7 +19,10 @@ from buffer_rl_code.bubblewrap import Bubblewrap
 from buffer_rl_code.reward import answers_to, code_of, score, score_fraction
 from buffer_rl_code.sandbox import Ended, Program, ProgramRun
 
-pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: apt-get install bubblewrap")
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: apt-get install bubblewrap"),
+    pytest.mark.slow,
+]
 
 ARGS = SimpleNamespace(code_sandbox=None, plugin=[], code_timeout_s=3.0, code_memory_mb=2048)
 SUMS = [{"input": f"{i} {i + 1}\n", "output": f"{2 * i + 1}\n"} for i in range(4)]

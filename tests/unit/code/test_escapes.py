@@ -19,7 +19,10 @@ from buffer_rl_code.bubblewrap import Bubblewrap
 from buffer_rl_code.sandbox import Ended, Program, ProgramRun
 from harness.escapes import ENDLESS, ESCAPES, HARMS, PROLOGUE
 
-pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: apt-get install bubblewrap")
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap: apt-get install bubblewrap"),
+    pytest.mark.slow,
+]
 
 Value = TypeVar("Value")
 USER = 54321
