@@ -26,6 +26,10 @@ LOWEST_CONFIDENCE = 60  # of 100: what vulture gives to all names that are defin
 ALLOWED: Mapping[str, str] = {
     "Bubblewrap": "the options of the code reward name it by reference",
     "SandboxServer": "the options of the code reward name it by reference",
+    "do_GET": "http.server calls it for each request",
+    "do_POST": "http.server calls it for each request",
+    "log_message": "http.server calls it for each request",
+    "between": "filters of users are made with it",
     "redirect_request": "urllib calls it for each redirect",
     "_check_value": "argparse calls it for each value",
     "_one_text_is_a_list_of_one": "pydantic calls it for each option that is a list",
@@ -54,7 +58,6 @@ ALLOWED: Mapping[str, str] = {
     "spec_accept_length": "functions of users read it",
     "prefix_cache_hit_rate": "functions of users read it",
     "weighted": "rewards of users are composed with it",
-    "between": "filters of users are made with it",
     "at_least": "filters of users are made with it",
     "at_most": "filters of users are made with it",
     "with_fallback": "filters of users are made with it",

@@ -2,8 +2,8 @@
 epoch whose next row is drawn by the weights of the pools.
 
 A row has the weight of its pool, so that a pool is drawn with the probability of its weight times its remaining rows.
-Within a pool rows come in the epoch's shuffled order, so that with one pool this is the shuffled epoch. Rows of a pool of
-weight 0 are passed over: they leave the epoch without being leased, when the order has reached a later row.
+Within a pool rows come in the epoch's shuffled order, so that with one pool this is the shuffled epoch. Rows of a pool
+of weight 0 are passed over: they leave the epoch without being leased, when the order has reached a later row.
 
 What is next depends on ``(seed, epoch, pools, rows that left the epoch)`` alone, and not on how it came to that. So the
 ledger, which knows rewards and rows, is all that a resume needs.

@@ -165,8 +165,8 @@ def _falsified(server: Any, asked: dict[str, Any], found: bytes) -> tuple[int, b
     answer = json.loads(found)
     rows = answer if isinstance(answer, list) else [answer]
     number = next(server.number)
-    turn, between = divmod(number, server.plan["every"])
-    if between or turn > MOST_OF_A_KIND * len(KINDS) or not rows[0].get("output_ids"):
+    turn, rest = divmod(number, server.plan["every"])
+    if rest or turn > MOST_OF_A_KIND * len(KINDS) or not rows[0].get("output_ids"):
         return 200, found
     name = list(KINDS)[turn % len(KINDS)]
     _note(path, {"kind": name, "rid": rid})
