@@ -66,7 +66,7 @@ class RunOptions(Section):
         "--hf-checkpoint. Training, publication and resume use float32",
     )
     load: str | None = option(
-        None, "resume from a folder or URL; auto: from the newest in --save, if any", metavar="PATH", common=True
+        None, "resume from a folder or URL; auto: the newest in --save, if any", metavar="PATH", common=True
     )
     max_global_restarts: int = option(
         3,
