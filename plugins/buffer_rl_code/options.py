@@ -71,6 +71,8 @@ def buffer_rl_add_options() -> list[str]:
 @hookimpl
 def buffer_rl_configure(config: Any) -> None:
     """Raises ConfigError if the run uses the ``code`` reward and its sandbox does not work, or does not hold."""
+    if not hasattr(config, "code_sandbox"):  # options that a program made may lack the section
+        return
     if config.code_sandbox is not None or any(_is_code(name) for name in _rewards(config)):
         if config.code_timeout_s >= config.rm_timeout_s:
             raise ConfigError(
