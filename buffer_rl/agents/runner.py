@@ -36,6 +36,8 @@ BLOCKED_S = 5.0
 """An event loop that answers nothing for longer is blocked, and its agent is named."""
 ANSWER_S = 1.0
 """The same at an agent's deadline."""
+ENDS_S = 1.0
+"""How long the loop of agents may take to end."""
 
 
 class AgentTimeoutError(Exception):
@@ -54,8 +56,16 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.loop.set_task_factory(self._named_task)
-        self.thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="agents", daemon=True)
         self.thread.start()
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        if tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.loop.close()
 
     async def answers(self, timeout_s: float) -> bool:
         """Whether the loop does something that it is asked to do within ``timeout_s``."""
@@ -149,6 +159,7 @@ class AgentRunner:
             self._watch.cancel()
         if self._loop is not None:
             self._loop.loop.call_soon_threadsafe(self._loop.loop.stop)
+            await asyncio.to_thread(self._loop.thread.join, ENDS_S)
 
     def _in_loop(self, function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> Future[Any]:
         if self._loop is None:

@@ -156,6 +156,7 @@ ask("go")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "time.sleep(600)", 'post("/finish", {}); time.sleep(600)', "os._exit(3)"])
 async def test_what_a_command_has_started_ends_with_it(tmp_path: Path, end: str) -> None:
     notes = tmp_path / "notes"
@@ -195,6 +196,7 @@ print(json.dumps({"reward": 0.5}))
     assert (len(output.tail), output.text[-4:]) == (command.BLOCK_BYTES, "\nend")
 
 
+@pytest.mark.slow
 async def test_processes_wait_for_a_place_and_the_wait_is_not_in_their_deadline(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     body = f"""

@@ -201,6 +201,7 @@ def world_in(folder: Path, **options: Any) -> World:
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 async def test_after_a_death_in_any_phase_each_recorded_turn_is_played_again_as_it_was(
     phase: str, tmp_path: Path

@@ -134,6 +134,7 @@ async def test_an_agent_without_heartbeats_has_lost_its_sample_which_is_played_a
     assert metrics["late"] >= 2
 
 
+@pytest.mark.slow
 async def test_heartbeats_keep_a_lease_and_a_deadline_ends_it(tmp_path: Path) -> None:
     ended: list[bool] = []
 
@@ -186,6 +187,7 @@ async def test_a_sample_that_nobody_leases_is_an_error_that_says_where_to_lease(
         assert part in str(caught.value)
 
 
+@pytest.mark.slow
 async def test_samples_wait_as_long_as_agents_are_at_work(tmp_path: Path) -> None:
     def act(episode: Episode) -> None:
         ask(episode)

@@ -171,6 +171,7 @@ def test_the_order_does_not_depend_on_the_order_in_which_groups_finish(
     assert states.count(GroupState.TRAINED) == STEPS * PER_STEP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_buffer_that_died_at_any_call_goes_on_with_the_same_order(tmp_path: Path, staleness: int) -> None:
     undisturbed = Run(tmp_path / "whole", staleness)
