@@ -2,30 +2,52 @@
 
 python agent_program.py                                 plays the sample of BUFFER_RL_SAMPLE
 python agent_program.py CLIENT RUN/agents/worker_0.json  leases samples with the client in the file CLIENT
+
+If KILLS names a folder, every second sample of a group kills the process once, each in one of ``PHASES`` of its play.
 """
 
+import http.client
 import importlib.util
 import json
 import os
 import sys
-import time
-import urllib.request
+import urllib.parse
+import zlib
+
+PHASES = ("before the request", "while it is sampled", "between turns", "before the finish", "finished")
 
 
-def ask(base_url, api_key, messages):
+def die(phase, sample):
+    """Kill this process if it is the phase of the sample, which has not died yet."""
+    index, row = int(sample["row_id"].rsplit("/", 1)[1].split(".")[0]), zlib.crc32(sample["row_id"].encode())
+    if not os.environ.get("KILLS") or index % 2 == 0 or PHASES[row % len(PHASES)] != phase:
+        return
+    try:
+        mark = f"{phase} {row}".replace(" ", "_")
+        os.close(os.open(os.path.join(os.environ["KILLS"], mark), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), 9)
+
+
+def ask(sample, base_url, api_key, messages):
+    die("before the request", sample)
     body = json.dumps({"model": "policy", "messages": messages}).encode()
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as response:
-        return json.load(response)["choices"][0]["message"]["content"] or ""
+    url = urllib.parse.urlsplit(base_url)
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    connection.request("POST", f"{url.path}/chat/completions", body, headers)
+    die("while it is sampled", sample)
+    answer = json.load(connection.getresponse())["choices"][0]["message"]["content"] or ""
+    die("between turns", sample)
+    return answer
 
 
 def play(sample, base_url, api_key):
     messages, secret, guesses = sample["prompt"], sample["label"]["secret"], sample["label"]["guesses"]
     low, high = map(int, messages[0]["content"].split("-"))
     for number in range(guesses):
-        guess = ask(base_url, api_key, messages)
-        if os.environ.get("SLOW_S"):  # so that a test can kill it between two turns
-            time.sleep(float(os.environ["SLOW_S"]))
+        guess = ask(sample, base_url, api_key, messages)
         if not guess.isdigit() or not low <= int(guess) <= high:
             return {"score": 0.2 * number / guesses, "won": 0.0}
         if int(guess) == secret:
@@ -39,15 +61,21 @@ def play(sample, base_url, api_key):
 def main(client="", file=""):
     if not client:
         with open(os.environ["BUFFER_RL_SAMPLE"], encoding="utf-8") as sample:
-            reward = play(json.load(sample), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
-        print(json.dumps({"reward": reward}))
+            sample = json.load(sample)
+        reward = play(sample, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+        die("before the finish", sample)
+        print(json.dumps({"reward": reward}), flush=True)
+        die("finished", sample)
         return
     spec = importlib.util.spec_from_file_location("remote_client", client)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for episode in module.leases(file, wait_s=2.0, patience_s=120.0):
         with episode:
-            episode.finish(play(episode.sample, episode.base_url, episode.api_key))
+            reward = play(episode.sample, episode.base_url, episode.api_key)
+            die("before the finish", episode.sample)
+            episode.finish(reward)
+            die("finished", episode.sample)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import runpy
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -164,66 +162,40 @@ def agents_elsewhere(file: Path, number: int) -> Iterator[list[subprocess.Popen[
             each.wait()
 
 
-@contextmanager
-def killing(pids: Callable[[], list[int]], most: int) -> Iterator[list[int]]:
-    """SIGKILL for one of these processes at random moments, at most so often."""
-    killed: list[int] = []
-    ended, draw = threading.Event(), random.Random(0)
-
-    def kill() -> None:
-        while not ended.wait(draw.uniform(0.05, 0.4)) and len(killed) < most:
-            if found := pids():
-                pid = draw.choice(found)
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-                killed.append(pid)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        yield killed
-    finally:
-        ended.set()
-        thread.join()
-
-
 def commands() -> list[int]:
     """The processes of the program, also those that watch them."""
     return [each.pid for each in descendants(os.getpid()) if PROGRAM[-1] in each.command]
 
 
-def test_the_same_program_as_function_command_and_elsewhere_ends_with_equal_bits(run: Run, tmp_path: Path) -> None:
-    _, rows, folder = run("function", deterministic=True, agent_path=f"{FUNCTIONS}:plays_plainly")
-    own = {"deterministic": True, "agent_path": None, "agent_command": " ".join(PROGRAM)}
-    _, of_commands, command_folder = run("command", **own)
-    with agents_elsewhere(tmp_path / "remote" / "agents" / "worker_0.json", 2):
-        _, of_others, remote_folder = run("remote", deterministic=True, agent_path="remote")
-    for others, other_folder in ((of_commands, command_folder), (of_others, remote_folder)):
-        assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"])
-        left, right = (load_file(each / "hf" / "model.safetensors") for each in (folder, other_folder))
-        assert {name: array.tobytes() for name, array in left.items()} == {n: a.tobytes() for n, a in right.items()}
-    assert commands() == []
-
-
-@pytest.mark.parametrize("door", ["command", "remote"])
-def test_agents_that_are_killed_are_played_again_and_no_sample_is_lost_or_doubled(
-    run: Run, tmp_path: Path, door: str, monkeypatch: pytest.MonkeyPatch
+def test_the_same_program_as_function_command_and_elsewhere_ends_with_equal_bits_though_it_is_killed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLOW_S", "0.2")
-    if door == "command":
-        program = f"env SLOW_S=0.2 {' '.join(PROGRAM)}"
-        with killing(commands, 4) as killed:
-            metrics, rows, _ = run("killed", agent_path=None, agent_command=program, num_rollout=3)
-    else:
-        file = tmp_path / "killed" / "agents" / "worker_0.json"
-        with agents_elsewhere(file, 8) as running, killing(lambda: [each.pid for each in running], 4) as killed:
-            metrics, rows, _ = run("killed", agent_path="remote", agent_heartbeat_s=1.0, num_rollout=3)
-    assert len(killed) == 4
-    samples = [row["row"].rpartition(".")[0] for row in rows]
-    assert len(samples) == len(set(samples)) == 3 * 4 * 4
-    assert len(values(metrics, "train/loss")) == 3
+    """Every second sample kills its agent once, in each phase of a play."""
+    _, rows, folder = run("function", deterministic=True, agent_path=f"{FUNCTIONS}:plays_plainly")
+    found: dict[str, tuple[Any, ...]] = {}
+    own = {"deterministic": True, "agent_path": None, "agent_command": " ".join(PROGRAM)}
+    found["command"] = run("command", **own)
+    own["agent_command"] = f"env KILLS={tmp_path / 'killed'} {own['agent_command']}"
+    for door in ("killed", "elsewhere"):
+        (tmp_path / door).mkdir()
+    found["killed"] = run("killed", **own)
+    monkeypatch.setenv("KILLS", str(tmp_path / "elsewhere"))
+    with agents_elsewhere(tmp_path / "elsewhere" / "agents" / "worker_0.json", 4):
+        options: dict[str, Any] = {"deterministic": True, "agent_path": "remote", "agent_heartbeat_s": 2.0}
+        found["elsewhere"] = run("elsewhere", **options)
+    expected = {name: array.tobytes() for name, array in load_file(folder / "hf" / "model.safetensors").items()}
+    for door, (metrics, others, other_folder) in found.items():
+        assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"]), door
+        weights = load_file(other_folder / "hf" / "model.safetensors")
+        assert {name: array.tobytes() for name, array in weights.items()} == expected, door
+        assert values(metrics, "rollout/agent/failed") == [], door
+        marks = {path.name.rpartition("_")[0] for path in (tmp_path / door).glob("*_[0-9]*")}
+        if door != "command":
+            assert len(marks) == 5, marks  # each phase
+            assert len(list((tmp_path / door).glob("*_[0-9]*"))) == 16
+            assert min(values(metrics, "rollout/agent/killed")) > 0
+            assert min(values(metrics, "rollout/agent/replayed")) > 0
+    assert commands() == []
 
 
 def test_a_run_whose_rollout_worker_or_buffer_is_killed_in_a_play_ends_with_the_same_bits(run: Run) -> None:
