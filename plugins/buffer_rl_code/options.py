@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import field_validator
 
-from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.kind import offers
 from buffer_rl.options.redaction import holds_credentials
@@ -106,6 +105,8 @@ def _class_of(reference: str, plugins: tuple[str, ...]) -> Any:
 
 
 def _rewards(args: CodeArgs) -> Iterator[str]:
+    from buffer_rl.data.eval_sets import eval_sets_of  # its readers need packages that naming a plugin does not
+
     yield from (args.rm_type or "", args.custom_rm_path or "", *args.row_rm_types)
     yield from (chosen.rm_type or "" for chosen in eval_sets_of(args))
 
