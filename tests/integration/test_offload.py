@@ -163,7 +163,9 @@ def test_an_engine_that_dies_while_it_has_no_memory_is_replaced_when_the_others_
     args = offloaded(kill="engine", rollout_num_engines=engines)
     require_equal(args.run_dir, whole_run.run_dir)
     log = (Path(args.run_dir) / "logs" / "fleet.log").read_text()
-    assert f"engine {engines - 1}: restarting -> loading" in log
+    assert f"starts in its place (1 of at most {args.engine_max_restarts} restarts)" in log
+    # The run needs the only one; beside another one, it may end before the new one is there.
+    assert engines == 2 or "engine 0: restarting -> loading" in log
 
 
 @pytest.mark.slow
