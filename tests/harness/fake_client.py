@@ -43,7 +43,7 @@ class _Calls:
     def finish(self, ticket: Any, uid: GroupUid, *rows: Any) -> None:
         self._fake.finish(self._groups[uid])
 
-    def reject(self, ticket: Any, uid: GroupUid, attempt: int, reason: str) -> None:
+    def reject(self, ticket: Any, uid: GroupUid, attempt: int, reason: str, reward: float | None = None) -> None:
         self._fake.reject(self._groups[uid], reason)
 
     def quarantine(self, ticket: Any, uid: GroupUid, attempt: int, reason: str) -> None:
