@@ -21,7 +21,7 @@ import pytest
 
 from buffer_rl.errors import ConfigError, RewardError
 from buffer_rl.records.groups import Sample, Status
-from buffer_rl_code import bubblewrap, options
+from buffer_rl_code import bubblewrap
 from buffer_rl_code.bubblewrap import Bubblewrap
 from buffer_rl_code.options import buffer_rl_configure, sandbox_of
 from buffer_rl_code.reward import score
@@ -53,7 +53,7 @@ def test_the_check_passes_in_two_seconds_where_bwrap_works() -> None:
 
 def test_a_run_with_the_reward_is_refused_without_bwrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(options, "eval_sets_of", lambda args: [])
+    monkeypatch.setattr("buffer_rl.data.eval_sets.eval_sets_of", lambda args: [])
     for chosen in ({"rm_type": "code"}, {"row_rm_types": ["math", "code_fraction"]}, {"code_sandbox": "bubblewrap"},
                    {"custom_rm_path": "buffer_rl_code.reward:score"}):  # fmt: skip
         with pytest.raises(ConfigError, match=r"bwrap is not installed(.|\n)*apt-get install bubblewrap"):
