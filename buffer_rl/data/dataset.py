@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, overload
 from buffer_rl.args import Args
 from buffer_rl.data.json_text import json_value, messages_in, with_arguments
 from buffer_rl.data.options import DataOptions
+from buffer_rl.errors import DataError
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.records.groups import Prompt
 from buffer_rl.records.utf8 import lone_surrogate
@@ -69,12 +70,14 @@ class FilePart:
 
 @dataclass(slots=True, kw_only=True)
 class RowFacts:
-    """What rows say all together. rewards: the first row of each reward that metadata choose (``rm_type``); at most
-    a thousand of them. media: the multimodal fields that a row has. has_label: whether a row has one. likely_label: the
+    """What rows say all together. rewards: the first row of each reward that metadata choose (``rm_type``,
+    ``rewards``); at most a thousand of them. bad_rewards: the first row whose metadata name rewards in another form,
+    and what is wrong. media: the multimodal fields that a row has. has_label: whether a row has one. likely_label: the
     flag for the field that probably holds labels, if no row has one. decoded: in how many rows a part of the prompt was
     JSON text."""
 
     rewards: dict[str, int] = field(default_factory=dict)
+    bad_rewards: tuple[int, DataError] | None = None
     media: set[str] = field(default_factory=set)
     has_label: bool = False
     likely_label: str = ""

@@ -84,7 +84,10 @@ class EvalSet(BaseModel):
     def adapt(self, row: PromptRow) -> PromptRow:
         """The row with the metadata that the set adds."""
         added = self._added_metadata()
-        return replace(row, metadata={**row.metadata, **added}) if added else row
+        if not added:
+            return row
+        own = {name: value for name, value in row.metadata.items() if name != "rewards" or "rm_type" not in added}
+        return replace(row, metadata={**own, **added})
 
     def _added_metadata(self) -> dict[str, Any]:
         return {**({"rm_type": self.rm_type} if self.rm_type else {}), **self.metadata_overrides}

@@ -40,6 +40,7 @@ from buffer_rl.data.dataset import (
 from buffer_rl.data.files import Content, DataPath, LocalFile, digest_of
 from buffer_rl.data.jsonl import JsonlTable, RowsOnAccess
 from buffer_rl.errors import DataError
+from buffer_rl.kinds.reward import reward_weights
 from buffer_rl.options.file_kind import HEAD_BYTES, not_jsonl
 from buffer_rl.options.redaction import mask_url
 
@@ -160,8 +161,14 @@ class Findings:
         self.facts.has_label = self.facts.has_label or row.label is not None
         self.facts.media.update(row.multimodal or ())
         self.facts.decoded.update(row.decoded)
-        if (name := row.metadata.get("rm_type")) and len(self.facts.rewards) < MAX_REWARD_NAMES:
-            self.facts.rewards.setdefault(str(name), row.row)
+        try:
+            names = reward_weights(row.metadata)
+        except DataError as error:
+            self.facts.bad_rewards = self.facts.bad_rewards or (row.row, error)
+            return
+        for name in names:
+            if len(self.facts.rewards) < MAX_REWARD_NAMES:
+                self.facts.rewards.setdefault(name, row.row)
 
     def add_plain_rows(self, records: list[dict[str, Any]], position: int, keys: RowKeys) -> bool:
         """Count the rows that begin at ``position`` if all are surely good; false if ``build_row`` has to say."""
@@ -176,6 +183,7 @@ class Findings:
             _are_plain_prompts(prompts, may_hold_json=keys.decode_json)
             and _types(labels) <= {str, int, float, bool, _NONE}
             and _types(metadata) <= {dict, _NONE}
+            and not any("rewards" in values for values in metadata if values)
             and _types(rewards := [values.get("rm_type") if values else None for values in metadata]) <= {str, _NONE}
             and _types(tools) <= {list, _NONE}
             and _types(chain.from_iterable(filter(None, tools))) <= {dict}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,7 @@ class PromptDataSource:
         """Begin with the first row of ``datasets``."""
         self.datasets = datasets
         self._number_of = {dataset.source_hash: number for number, dataset in enumerate(datasets)}
+        self._names = _names(datasets)
         self._by_difficulty: list[DifficultyIterator] = []
         self._loaded: list[Cursor] = []
         make = None if self.pool_weights is None else self._difficulty(self.pool_weights)
@@ -315,8 +317,9 @@ class PromptDataSource:
         return drawn
 
     def _group(self, uid: GroupUid, group_index: int, index: int, count: int) -> SampleGroup:
-        row = self.datasets[self._number_of[uid.source]][uid.row]
-        return make_group(row, uid, num_samples=count, group_index=group_index, index=index)
+        number = self._number_of[uid.source]
+        row, name = self.datasets[number][uid.row], self._names[number]
+        return make_group(row, uid, num_samples=count, group_index=group_index, index=index, data_set=name)
 
 
 class EvalSource:
@@ -355,6 +358,12 @@ class EvalSource:
     def all_groups(self) -> list[SampleGroup]:
         """Fresh groups of every set, one set after another."""
         return [group for name in self.datasets for group in self.groups(name)]
+
+
+def _names(datasets: Sequence[PromptDataset]) -> list[str]:
+    """Of each source the name of its file or folder; empty if there is one source, and for names that two have."""
+    names = [PurePosixPath(dataset.path.partition("@[")[0]).name.partition(".")[0] for dataset in datasets]
+    return [name if len(names) > 1 and names.count(name) == 1 else "" for name in names]
 
 
 def _order(

@@ -104,9 +104,9 @@ def needs_of(function: object) -> frozenset[str]:
 def rows_may_choose(reward: F) -> F:
     """Decorator that marks a reward as safe for data to choose: a function, asynchronous or not, a class, an instance.
 
-    It promises that the reward treats everything in a row and in a response as text to compare: it evaluates nothing
-    as code, opens no file that they name, and sends nothing elsewhere. Rows may choose it by the name ``rm_type`` in
-    their metadata where the run lists that name in ``--row-rm-types``.
+    It promises that the reward treats everything in a row and in a response as text: it evaluates nothing as code but
+    in a sandbox, opens no file that they name, and sends them to no address but one of the run's options. Rows may
+    choose it by ``rm_type`` or ``rewards`` in their metadata if the run lists its name in ``--row-rm-types``.
     """
     reward.rows_may_choose = True  # type: ignore[attr-defined]
     return reward

@@ -10,15 +10,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from buffer_rl.errors import RewardError, RolloutError, short_repr
+from buffer_rl.errors import DataError, RewardError, RolloutError, short_repr
 from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
+class Abstain(Exception):
+    """A reward raises it if a sample cannot be judged, and that is nobody's failure: another reward of the row's
+    ``rewards`` counts in its place, and a sample that nothing else scores is masked. ``reason``: a few words."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class RewardModel(Protocol):
-    """Scores one sample: a finite number, or a mapping of which ``--reward-key`` names the one to train on."""
+    """Scores one sample: a finite number, or a mapping of which ``--reward-key`` names the one to train on. It raises
+    ``Abstain`` for a sample that it does not judge; among several rewards of a row, None says the same."""
 
     def __call__(
         self, args: Any, sample: Sample
@@ -72,6 +82,38 @@ def check_reward(value: object, *, where: str) -> float | dict[str, Any]:
     if all(isinstance(entry, str | None) for entry in rewards.values()):
         raise RewardError("the reward is a mapping without a number", where=where, expected="one under --reward-key")
     return rewards
+
+
+def reward_weights(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The rewards that a row's metadata choose, with their weights: those of ``rewards``, or ``rm_type`` alone; empty
+    if they choose none. Raises DataError for another form; the caller says where."""
+    single, several = metadata.get("rm_type"), metadata.get("rewards")
+    if several is None:
+        return {str(single): 1.0} if single else {}
+    expected = 'rewards: {"NAME": weight, ...} with finite numbers, one of them not 0, and no rm_type beside it'
+    weights = several if isinstance(several, Mapping) else {}
+    numbers_only = all(
+        isinstance(name, str) and type(weight) in (int, float) and math.isfinite(weight)
+        for name, weight in weights.items()
+    )
+    if single or not numbers_only or not any(weights.values()):
+        beside = f"rm_type {single!r:.80} and " if single else ""
+        raise DataError(f"the metadata have {beside}rewards {short_repr(several)}", expected=expected)
+    return {name: float(weight) for name, weight in weights.items()}
+
+
+def weighted_reward(weights: Mapping[str, float], rewards: Mapping[str, float | None]) -> float | None:
+    """The sum of the weighted ``rewards``; None if all that have a weight abstain.
+
+    What abstains (None) is no 0: the sum of the others is scaled to the weights of all,
+    ``sum(w r) * sum(|w|) / sum(|w| of those that answer)``, so that it has the scale of a sample that all score.
+    """
+    answered = [name for name in weights if rewards[name] is not None and weights[name]]
+    if not answered:
+        return None
+    of_all, of_answered = (math.fsum(abs(weights[name]) for name in names) for names in (weights, answered))
+    total = math.fsum(weights[name] * (rewards[name] or 0.0) for name in answered)
+    return total if of_all == of_answered else total * (of_all / of_answered)
 
 
 def check_group_rewards(value: object, count: int, *, where: str) -> list[float]:

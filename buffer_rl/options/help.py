@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -133,7 +134,11 @@ def _help_page(parser: argparse.ArgumentParser, sections: Sequence[type[Section]
         formatter.add_arguments(actions)
         formatter.end_section()
     if not asked:
-        lines = [_section_line(slug, len(flags[title]), titled[title]) for slug, title in slugs.items()]
+        core = {slug: title for slug, title in slugs.items() if titled[title].__module__.startswith("buffer_rl.")}
+        lines = [_section_line(slug, len(flags[title]), titled[title]) for slug, title in core.items()]
+        of_plugins = (f"{slug} {len(flags[title])}" for slug, title in slugs.items() if slug not in core)
+        text = f"of plugins: {', '.join(of_plugins)}"
+        lines += textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
         more = f"all options by section: {parser.prog} --help SECTION, or {parser.prog} --help all"
         formatter.add_text("\n".join([more, *lines]).replace("%", "%%"))
     return formatter.format_help()
@@ -141,8 +146,7 @@ def _help_page(parser: argparse.ArgumentParser, sections: Sequence[type[Section]
 
 def _section_line(slug: str, count: int, section: type[Section]) -> str:
     about = re.split(r"\.\s|\n", f"{section.__doc__ or ''}\n")[0].rstrip(".")
-    package = section.__module__.partition(".")[0]
-    return f"  {slug:<17} {count:>3}  {about}{'' if package == 'buffer_rl' else f' (plugin {package})'}"
+    return f"  {slug:<17} {count:>3}  {about}"
 
 
 def add_option(group: argparse._ActionsContainer, name: str, field: FieldInfo) -> None:

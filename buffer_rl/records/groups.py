@@ -36,7 +36,8 @@ class SampleGroup(Sequence[Sample]):
     version: the weights that were published when the group was leased; None before the first lease.
     foreign: the rollout function made the group, and did not lease it; the framework sets it. Such a group may leave
     out its uid and those of its samples.
-    data_set names the evaluation set that the group comes from; it is empty for training groups.
+    data_set names the evaluation set that the group comes from, or the file of its row if training has several;
+    otherwise it is empty.
     sampling_params: what that set says about sampling, under the names of SGLang's protocol; it is stronger than the
     options. rm_type: the registered reward that the set's configuration, and no row, names; empty where it names none.
 

@@ -110,14 +110,15 @@ class GroupConverter:
             )
             columns = self._kept_columns(samples) | self._version_columns(samples)
             return row_ids, columns | checked_columns(answer, samples, place(kind, path, at))
-        scored = samples if evaluation else [s for s in samples if s.reward is not None or not s.remove_sample]
-        if not scored:
+        scored = [s for s in samples if s.reward is not None or not s.remove_sample]
+        if not scored and not evaluation:
             raise RolloutError("no sample of it has a reward", where=f"group {group.uid}", expected="at least one")
         raw = self._raw_rewards(scored)
         shown, reward = (raw, raw) if evaluation else self._rewards(scored, raw, at=f"group {group.uid}")
         if len(scored) < len(samples):
             places = [i for i, sample in enumerate(samples) if sample.reward is not None]
-            shown, reward = _spread(shown, places, len(samples), shown.mean()), _spread(reward, places, len(samples), 0)
+            mean = shown.mean() if scored else 0.0
+            shown, reward = _spread(shown, places, len(samples), mean), _spread(reward, places, len(samples), 0)
         if not evaluation and group.rows is not group.samples:
             shown, reward = (np.repeat(each, [len(s.rows) for s in samples]) for each in (shown, reward))
             samples = [row for sample in samples for row in _with_its_rows(sample)]

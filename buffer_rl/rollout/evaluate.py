@@ -43,7 +43,7 @@ async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOut
 
 def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
     """By data set ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean, ``eval/{name}/truncated`` share, and
-    ``eval/{name}/{entry}``, the mean of each number of rewards that are mappings.
+    ``eval/{name}/{entry}``, the mean of each number of rewards that are mappings, and of each reward that rows chose.
 
     Means over samples, of which each counts once, with the mean of its parts. A set without rewards is left out."""
     by_name: dict[str, RolloutStats] = {}
@@ -65,10 +65,11 @@ def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
 
 
 def _entries(rows: Iterable[Sample]) -> dict[str, list[float]]:
-    """The numbers in the rewards of one sample's rows, by name, if they are mappings."""
+    """The numbers in the rewards of one sample's rows, by name, if they are mappings or of several rewards."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        for name, value in row.reward.items() if isinstance(row.reward, dict) else ():
+        chosen = row.__dict__.get("rewards", {})
+        for name, value in (chosen | (row.reward if isinstance(row.reward, dict) else {})).items():
             if isinstance(value, int | float):
                 found[name].append(float(value))
     return found

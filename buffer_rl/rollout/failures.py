@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError, EngineError, RewardError, RolloutError
+from buffer_rl.kinds.reward import Abstain
 
 RETRYABLE_STATUS = frozenset({408, 425, 429})  # the only HTTP 4xx after which a retry may succeed
 REFUSED_PROMPT = frozenset({400, 413, 414, 422})  # the request is wrong; an engine's other 4xx say that the set-up is
@@ -24,6 +25,7 @@ class FailureKind(StrEnum):
     CRASH = "crash"
     INVALID = "invalid"
     REFUSED = "refused"  # HTTP 4xx of a reward server
+    ABSTAINED = "abstained"  # it does not judge the sample, which is no failure
 
 
 COSTLY = frozenset({FailureKind.TIMEOUT, FailureKind.CRASH})  # each costs a deadline, or the start of a process
@@ -103,7 +105,10 @@ def is_refusal(status: int | None) -> bool:
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """The kind of an exception of a reward function: REFUSED where it has the HTTP status of a refusal."""
+    """The kind of an exception of a reward function: ABSTAINED of ``Abstain``, REFUSED if it has the HTTP status of a
+    refusal."""
+    if isinstance(error, Abstain):
+        return FailureKind.ABSTAINED
     return FailureKind.REFUSED if is_refusal(status_of(error)) else FailureKind.EXCEPTION
 
 

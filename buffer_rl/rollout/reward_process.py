@@ -46,12 +46,14 @@ DONE = HEADER.pack(0)
 class RewardTarget:
     """Which reward function: the user's reference, or (``registered``) a name that data may choose.
 
-    of_group: it scores a whole ``SampleGroup``, and answers with one number a sample.
+    of_group: it scores a whole ``SampleGroup``, and answers with one number a sample. of_several: it is one of several
+    rewards of a row, and abstains with None.
     """
 
     reference: str
     registered: bool
     of_group: bool = False
+    of_several: bool = False
 
     @property
     def kind(self) -> str:
@@ -68,7 +70,7 @@ class RewardTarget:
         where."""
         if isinstance(item, SampleGroup):
             return check_group_rewards(value, len(item), where=self.reference)
-        return check_reward(value, where=self.reference)
+        return None if value is None and self.of_several else check_reward(value, where=self.reference)
 
 
 def main(socket_fd: int, answers_fd: int) -> None:

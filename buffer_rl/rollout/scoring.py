@@ -6,13 +6,13 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.kinds.marks import is_for_rows
-from buffer_rl.kinds.reward import check_reward
+from buffer_rl.kinds.reward import check_reward, reward_weights, weighted_reward
 from buffer_rl.kinds.rollout import check_statuses
 from buffer_rl.options.section import dump_args
 from buffer_rl.options.user_args import user_args
@@ -46,10 +46,10 @@ def check_row_choice(args: Args, name: str, *, where: str) -> None:
         return
     named = [*([args.rm_type] if args.rm_type else []), *args.row_rm_types]
     raise DataError(
-        f"the metadata choose the reward {name!r:.80} (rm_type), which this run does not let rows choose",
+        f"the metadata choose the reward {name!r:.80}, which this run does not let rows choose",
         where=where,
         expected=f"no rm_type, or {' or '.join(map(repr, named))}" if named else "no rm_type",
-        hint=f"to allow it, add --row-rm-types {shlex.quote(name):.80}; else take rm_type out of the rows",
+        hint=f"to allow it, add --row-rm-types {shlex.quote(name):.80}; else take rm_type or rewards out of the rows",
     )
 
 
@@ -68,11 +68,12 @@ class Scorer:
     """Computes rewards for one rollout worker. Belongs to one event loop.
 
     ``--custom-group-rm-path`` scores the samples of a prompt together. Else a sample's function is
-    ``--custom-rm-path``, else what the row's metadata name as ``rm_type``, where ``--row-rm-types`` lists it or the
-    evaluation set's own configuration chose it, else ``--rm-model`` or ``--rm-type``. Synchronous functions run in
-    processes that are killed at ``--rm-timeout-s``: their return value and what they changed of ``sample.metadata``
-    come back, as JSON. Asynchronous ones run on the event loop under the same deadline. A sample that already has
-    a reward keeps it, after the same check. With ``--use-opd`` one that nothing scores has the reward 0.
+    ``--custom-rm-path``. Else it is what the row's metadata name: one as ``rm_type``, or several with weights as
+    ``rewards``, if ``--row-rm-types`` lists them or the evaluation set's own configuration chose it. Else it is
+    ``--rm-model`` or ``--rm-type``. Synchronous functions run in processes that are killed at ``--rm-timeout-s``: their
+    return value and what they changed of ``sample.metadata`` come back, as JSON. Asynchronous ones run on the event
+    loop under the same deadline. A sample that already has a reward keeps it, after the same check. One whose rewards
+    all abstain has none, and is masked. With ``--use-opd`` one that nothing scores has the reward 0.
     """
 
     def __init__(self, args: Args, registry: PluginRegistry, model: RewardModelClient | None = None) -> None:
@@ -94,8 +95,8 @@ class Scorer:
         """
         if self._args.custom_group_rm_path and samples:
             return await self._score_together(samples)
-        of_name: dict[str, list[Sample]] = {}
         by_target: dict[RewardTarget, list[Sample]] = {}
+        outcomes: dict[int, dict[RewardTarget, Outcome]] = {}
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
             if sample.reward is None and self._args.use_opd and not self.scores(sample):
@@ -103,19 +104,46 @@ class Scorer:
             if sample.reward is not None:
                 self._set_reward(sample, "set by the generate function", Outcome(value=sample.reward), failures)
                 continue
-            name = str(sample.metadata.get("rm_type") or "")
-            if name not in of_name:  # several names may mean one function
-                of_name[name] = by_target.setdefault(self.target_of(sample, of_set), [])
-            of_name[name].append(sample)
+            outcomes[id(sample)] = {}
+            for target in self.targets_of(sample, of_set):
+                by_target.setdefault(target, []).append(sample)
         for target, rows in by_target.items():
-            origin = repr(target.reference)
             for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
-                self._set_reward(sample, origin, outcome, failures)
+                outcomes[id(sample)][target] = outcome
+        for sample in samples:
+            self._take_outcomes(sample, outcomes.get(id(sample), {}), failures)
         return [failures[id(sample)] for sample in samples if id(sample) in failures]
+
+    def _take_outcomes(
+        self, sample: Sample, outcomes: Mapping[RewardTarget, Outcome], failures: dict[int, RewardFailure]
+    ) -> None:
+        """Set the reward of a sample from what its reward functions answered: of several, the weighted sum."""
+        if not outcomes:
+            return
+        target = next(iter(outcomes))
+        if not target.of_several:
+            self._set_reward(sample, repr(target.reference), outcomes[target], failures)
+            if self._args.row_rm_types and sample.reward is not None:
+                sample.rewards = {target.reference: sample.get_reward_value(self._args)}
+            return
+        rewards: dict[str, float | None] = {}
+        for target, outcome in outcomes.items():
+            if outcome.kind is FailureKind.ABSTAINED or (outcome.kind is None and outcome.value is None):
+                rewards[target.reference] = None
+                continue
+            self._set_reward(sample, repr(target.reference), outcome, failures)
+            if sample.reward is None:
+                return
+            rewards[target.reference] = sample.get_reward_value(self._args)
+        total = weighted_reward(reward_weights(sample.metadata), rewards)
+        key = self._args.reward_key
+        sample.rewards = rewards
+        sample.reward = {**rewards, key: total} if key and total is not None else total
+        sample.remove_sample = sample.remove_sample or total is None
 
     async def _score_together(self, samples: Sequence[Sample]) -> list[RewardFailure]:
         """Score the samples of one prompt by ``--custom-group-rm-path``; if it fails, all of them have failed."""
-        target = self.target_of(samples[0], "")
+        (target,) = self.targets_of(samples[0], "")
         group = SampleGroup(uid=samples[0].row_id.uid, samples=list(samples))
         (outcome,) = await self._run(target, [group])
         where = f"{target.kind} {target.reference!r}, group {group.uid}"
@@ -149,28 +177,27 @@ class Scorer:
     def scores(self, sample: Sample) -> bool:
         """Whether anything scores the sample."""
         args = self._args
-        return bool(args.custom_rm_path or args.rm_type or args.rm_model or sample.metadata.get("rm_type"))
+        return bool(args.custom_rm_path or args.rm_type or args.rm_model or reward_weights(sample.metadata))
 
-    def target_of(self, sample: Sample, of_set: str) -> RewardTarget:
-        """The function that scores the sample, and others whose metadata choose the same; of_set: as for ``score``.
+    def targets_of(self, sample: Sample, of_set: str) -> list[RewardTarget]:
+        """The functions that score the sample, one if its metadata give no weights; of_set: as for ``score``.
 
         Raises ConfigError, DataError and PluginError as ``score``."""
-        name = str(sample.metadata.get("rm_type") or "")
         if self._args.custom_group_rm_path:
-            return RewardTarget(self._args.custom_group_rm_path, registered=False, of_group=True)
+            return [RewardTarget(self._args.custom_group_rm_path, registered=False, of_group=True)]
         if self._args.custom_rm_path:
-            return RewardTarget(self._args.custom_rm_path, registered=False)
-        if name and name == of_set:
-            return RewardTarget(name, registered=True)
-        if name and name != self._args.rm_type:
-            check_row_choice(self._args, name, where=f"row {sample.row_id}")
-            if not is_for_rows(self._registry.resolve_registered("reward", name)):
-                raise unmarked_reward(name)
-            return RewardTarget(name, registered=True)
+            return [RewardTarget(self._args.custom_rm_path, registered=False)]
+        try:
+            weights = reward_weights(sample.metadata)
+        except DataError as error:
+            raise DataError(error.what, where=f"row {sample.row_id}", expected=error.expected) from error
+        of_several = sample.metadata.get("rewards") is not None
+        if weights:
+            return [replace(self._chosen(sample, name, of_set), of_several=of_several) for name in weights]
         if self._args.rm_model:
-            return MODEL
+            return [MODEL]
         if self._args.rm_type:
-            return RewardTarget(self._args.rm_type, registered=False)
+            return [RewardTarget(self._args.rm_type, registered=False)]
         raise ConfigError(
             "no reward function",
             where=f"row {sample.row_id}",
@@ -178,6 +205,17 @@ class Scorer:
             "--rm-model PATH, or a row whose metadata choose one "
             "of --row-rm-types",
         )
+
+    def _chosen(self, sample: Sample, name: str, of_set: str) -> RewardTarget:
+        """The reward that a row's metadata, or the configuration of its evaluation set, choose."""
+        if name == of_set:
+            return RewardTarget(name, registered=True)
+        if name == self._args.rm_type:
+            return RewardTarget(name, registered=False)
+        check_row_choice(self._args, name, where=f"row {sample.row_id}")
+        if not is_for_rows(self._registry.resolve_registered("reward", name)):
+            raise unmarked_reward(name)
+        return RewardTarget(name, registered=True)
 
     async def _run(self, target: RewardTarget, samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
         if target == MODEL:
@@ -228,6 +266,9 @@ class Scorer:
 
     def _set_reward(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
         kind, text, expected = outcome.kind, outcome.text, outcome.expected
+        if kind is FailureKind.ABSTAINED:
+            sample.reward, sample.remove_sample = None, True
+            return
         if kind is None:
             try:
                 sample.reward = check_reward(outcome.value, where=origin)

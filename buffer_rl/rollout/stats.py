@@ -80,7 +80,8 @@ class RolloutStats:
     dropped.
     num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and were requeued
     in mid-generation or fully generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
-    baselines: of the kept groups, ``[num_kept]``, where there are any.
+    baselines: of the kept groups, ``[num_kept]``, where there are any. by_name: rewards of kept samples by the name
+    that their rows chose, and by that and the data set; None of those that abstained.
     """
 
     has_filter: bool = False
@@ -91,6 +92,7 @@ class RolloutStats:
     truncated: list[float] = field(default_factory=list)
     num_kept: int = 0
     baselines: list[float] = field(default_factory=list)
+    by_name: dict[str, list[float | None]] = field(default_factory=dict)
     num_zero_std: int = 0
     generated_tokens: int = 0
     num_aborted_groups: int = 0
@@ -115,6 +117,10 @@ class RolloutStats:
         self.longest = max([self.longest, *(sample.response_length for sample in group)])
         self.truncated += sample_means(indices, [sample.status is Status.TRUNCATED for sample in group])
         self.num_zero_std += bool(means) and equal_rewards(means)
+        for sample in group:
+            for name, reward in sample.__dict__.get("rewards", {}).items():
+                for shown in {name, f"{name}/{group.data_set}" if group.data_set else name}:
+                    self.by_name.setdefault(shown, []).append(reward)
 
     def count_filtered(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a scored group that the dynamic filter dropped; ``rewards`` as ``rewards_of`` gives them."""
@@ -145,6 +151,11 @@ class RolloutStats:
             values |= {"raw_reward": float(np.mean(rewards)), "raw_reward_std": float(np.std(rewards))}
             if self.has_filter:
                 values["raw_reward_all"] = float(np.mean(sorted([*rewards, *self.filtered_rewards])))
+        for name, given in sorted(self.by_name.items()):
+            if known := sorted(reward for reward in given if reward is not None):
+                values[f"reward/{name}"] = float(np.mean(known))
+        if abstained := sum(given.count(None) for name, given in self.by_name.items() if "/" not in name):
+            values["abstained"] = float(abstained)
         if self.baselines:
             values["baseline_reward"] = float(np.mean(sorted(self.baselines)))
         if self.response_lengths:

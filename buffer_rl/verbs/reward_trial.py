@@ -16,6 +16,7 @@ from buffer_rl.options.section import dump_args
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext
+from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.lease import NO_CONTEXT
 from buffer_rl.rollout.options import generate_path
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
@@ -70,21 +71,23 @@ async def _score_source(
             return "the teacher is all that there is to learn from"
         try:
             with at_row(source, row):
-                target = scorer.target_of(sample, source.eval_set.chosen_reward() or "" if source.eval_set else "")
+                targets = scorer.targets_of(sample, source.eval_set.chosen_reward() or "" if source.eval_set else "")
         except ConfigError:
             if generate_path(args) is None:
                 raise
             return f"{generate_path(args)} scores"
-        if target == MODEL:
+        if MODEL in targets:
             return "--rm-model scores them"
         with at_row(source, row):
             answers = _answers(context, sample)
-        found = await score_answers(args, registry, pool, target, answers, where=source.dataset.where(row))
-        if found is None:
-            return f"{target.reference} needs what exists only while a rollout runs"
-        scored.append(TriedRow(use=source.use, where=source.dataset.where(row), reward=target.reference, scores=found))
-        if LABEL in found and not _is_best(found) and not target.of_group:
-            await _try_forms(args, pool, target, answers[LABEL], scored[-1])
+        for target in targets:
+            found = await score_answers(args, registry, pool, target, answers, where=source.dataset.where(row))
+            if found is None:
+                return f"{target.reference} needs what exists only while a rollout runs"
+            at, reward = source.dataset.where(row), target.reference
+            scored.append(TriedRow(use=source.use, where=at, reward=reward, scores=found))
+            if LABEL in found and not _is_best(found) and not target.of_group:
+                await _try_forms(args, pool, target, answers[LABEL], scored[-1])
         if time.monotonic() - begun > SCORES_S:
             break
     trial.rows += scored
@@ -142,13 +145,15 @@ async def score_answers(
         items = [SampleGroup(uid=samples[0].row_id.uid, samples=samples)]
     outcomes = await pool.score(target, items)
     for name, outcome in zip(["group"] if target.of_group else answers, outcomes, strict=True):
-        if outcome.kind is not None:
+        if outcome.kind not in (None, FailureKind.ABSTAINED):
             if NO_CONTEXT in outcome.text and is_async(target.resolve(registry)):
                 return None
             raise _failed(target, outcome, f"{where}, {_shown(name, answers)}")
     values = outcomes[0].value if target.of_group else [outcome.value for outcome in outcomes]
     scores = {}
     for (name, sample), value in zip(answers.items(), values, strict=True):
+        if value is None:  # it abstains
+            continue
         sample.reward = value
         try:
             scores[name] = sample.get_reward_value(args)

@@ -223,6 +223,8 @@ def check_row_rewards(dataset: PromptDataset, args: Args, registry: PluginRegist
     if args.rm_type and (flag := dataset.facts.likely_label):
         reward = f"--rm-type {args.rm_type}"
         print_notices([f"{mask_url(dataset.path)}: no row has a label, which {reward} may compare with ({flag}?)"])
+    if (bad := dataset.facts.bad_rewards) is not None:
+        raise DataError(bad[1].what, where=dataset.where(dataset[bad[0]]), expected=bad[1].expected)
     for name, row in sorted(dataset.facts.rewards.items(), key=lambda item: item[1]):
         where = dataset.where(dataset[row])
         if name not in (args.rm_type, *args.row_rm_types) and name not in registry.names("reward"):

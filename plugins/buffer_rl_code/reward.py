@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.errors import RewardError
+from buffer_rl.kinds.marks import rows_may_choose
 from buffer_rl.records.groups import Sample, Status
 from buffer_rl_code import driver
 from buffer_rl_code.options import sandbox_of
@@ -27,6 +28,7 @@ OUTPUT_BYTES = 1 << 24
 _FENCED = re.compile(r"^```[ \t]*([A-Za-z0-9+#]*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
+@rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the code passes every test of ``metadata["tests"]``, else 0.0. 0.0 if the sample did not end by itself.
 
@@ -36,6 +38,7 @@ def score(args: Any, sample: Sample) -> float:
     return float(_share(args, sample) == 1.0)
 
 
+@rows_may_choose
 def score_fraction(args: Any, sample: Sample) -> float:
     """The share of the tests that the code passes, 0 to 1; otherwise as ``score``."""
     return _share(args, sample)

@@ -146,9 +146,10 @@ async def opened(
     engine: Any = None, reward_model: Sequence[Any] = (), tokenizer: Any = None, **options: Any
 ) -> AsyncIterator[RolloutContext]:
     """An active context that is closed at the end."""
+    args = make_args(**options)
     context = RolloutContext.build(
-        make_args(**options),
-        registry=PluginRegistry(),
+        args,
+        registry=PluginRegistry.from_flags(args.plugin),
         engine=engine,
         tokenizer=tokenizer or make_char_tokenizer(),
         reward_model=reward_model,

@@ -1,0 +1,1 @@
+"""Rewards of a judge: a model behind an OpenAI address that scores, checks a rubric, or compares responses."""

@@ -1,0 +1,124 @@
+"""Options of the judge, and their check before anything starts."""
+
+from __future__ import annotations
+
+from string import Template
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import field_validator
+
+from buffer_rl.errors import ConfigError
+from buffer_rl.options.redaction import holds_credentials
+from buffer_rl.options.section import Section, option
+from buffer_rl.plugin.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
+
+NAMES = ("judge", "judge_rubric", "judge_pairwise")
+MODULE = "buffer_rl_judge.reward:"
+FIELDS = frozenset({"prompt", "response", "label", "mark"})
+
+
+class JudgeOptions(Section):
+    """The ``judge`` rewards: the model that judges, its limits, and what it is asked."""
+
+    heading: ClassVar[str] = "Judge"
+
+    judge_url: str | None = option(
+        None, "OpenAI address of the model that judges: http://HOST:PORT/v1", pattern="^https?://.", metavar="URL"
+    )
+    judge_model: str = option("judge", "name of the model that judges, as its server knows it")
+    judge_api_key: str | None = option(
+        None, "key of --judge-url. Set it in the --config file or as BUFFER_RL_JUDGE_API_KEY, never as a flag"
+    )
+    judge_params: dict[str, Any] = option(
+        {"temperature": 0, "max_tokens": 1024}, "further fields of each request, as JSON or FILE.yaml", metavar="JSON"
+    )
+    judge_prompt: str | None = option(
+        None,
+        "text file with the request of the reward 'judge': $prompt, $response, $label, and $mark around them; by "
+        "default a mark from 0 to 10",
+        metavar="FILE",
+    )
+    judge_opponents: int = option(
+        2, "judge_pairwise: number of other responses to the same prompt that each is compared with", ge=1
+    )
+    judge_concurrency: int = option(16, "maximum number of requests at once, over all rollout workers", ge=1)
+    judge_requests_per_minute: int | None = option(
+        None, "maximum number of requests per minute, over all rollout workers", ge=1
+    )
+    judge_tokens_per_minute: int | None = option(
+        None, "maximum number of tokens of requests and answers per minute, over all rollout workers", ge=1
+    )
+
+    @field_validator("judge_url")
+    @classmethod
+    def _has_no_credentials(cls, value: str | None) -> str | None:
+        if value and holds_credentials(value):
+            raise ValueError("an address here has no credentials: set BUFFER_RL_JUDGE_API_KEY")
+        return value
+
+
+if TYPE_CHECKING:
+
+    class JudgeArgs(Args, JudgeOptions):
+        """The options of a run with those of this plugin, for a type checker."""
+
+
+@hookimpl
+def buffer_rl_add_options() -> list[str]:
+    """The section above, by reference."""
+    return [f"{__name__}:JudgeOptions"]
+
+
+@hookimpl
+def buffer_rl_configure(config: Any) -> None:
+    """Raises ConfigError if the run uses a judge without an address, with a prompt that cannot be filled in, or with
+    limits under which its rewards miss their deadline."""
+    if not hasattr(config, "judge_url"):  # options that a program made may lack the section
+        return
+    chosen = [name for name in _rewards(config) if name in NAMES or name.startswith(MODULE)]
+    if not chosen:
+        return
+    if config.judge_url is None:
+        raise ConfigError(f"the reward {chosen[0]!r} has no judge", expected="--judge-url http://HOST:PORT/v1")
+    if config.judge_prompt is not None:
+        prompt_of(config.judge_prompt)
+    _check_limits(config, pairwise="pairwise" in chosen[0])
+
+
+def prompt_of(path: str) -> Template:
+    """The template in a file. Raises ConfigError if it cannot be read, names another field, or leaves the response
+    out."""
+    where = f"--judge-prompt {path}"
+    try:
+        with open(path, encoding="utf-8") as file:
+            template = Template(file.read())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the prompt cannot be read: {error}", where=where) from error
+    fields = set(template.get_identifiers()) if template.is_valid() else set()
+    if "response" not in fields or fields - FIELDS:
+        expected = "$response, and perhaps $prompt, $label and $mark; a dollar sign is $$"
+        raise ConfigError("the prompt has other fields, or no response", where=where, expected=expected)
+    return template
+
+
+def _check_limits(args: JudgeArgs, *, pairwise: bool) -> None:
+    """A step's rewards are asked for at about the same time, and each has ``--rm-timeout-s``."""
+    limit = args.judge_requests_per_minute
+    each = 2 * args.judge_opponents if pairwise else 1
+    number = args.rollout_batch_size * args.n_samples_per_prompt * each
+    if limit is not None and (seconds := 60 * number / limit) > args.rm_timeout_s:
+        raise ConfigError(
+            f"the {number} requests of a step take {seconds:.0f} s at --judge-requests-per-minute {limit}, and a "
+            f"reward has --rm-timeout-s {args.rm_timeout_s:g}",
+            hint=f"--rm-timeout-s {2 * seconds:.0f}, or a smaller --rollout-batch-size",
+        )
+
+
+def _rewards(args: JudgeArgs) -> list[str]:
+    from buffer_rl.data.eval_sets import eval_sets_of  # its readers need packages that naming a plugin does not
+
+    named = [args.custom_group_rm_path, args.rm_type, args.custom_rm_path, *args.row_rm_types]
+    return [*filter(None, named), *(chosen.rm_type for chosen in eval_sets_of(args) if chosen.rm_type)]
