@@ -1,7 +1,8 @@
 """Rewards from a server: one JSON request a sample, or one a prompt group.
 
 The request and the answer of a sample are those of slime's ``remote_rm`` (https://github.com/THUDM/slime), with
-two more fields. The address comes from ``--rm-url`` alone: a row of data never chooses where requests go.
+two more fields. Addresses come from ``--rm-url`` and ``--rm-servers`` alone: a row of data may choose one of their
+names, never where requests go.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import zlib
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
 from buffer_rl.errors import ConfigError, RewardError
+from buffer_rl.kinds.marks import rows_may_choose
 from buffer_rl.records.groups import Sample, SampleGroup
 from rm_hub.answers import where
 
@@ -29,20 +32,22 @@ class _RetryableError(Exception):
     """Worth another attempt."""
 
 
+@rows_may_choose
 async def score(args: Any, sample: Sample) -> Any:
-    """What the server at ``--rm-url`` answers for one sample: a number, or a mapping of names to numbers.
+    """What a server answers for one sample: a number, or a mapping of names to numbers. The server is that of
+    ``--rm-url``, or one of those that ``--rm-servers`` gives the name in ``metadata["rm_server"]``.
 
     Request: ``{"prompt", "response", "label", "metadata", "status"}``. Refused connections and the statuses of
-    ``RETRIED`` are tried up to three times, all within 90% of ``--rm-timeout-s``. Raises ConfigError without
-    ``--rm-url``, RewardError if the server gives no usable answer.
+    ``RETRIED`` are tried up to three times, and at each server of the name, all within 90% of ``--rm-timeout-s``.
+    Raises ConfigError without an address, RewardError for another name and for a server without a usable answer.
     """
-    return await _ask(args, _payload(sample), where(sample, "rm_hub.remote"))
+    return await _ask(args, _payload(sample), where(sample, "rm_hub.remote"), sample)
 
 
 async def score_group(args: Any, group: SampleGroup) -> list[Any]:
     """The same for all samples of a prompt in one request, ``{"samples": [...]}``; answered by a list, in order."""
     place = str(group.uid)
-    answer = await _ask(args, {"samples": [_payload(sample) for sample in group]}, place)
+    answer = await _ask(args, {"samples": [_payload(sample) for sample in group]}, place, group[0])
     if not isinstance(answer, list) or len(answer) != len(group):
         raise RewardError(
             f"the reward server answered {answer!r:.120}", where=place, expected=f"a list of {len(group)} rewards"
@@ -60,14 +65,14 @@ def _payload(sample: Sample) -> dict[str, Any]:
     }
 
 
-async def _ask(args: Any, payload: dict[str, Any], place: str) -> Any:
-    url = args.rm_url
-    if not url:
-        raise ConfigError("there is no address of a reward server", expected="--rm-url http://HOST:PORT/PATH")
+async def _ask(args: Any, payload: dict[str, Any], place: str, sample: Sample) -> Any:
+    urls = _addresses(args, sample, place)
+    flag = "--rm-servers" if "rm_server" in sample.metadata else "--rm-url"
     failure = "no answer"
     try:
         async with asyncio.timeout(DEADLINE_SHARE * args.rm_timeout_s), aiohttp.ClientSession() as session:
-            for attempt in range(ATTEMPTS):
+            for attempt in range(max(ATTEMPTS, len(urls))):
+                url = urls[attempt % len(urls)]
                 if attempt:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
                 try:
@@ -77,10 +82,30 @@ async def _ask(args: Any, payload: dict[str, Any], place: str) -> Any:
                     failure = failure.removeprefix("_RetryableError: ")
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):  # their text is the address
         expected = "http://HOST:PORT/PATH"
-        raise ConfigError(f"{_shown(url)!r} is no address", where="--rm-url", expected=expected) from None
+        raise ConfigError(f"{_shown(url)!r} is no address", where=flag, expected=expected) from None
     except TimeoutError:
         failure = f"{failure} within {DEADLINE_SHARE * args.rm_timeout_s:g} s"
-    raise RewardError(f"the reward server failed: {failure}", where=f"{place}, --rm-url {_shown(url)}")
+    raise RewardError(f"the reward server failed: {failure}", where=f"{place}, {flag} {_shown(url)}")
+
+
+def _addresses(args: Any, sample: Sample, place: str) -> list[str]:
+    """Of the servers that the row's name stands for, each row beginning with another one; at least one address."""
+    name = sample.metadata.get("rm_server")
+    if "rm_server" not in sample.metadata and args.rm_url:
+        return [args.rm_url]
+    servers: dict[str, list[str]] = {}
+    for entry in getattr(args, "rm_servers", ()):
+        known, _, url = entry.partition("=")
+        servers.setdefault(known, []).append(url)
+    if name is None:
+        expected = "--rm-url http://HOST:PORT/PATH, or metadata.rm_server with a name of --rm-servers"
+        raise ConfigError("there is no address of a reward server", expected=expected)
+    if name not in servers:
+        expected = f"one of --rm-servers: {', '.join(servers) or 'none'}"
+        raise RewardError(f"the row names the reward server {name!r:.80}", where=place, expected=expected)
+    urls = servers[name]
+    first = zlib.crc32(f"{sample.uid} {sample.sample_index}".encode()) % len(urls)
+    return urls[first:] + urls[:first]
 
 
 def _shown(url: str) -> str:

@@ -62,7 +62,7 @@ async def _score_source(
 ) -> str:
     """Score a few rows. Returns why it was not done; empty if it was."""
     args, scorer = context.args, context.scorer
-    if args.rm_url is not None:
+    if args.rm_url is not None or args.rm_servers:
         return "they ask the server of --rm-url"
     begun, scored = time.monotonic(), []
     for row in source.spread(NUM_SCORED):

@@ -78,6 +78,23 @@ async def test_the_address_is_never_taken_from_the_row() -> None:
     assert seen == []
 
 
+async def test_a_row_names_a_server_of_the_runs_and_goes_on_to_the_next_if_that_is_gone() -> None:
+    async with (
+        serving(lambda body, _: web.json_response(1)) as (first, seen),
+        serving(lambda body, _: web.json_response(2)) as (second, others),
+    ):
+        own = args(None)
+        own.rm_servers = [f"sql={first}", f"proofs={second}", "sql=http://127.0.0.1:1/gone"]
+        rewards = [await score(own, sample(sample_index=i, metadata={"rm_server": "sql"})) for i in range(8)]
+        assert rewards == [1] * 8
+        assert await score(own, sample(metadata={"rm_server": "proofs"})) == 2
+        with pytest.raises(RewardError, match=r"names the reward server 'http://x'(.|\n)*sql, proofs"):
+            await score(own, sample(metadata={"rm_server": "http://x"}))
+        with pytest.raises(ConfigError, match="no address"):
+            await score(own, sample())
+    assert (len(seen), len(others)) == (8, 1)
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_passing_failure_is_tried_again(status: int) -> None:
     async with serving(lambda body, n: web.json_response(1.0) if n else web.Response(status=status, text="busy")) as (

@@ -212,7 +212,7 @@ def choosing(kit: Any, name: str) -> Any:
         ("numeric", {"row_rm_types": ["f1", "gpqa"]}, DataError, "'exact_match' or 'f1' or 'gpqa'"),
         ("reasoning_gym", {}, DataError, "does not let rows choose"),
         ("reasoning_gym", {"row_rm_types": ["reasoning_gym"]}, ConfigError, "@rows_may_choose"),
-        ("remote", {"row_rm_types": ["remote"]}, ConfigError, "not marked as safe"),
+        ("reasoning_gym_partial", {"row_rm_types": ["reasoning_gym_partial"]}, ConfigError, "not marked as safe"),
         ("numerik", {"row_rm_types": ["numerik"]}, PluginError, "numeric"),
         ("PATH", {}, DataError, "does not let rows choose"),
         ("PATH", {"row_rm_types": ["PATH"]}, PluginError, "never a path to code"),

@@ -342,7 +342,11 @@ def test_rows_choose_a_reward_that_is_listed_and_marked_as_safe_for_them(
     no_evaluation = ["--eval-prompt-data", "--eval-interval", "none"]
     assert train("--rollout-function-path", "sft", "--loss-type", "sft_loss", *no_evaluation) == 0  # scores no row
     capsys.readouterr()
-    for name, words in (("remote", "not marked as safe"), ("reasoning_gym", "@rows_may_choose"), ("f2", "f1")):
+    for name, words in (
+        ("reasoning_gym_partial", "not marked as safe"),
+        ("reasoning_gym", "@rows_may_choose"),
+        ("f2", "f1"),
+    ):
         message = refusal(capsys, "--rm-type", "f1", "--row-rm-types", name)
         assert "--row-rm-types" in message
         assert words in message
