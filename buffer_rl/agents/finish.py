@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from buffer_rl.agents.session import AgentFailedError
+from buffer_rl.agents.session import AgentFailedError, check_turn_reward
 from buffer_rl.errors import RewardError, short_repr
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
@@ -15,14 +15,15 @@ from buffer_rl.kinds.reward import check_reward
 ENDS = ("reward", "give_up", "failed")
 """Of these a finish has at most one; without any, the run's reward scores the sample."""
 TEXTS = ("give_up", "failed", "answer")
+TURN_REWARDS = "turn_rewards"
 EXPECTED = 'such as {"reward": 1.0}, {"give_up": "reason"}, {"failed": "reason"}, or nothing: the run\'s reward'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """reward: a number or a mapping; None if the run's reward scores the sample. give_up, failed: the reason.
-    answer: the id of the completion that the run's reward is about; empty for the last one. wrong: whether it was no
-    finish at all, which is a failure.
+    answer: the id of the completion that the run's reward is about; empty for the last one. turn_rewards: what of the
+    reward belongs to single completions, by id. wrong: whether it was no finish at all, which is a failure.
 
     Example:
         Finish.of({"reward": 1.0}).result() == 1.0
@@ -32,6 +33,7 @@ class Finish:
     give_up: str | None = None
     failed: str | None = None
     answer: str = ""
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
     wrong: bool = False
 
     @classmethod
@@ -41,7 +43,7 @@ class Finish:
         fault = ""
         if not isinstance(given, Mapping):
             fault = f"it is {short_repr(value)}"
-        elif unknown := sorted(map(str, set(given) - {*ENDS, *TEXTS})):
+        elif unknown := sorted(map(str, set(given) - {*ENDS, *TEXTS, TURN_REWARDS})):
             fault = f"unknown names: {short_repr(unknown)}"
         elif len([name for name in ENDS if given.get(name) is not None]) > 1:
             fault = f"it is {short_repr(value)}"
@@ -49,7 +51,8 @@ class Finish:
             fault = f"{wrong[0]} is {short_repr(given[wrong[0]])}"
         elif (reward := given.get("reward")) is not None:
             try:
-                return cls(reward=check_reward(reward, where=""), answer=given.get("answer") or "")
+                turns = _turn_rewards(given.get(TURN_REWARDS))
+                return cls(reward=check_reward(reward, where=""), answer=given.get("answer") or "", turn_rewards=turns)
             except RewardError as error:
                 fault = error.what
         if fault or not isinstance(given, Mapping):
@@ -79,3 +82,10 @@ class Finish:
         if self.give_up is not None:
             raise GiveUp(self.give_up)
         return self.reward
+
+
+def _turn_rewards(given: object) -> dict[str, float]:
+    """By the ids of completions. Raises RewardError."""
+    if not isinstance(given or {}, Mapping):
+        raise RewardError(f"{TURN_REWARDS} is {short_repr(given)}")
+    return {name: check_turn_reward(number) for name, number in dict(given or {}).items()}  # type: ignore[call-overload]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from buffer_rl.agents.session import (
     SessionHandle,
 )
 from buffer_rl.agents.tools import ToolAgent
-from buffer_rl.agents.turns import rows
+from buffer_rl.agents.turns import Row, rows
 from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
@@ -188,6 +189,9 @@ class Agents:
             raise named from error
         if session.overflowed:
             return self._overflow()
+        if answer is None and session.turn_rewards:
+            expected = "a number: the sample's reward, with those of its answers included"
+            raise AgentFailedError("it gave rewards to answers and returned none", where=where, expected=expected)
         if answer is None:
             return Outcome(end=End.DONE)
         try:
@@ -256,6 +260,8 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     chosen.messages = [*scored.messages, *([scored.answer.message] if scored.answer else [])]
     chosen.parts = [row.sample(prompt, part) for part, row in enumerate(others, start=1)]
     chosen.reward, chosen.remove_sample = outcome.reward, masked
+    if session.turn_rewards:
+        _give_turn_rewards(session, [chosen, *chosen.parts], [made[place_of], *others])
     if masked:
         chosen.status = Status.FAILED  # so that nothing scores it
     elif cut:
@@ -263,3 +269,13 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     elif chosen.status is Status.ABORTED:
         chosen.status = Status.TRUNCATED
     return chosen
+
+
+def _give_turn_rewards(session: Session, samples: Sequence[Sample], made: Sequence[Row]) -> None:
+    """Each turn's reward at its last token, and minus the sum of all at the last sampled token of each row."""
+    numbers = {each.turn.order: session.turn_rewards[each.id] for each in session.exchanges}
+    total = math.fsum(numbers.values())
+    for sample, row in zip(samples, made, strict=True):
+        ends = row.turn_ends()
+        given = [(end, numbers[turn.order]) for turn, end in zip(row.turns, ends, strict=True) if numbers[turn.order]]
+        sample.turn_rewards = [*given, (ends[-1], -total)]

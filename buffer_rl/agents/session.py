@@ -7,10 +7,11 @@ became of the client that asked. A session ends with its attempt; what asks late
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
@@ -22,7 +23,8 @@ from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, turn_digest
 from buffer_rl.engines.protocol import SEED_BITS
-from buffer_rl.errors import BufferRLError, EngineError, RolloutError, short_repr
+from buffer_rl.errors import BufferRLError, EngineError, RewardError, RolloutError, short_repr
+from buffer_rl.kinds.reward import unwrap_scalar
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.requests import answer_for
@@ -117,7 +119,7 @@ class Session:
     exchanges: in the order in which they were recorded. end: None as long as requests are taken; ``ended`` is done
     then. overflowed: the last prompt left no room for an answer. scored: the id of the exchange that the reward is
     about; empty for the last one. running: requests that are not answered yet. params: the run's, of sampling.
-    told: what the agent told of its end over HTTP, in place of what it returns.
+    told: what the agent told of its end over HTTP, in place of what it returns. turn_rewards: of exchanges, by id.
     replayed: turns that the journal answered.
     """
 
@@ -138,6 +140,7 @@ class Session:
         self.causes: Counter[Cause] = Counter()
         self.running = self.replayed = 0
         self.told: Finish | None = None
+        self.turn_rewards: Counter[str] = Counter()
         self.params = dict(params)
         self._lease, self._sample, self._limits = lease, sample, limits
         self._play = play or Play()
@@ -271,25 +274,46 @@ class Session:
         self._require_open()
         self.told = told
         self.scored = told.answer or self.scored
+        try:
+            for name, number in told.turn_rewards.items():
+                self.reward(number, name)
+        except RolloutError as error:
+            self.told = replace(told, failed=str(error))
         self.close(End.DONE)
+
+    def reward(self, number: float, answer: str | Mapping[str, Any] = "") -> None:
+        """Add a reward to one answer, by its id or message; empty for the last one. Raises RolloutError without
+        ``--turn-rewards``, AgentFailedError if there is no such answer."""
+        where = f"session.reward, row {self._sample.row_id}"
+        if not self._lease.context.args.turn_rewards:
+            hint = "add --turn-rewards to the run, or leave rewards of single answers to the sample's"
+            raise RolloutError("this run has no rewards of single answers", where=where, hint=hint)
+        found = self._answered(answer)
+        if found is None:
+            raise AgentFailedError(f"no answer is {short_repr(answer or 'there')}", where=where)
+        self.turn_rewards[found.id] += number  # type: ignore[assignment]  # a sum of numbers, whole or not
 
     def exchange_to_score(self) -> Exchange | None:
         """The one that the agent named, else the one recorded last that has tokens; None without any. Of several equal
         messages the last one is meant, unless ``chat`` returned one of them.
 
         Raises AgentFailedError if the name is of none that has tokens."""
+        found = self._answered(self.scored)
+        if found is None and self.scored:
+            raise AgentFailedError(
+                f"no answer is {short_repr(self.scored)}",
+                where=f"session.score, row {self._sample.row_id}",
+                expected="the id of a completion, or a message that chat returned",
+            )
+        return found
+
+    def _answered(self, name: str | Mapping[str, Any]) -> Exchange | None:
+        """The exchange with tokens that ``name`` means; of an empty name the one that was recorded last."""
         answers = [each for each in reversed(self.exchanges) if each.turn.output_ids]
-        if self.scored:
-            exact = [each for each in answers if each.answer is not None and each.answer.message is self.scored]
-            found = next((each for each in exact or answers if each.is_meant_by(self.scored)), None)
-            if found is None:
-                raise AgentFailedError(
-                    f"no answer is {short_repr(self.scored)}",
-                    where=f"session.score, row {self._sample.row_id}",
-                    expected="the id of a completion, or a message that chat returned",
-                )
-            return found
-        return next(iter(answers), None)
+        if not name:
+            return next(iter(answers), None)
+        exact = [each for each in answers if each.answer is not None and each.answer.message is name]
+        return next((each for each in exact or answers if each.is_meant_by(name)), None)
 
     def close_if_stopped(self) -> None:
         """Take no more requests if the rollout has enough groups."""
@@ -322,6 +346,14 @@ class Session:
             self._require_open()
         if left is not None:
             params["max_new_tokens"] = min(params["max_new_tokens"], left)
+
+
+def check_turn_reward(number: object) -> float:
+    """The number. Raises RewardError for what is no finite one."""
+    value = unwrap_scalar(number)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise RewardError(f"one of turn_rewards is {short_repr(number)}", expected="a finite number")
 
 
 def _seed_of(text: str) -> int:
@@ -366,6 +398,10 @@ class SessionHandle:
     def score(self, answer: str | Mapping[str, Any]) -> None:
         """See ``AgentSession``."""
         self._session.scored = answer
+
+    def reward(self, number: float, answer: str | Mapping[str, Any] = "") -> None:
+        """See ``AgentSession``."""
+        self._session.reward(check_turn_reward(number), answer)
 
     async def _message(self, messages: Any, tools: Any, **options: Any) -> Message:
         exchange = await self._session.chat(messages, tools, **options)

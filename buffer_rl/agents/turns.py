@@ -106,6 +106,11 @@ class Row:
             status=self.status,
         )
 
+    def turn_ends(self) -> list[int]:
+        """Of each turn the place of its last token in the response, ``[num_turns]``."""
+        start = len(self.tokens) - self.response_length
+        return [len(turn.prompt_ids) + len(turn.output_ids) - start - 1 for turn in self.turns]
+
     def _append(self, turn: Turn) -> None:
         gap = turn.prompt_ids[len(self.tokens) :]
         start = self.response_length + len(gap)

@@ -19,6 +19,11 @@ class AlgorithmOptions(Section):
         "subtract this times the log-ratio to the reference from token rewards (reinforce_plus_plus, remax, gae)",
         ge=0,
     )
+    turn_rewards: bool = option(
+        False,
+        "token rewards at the end of each answer of an agent, as it or its environment gives them, in place of one at "
+        "the end of the response (reinforce_plus_plus, gae, ppo)",
+    )
     pass_at_k: int = option(4, "number of samples of which the best counts: k of pass@k (pass_at_k)", ge=1)
     use_opd: bool = option(False, "on-policy distillation: subtract the log-ratio to a teacher from token advantages")
     opd_kl_coef: float = option(1.0, "weight of the log-ratio of --use-opd", ge=0)

@@ -24,9 +24,15 @@ EPS = 1e-8
 """Added to the variance, as in slime's and verl's ``masked_whiten``."""
 
 
+TURN_REWARDS = "turn_rewards"
+"""The column of an agent's rewards at the last token of each turn, minus their sum over the sample at the last token:
+they say when a sample's reward is earned, and add nothing to it."""
+
+
 def token_rewards(args: Args, batch: TrainBatch) -> list[np.ndarray]:
     """Per row ``[num_unmasked]`` float64: the sample's reward on its last unmasked token, and on each token
-    ``-kl_coef * (log pi - log ref)``, the penalty of REINFORCE++, arXiv 2501.03262 (the k1 estimator).
+    ``-kl_coef * (log pi - log ref)``, the penalty of REINFORCE++, arXiv 2501.03262 (the k1 estimator). With
+    ``--turn-rewards`` the column of this name, ``[response_length]``, is added.
 
     Raises DataError for a missing column, or a reward that is not finite.
     """
@@ -38,6 +44,8 @@ def token_rewards(args: Args, batch: TrainBatch) -> list[np.ndarray]:
     for row_u, reward in zip(rows, rewards, strict=True):
         if row_u.size:
             row_u[-1] += reward
+    if args.turn_rewards:
+        rows = [row_u + given_u for row_u, given_u in zip(rows, unmasked(batch, TURN_REWARDS), strict=True)]
     return rows
 
 

@@ -61,12 +61,16 @@ def _check_estimator(args: Args) -> None:
     for option, field in AlgorithmOptions.model_fields.items():
         value, readers = getattr(args, option), [n for n in ALGORITHMS if option in ALGORITHMS[n].options]
         if readers and name not in readers and value != field.default:
-            in_loss = "for a KL penalty in the loss add --use-kl-loss --kl-loss-coef"
+            hints = {
+                "kl_coef": "for a KL penalty in the loss add --use-kl-loss --kl-loss-coef",
+                "turn_rewards": "the mean of a group at the same turn is no baseline for it: how many turns a sample "
+                "has is the policy's choice",
+            }
             raise ConfigError(
                 f"the advantage {name!r} does not read it",
                 where=flag_of(option),
                 expected=f"--advantage-estimator {', '.join(readers)}",
-                hint=in_loss if option == "kl_coef" else "take it out",
+                hint=hints.get(option, "take it out"),
             )
     if name == "pass_at_k" and args.pass_at_k >= args.n_samples_per_prompt:
         raise ConfigError(

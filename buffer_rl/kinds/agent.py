@@ -51,6 +51,10 @@ class AgentSession(Protocol):
     def score(self, answer: str | Mapping[str, Any]) -> None:
         """Score this answer in place of the last one: the id of a completion, or a message that ``chat`` returned."""
 
+    def reward(self, number: float, answer: str | Mapping[str, Any] = "") -> None:
+        """Of the sample's reward, ``number`` belongs to this answer, which is named as for ``score``; empty: to the
+        last one. With ``--turn-rewards`` alone. The agent returns the reward of the sample, these included."""
+
 
 class Agent(Protocol):
     """Plays one sample by asking ``session`` any number of times. ``async`` agents share an event loop of their own;

@@ -116,6 +116,8 @@ def estimator_needs(args: Args, estimator: object) -> frozenset[str]:
     needs = needs_of(estimator)
     if args.kl_coef and "kl_coef" in algorithm_of(estimator_of(args)[1]).options:
         needs |= {"ref_log_probs", policy_field(args)}
+    if args.turn_rewards:
+        needs |= {"turn_rewards"}
     if args.use_opd:
         needs |= {"teacher_log_probs", policy_field(args)}
     return needs

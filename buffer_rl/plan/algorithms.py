@@ -52,19 +52,21 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "reinforce_plus_plus": Algorithm(
         estimator="buffer_rl.algo.reinforce:reinforce_plus_plus",
         rewards=Rewards.RAW,
-        options=frozenset({"gamma", "kl_coef"}),
+        options=frozenset({"gamma", "kl_coef", "turn_rewards"}),
     ),
     "reinforce_plus_plus_baseline": Algorithm(
         estimator="buffer_rl.algo.reinforce:reinforce_plus_plus_baseline", rewards=Rewards.CENTRED
     ),
     "remax": Algorithm(estimator="buffer_rl.algo.reinforce:remax", rewards=Rewards.RAW, options=frozenset({"kl_coef"})),
     "gae": Algorithm(
-        estimator="buffer_rl.algo.gae:gae", rewards=Rewards.RAW, options=frozenset({"gamma", "lambd", "kl_coef"})
+        estimator="buffer_rl.algo.gae:gae",
+        rewards=Rewards.RAW,
+        options=frozenset({"gamma", "lambd", "kl_coef", "turn_rewards"}),
     ),
     "ppo": Algorithm(
         estimator="buffer_rl.algo.gae:gae",
         rewards=Rewards.RAW,
-        options=frozenset({"gamma", "lambd", "kl_coef"}),
+        options=frozenset({"gamma", "lambd", "kl_coef", "turn_rewards"}),
         critic=True,
     ),
     "gspo": Algorithm(loss="gspo"),

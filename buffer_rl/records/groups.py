@@ -223,6 +223,8 @@ class TrainBatch:
         ``loss_mask`` list of ``[response_length]`` float32;
         ``reward`` ``[num_rows]`` float32 after post-processing, ``raw_reward`` before it;
         ``baseline_reward`` ``[num_rows]`` float32, the reward of a greedy response, where the estimator needs it;
+        ``turn_rewards`` list of ``[response_length]`` float32, under ``--turn-rewards``: what of the reward belongs to
+        single turns, minus their sum at the last unmasked token;
         ``rollout_log_probs``, ``ref_log_probs``, ``teacher_log_probs``, ``old_log_probs``, ``advantages``, ``returns``
         lists of ``[response_length]`` float32, where they exist;
         ``kept_counts`` list of ``[response_length]`` int32 and ``kept_tokens`` list of ``[sum of its counts]`` int32,

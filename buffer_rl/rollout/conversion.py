@@ -43,7 +43,8 @@ class GroupConverter:
     the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
     has them, NaN in rows of a foreign group that lack them; ``truncated`` ``[num_rows]`` bool; ``weight_version``
     ``[num_rows]`` int32, the oldest of its trained tokens, -1 if none; with ``baseline``,
-    ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``.
+    ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``; ``turn_rewards`` with
+    ``--turn-rewards``.
     After a conversion of the user's too: under ``--replay-kept-tokens`` ``kept_tokens`` and ``kept_counts`` (see
     ``TrainBatch``); with ``mixes_versions``, ``weight_version`` and, in the same form, ``newest_weight_version``.
     A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
@@ -141,6 +142,8 @@ class GroupConverter:
         for name in ("teacher_log_probs",) if foreign else ("rollout_log_probs", "teacher_log_probs"):
             if any(getattr(s, name) is not None for s in samples):
                 columns[name] = _log_probs(samples, name)
+        if self._args.turn_rewards:
+            columns["turn_rewards"] = [_turn_rewards(s, self._args.reward_scale) for s in samples]
         if self._baseline:
             columns[BASELINE] = np.asarray([baseline_of(s) for s in samples], dtype=np.float32)
         return row_ids, columns | self._kept_columns(samples) | self._version_columns(samples)
@@ -289,8 +292,17 @@ def _with_a_token(sample: Sample) -> Sample:
         "teacher_log_probs": None,
         "rollout_kept_tokens": None,
         "weight_versions": [],
+        "turn_rewards": [],
     }
     return sample.changed(tokens=tokens, response_length=1, **without)
+
+
+def _turn_rewards(sample: Sample, scale: float) -> np.ndarray:
+    """``[response_length]`` float32."""
+    column = np.zeros(sample.response_length, dtype=np.float32)
+    for token, reward in sample.__dict__.get("turn_rewards", ()):
+        column[token] += scale * reward
+    return column
 
 
 def _spread(values: np.ndarray, places: list[int], length: int, fill: float) -> np.ndarray:
