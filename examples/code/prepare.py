@@ -4,8 +4,8 @@
 
 writes, into ``examples/code/build`` unless told otherwise,
 
-    train.jsonl, heldout.jsonl, dev.jsonl    three values of a function, and tests; no function is in two of them
-    shown.jsonl                              values with a program, for the warm-up
+    train.jsonl, heldout.jsonl, dev.jsonl    two steps to take with a number, and tests; no two are in two of them
+    shown.jsonl                              steps with a program, for the warm-up
     model/                                   a Hugging Face folder: random weights and tokenizer
 """
 
@@ -14,44 +14,55 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
 
 HERE = Path(__file__).resolve().parent
-SIZES = {"heldout": 100, "dev": 40, "train": 300, "shown": 460}
-CHARACTERS = "0123456789,;*+x"
+SIZES = {"heldout": 100, "dev": 40, "train": 2_000, "shown": 6_000}
+CHARACTERS = "0123456789+-*()x; "
 PARTS = ("def f(x):", " return ")
 """Beside characters the tokenizer has these texts as tokens."""
-TESTED = (0, 1, 2, 3, 7, 10)
-"""The arguments that a program is tested with; the first three values are shown."""
+SIGNS = "+-*"
+TESTED = (-7, -1, 0, 1, 2, 10)
+"""The arguments that a program is tested with."""
+Step = tuple[str, int]
 
 
-def task(factor: int, summand: int) -> dict[str, Any]:
-    """A row: the values of ``factor * x + summand`` at 0, 1 and 2, and its tests."""
-    tests = [{"fn": "f", "args": [x], "expected": factor * x + summand} for x in TESTED]
-    prompt = ",".join(str(factor * x + summand) for x in TESTED[:3]) + ";"
-    return {"prompt": prompt, "metadata": {"tests": tests}}
+def value(steps: Sequence[Step], x: int) -> int:
+    """What is left of ``x`` after the steps, which are taken from left to right."""
+    for sign, number in steps:
+        x = {"+": x + number, "-": x - number, "*": x * number}[sign]
+    return x
 
 
-def program(factor: int, summand: int, numbers: random.Random) -> str:
-    """One of two that compute the function."""
-    terms = [f"{factor}*x", str(summand)]
-    numbers.shuffle(terms)
-    return f"{PARTS[0]}{PARTS[1]}{'+'.join(terms)}"
+def task(steps: Sequence[Step]) -> dict[str, Any]:
+    """A row: the steps, such as ``+12 *3;``, and tests of a program that takes them."""
+    tests = [{"fn": "f", "args": [x], "expected": value(steps, x)} for x in TESTED]
+    return {"prompt": " ".join(f"{sign}{number}" for sign, number in steps) + ";", "metadata": {"tests": tests}}
+
+
+def program(steps: Sequence[Step]) -> str:
+    """One that takes them, such as ``def f(x): return (x+12)*3``."""
+    (first, number), (second, other) = steps
+    start = f"x{first}{number}"
+    inner = f"({start})" if second == "*" and first != "*" else start
+    return f"{PARTS[0]}{PARTS[1]}{inner}{second}{other}"
 
 
 def make_data(folder: Path, seed: int = 0) -> None:
     """Write the data files."""
     numbers = random.Random(seed)
-    functions = [(factor, summand) for factor in range(1, 10) for summand in range(100)]
-    numbers.shuffle(functions)
+    drawn: dict[tuple[Step, Step], None] = {}
+    while len(drawn) < sum(SIZES.values()):
+        first, second = ((numbers.choice(SIGNS), numbers.randint(2, 99)) for _ in range(2))
+        drawn[first, second] = None
+    functions = list(drawn)
     for name, size in SIZES.items():
         chosen, functions = functions[:size], functions[size:]
-        rows = [task(*each) for each in chosen]
-        if name == "shown":
-            rows = [{**row, "label": program(*each, numbers)} for row, each in zip(rows, chosen, strict=True)]
+        rows = [task(each) | ({"label": program(each)} if name == "shown" else {}) for each in chosen]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
