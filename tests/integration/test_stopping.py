@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import read_manifest
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 PLUGIN = """
 import json, os, pathlib, time
@@ -73,11 +73,15 @@ def metrics_of(folder: str) -> list[dict[str, Any]]:
 # Where a signal comes; the signal; steps that are done when the run ends; whether the rollout waits for the checkpoint.
 CASES = [
     pytest.param("rollouts after step 1", signal.SIGTERM, 1, {}, True, id="SIGTERM in a rollout"),
-    pytest.param("rollouts after step 1", signal.SIGINT, 2, {}, False, id="Ctrl-C in a rollout"),
-    pytest.param("end of rollout 1", signal.SIGTERM, 2, {}, False, id="SIGTERM in a step"),
-    pytest.param("end of update 3", signal.SIGTERM, 3, {}, False, id="SIGTERM before a save"),
-    pytest.param("publication of 1", signal.SIGINT, 1, {}, False, id="Ctrl-C in a publication"),
-    pytest.param("rollouts after step 2", signal.SIGTERM, 2, {}, True, id="SIGTERM in an evaluation"),
+    pytest.param(
+        "rollouts after step 1", signal.SIGINT, 2, {}, False, id="Ctrl-C in a rollout", marks=pytest.mark.slow
+    ),
+    pytest.param("end of rollout 1", signal.SIGTERM, 2, {}, False, id="SIGTERM in a step", marks=pytest.mark.slow),
+    pytest.param("end of update 3", signal.SIGTERM, 3, {}, False, id="SIGTERM before a save", marks=pytest.mark.slow),
+    pytest.param("publication of 1", signal.SIGINT, 1, {}, False, id="Ctrl-C in a publication", marks=pytest.mark.slow),
+    pytest.param(
+        "rollouts after step 2", signal.SIGTERM, 2, {}, True, id="SIGTERM in an evaluation", marks=pytest.mark.slow
+    ),
     pytest.param(
         "rollouts after step 1",
         signal.SIGTERM,
@@ -85,6 +89,7 @@ CASES = [
         {"schedule": "pipelined", "stream_gradients": True},
         True,
         id="SIGTERM while gradients are streamed",
+        marks=pytest.mark.slow,
     ),
 ]
 

@@ -62,7 +62,6 @@ def recorded(train: Run, options_in: MakeOptions, tmp_path_factory: pytest.TempP
     return args
 
 
-@pytest.mark.slow
 def test_two_ranks_end_with_the_parameters_of_one(train: Run, make_options: MakeOptions, recorded: Any) -> None:
     args = make_options(num_train_ranks=2, **OPTIONS)
     assert train(args).steps == 3
