@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
-import ssl
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import pytest
-import uvicorn.server
 
 from harness.agent_play import user
 from harness.engine_fixtures import model_folder as model_folder
-
-TICK_S = 0.005
-
-
-@pytest.fixture(scope="package", autouse=True)
-def quick_clients_and_servers() -> Iterator[None]:
-    """Each of hundreds of clients would load certificates, which none here needs, and each server would take two tenths
-    of a second to end: uvicorn looks so often whether it should."""
-    own = {**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(min(seconds, TICK_S))}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
-        patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**own))
-        yield
+from harness.quick_http import quick_clients_and_servers as quick_clients_and_servers
 
 
 @pytest.fixture(scope="session")
