@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.agents.command import Commands
 from buffer_rl.agents.gateway import Gateway
 from buffer_rl.agents.journal import Journal, Play
-from buffer_rl.agents.remote import Leases, file_of, remote
+from buffer_rl.agents.remote import Leases, Remote, file_of
 from buffer_rl.agents.runner import AgentTimeoutError, Functions
 from buffer_rl.agents.session import (
     LIMITS,
@@ -85,8 +85,10 @@ class Agents:
         self._limits = Limits.of(args)
         self._leases: Leases | None = None
         self._runner: Functions | Commands | Leases
-        if context.agent is remote:
-            self._runner = self._leases = Leases(args, file_of(context.run_dir, context.worker))
+        if isinstance(context.agent, Remote):
+            log = None if context.run_dir is None else f"{context.run_dir}/logs/agents_{context.worker}_{{}}.log"
+            file, programs = file_of(context.run_dir, context.worker), context.agent.programs(args)
+            self._runner = self._leases = Leases(args, file, programs, log)
         elif args.agent_command:
             self._runner = Commands(args)
         else:
