@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WITH_RAY = ("tests/integration", "tests/conformance", "tests/gpu")
-FAST = "not slow and not sglang and not megatron"
-ALL = "not campaign and not sglang and not megatron"
+FAST = "not slow and not sglang and not verifiers and not megatron"
+ALL = "not campaign and not sglang and not verifiers and not megatron"
 EMBEDDED = "tests/unit/embedded"
 OF_SERVERS = (
     *("engine_thread", "generate_route", "openai_routes", "released_memory", "server", "sglang_service", "stand_in"),

@@ -1,4 +1,4 @@
-"""Options of verifiers, and ``verifiers://TASKSET`` as a path of data: the tasks of a taskset, which are listed at start.
+"""Options of verifiers, and ``verifiers://TASKSET`` as a path of data: the tasks of a taskset, listed at start.
 
 A name of a taskset becomes the path of a file with its rows, which is named by its contents. So a run resumes as with
 any data set: with the same rows, or with an error if the taskset has changed.
@@ -124,7 +124,9 @@ def _listed(config: VerifiersArgs, taskset: str, limit: int | None, where: str) 
         rows = Path(temporary, "rows.jsonl")
         words = [*command(config), "rows", taskset, str(rows), *([] if limit is None else ["--limit", str(limit)])]
         try:
-            done = subprocess.run(words, env={**os.environ, **environ()}, capture_output=True, text=True, timeout=LIST_S)
+            done = subprocess.run(
+                words, env={**os.environ, **environ()}, capture_output=True, text=True, timeout=LIST_S
+            )
         except OSError as error:
             raise ConfigError(f"it cannot be run: {error}", where=f"--verifiers-python {words[0]}") from error
         except subprocess.TimeoutExpired as error:

@@ -79,8 +79,8 @@ def _local(taskset: str, default: vf.AgentConfig, given: Mapping[str, Any]) -> d
     return found
 
 
-def write_rows(taskset: str, file: str, given: Mapping[str, Any], limit: int | None) -> int:
-    """Write a row a task: its prompt as text, and the task itself in the metadata. Returns how many there are."""
+def write_rows(taskset: str, file: str, given: Mapping[str, Any], limit: int | None) -> None:
+    """Write a row a task: its prompt as text, and the task itself in the metadata."""
     tasks = environment(taskset, given).taskset
     if limit is not None:
         tasks = tasks.take(limit)
@@ -88,13 +88,11 @@ def write_rows(taskset: str, file: str, given: Mapping[str, Any], limit: int | N
         raise SystemExit(f"the taskset {taskset} is infinite: take a part of it, verifiers://{taskset}@[0:1000]")
     if excluded := [name for name, entry in tasks.task_type().data_type().model_fields.items() if entry.exclude]:
         raise SystemExit(f"tasks of {taskset} cannot be written: {', '.join(excluded)} are excluded from JSON")
-    number = 0
     with open(file, "w", encoding="utf-8") as lines:
-        for number, task in enumerate(tasks, start=1):
+        for task in tasks:
             prompt = task.data.prompt_text or task.data.description or task.data.name or f"task {task.data.idx}"
             own = {"taskset": taskset, "task": task.data.model_dump(mode="json")}
             lines.write(json.dumps({"prompt": prompt, "metadata": {NAME: own}}) + "\n")
-    return number
 
 
 @dataclass(slots=True)
@@ -141,7 +139,9 @@ class Relay:
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         lane = self.lanes[int(request.match_info["lane"])]
         if not lane.base_url:
-            return web.json_response({"error": {"message": "the session has ended", "code": "session_ended"}}, status=410)
+            return web.json_response(
+                {"error": {"message": "the session has ended", "code": "session_ended"}}, status=410
+            )
         headers = {name: value for name, value in request.headers.items() if name.lower() not in OWN_HEADERS}
         headers["Authorization"] = f"Bearer {lane.api_key}"
         url, body = f"{lane.base_url}/{request.match_info['path']}", await request.read()
