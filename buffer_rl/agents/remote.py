@@ -88,6 +88,7 @@ class Leases:
         self._asked = -math.inf  # when an agent was here last
         self._programs = Programs(programs, args, log, lost=self._has_ended, failed=self._fail)
         self._failure: BufferRLError | None = None
+        self._closed = False
 
     def listens(self, host: str, port: int) -> None:
         """Called once the gateway listens: writes address and key to the file, for its owner alone."""
@@ -106,7 +107,9 @@ class Leases:
         temporary.replace(self._file)
 
     async def aclose(self) -> None:
-        """Remove the file, so that agents which read it end, and end the programs."""
+        """Remove the file, so that agents which read it end, and end the programs. Who waits for a sample gets none."""
+        self._closed = True
+        self._offered.set()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         await self._programs.aclose()
@@ -216,7 +219,7 @@ class Leases:
                     self._programs.has_leased(number)
                 offer.leased.set_result(number)
                 return _json(self._as_reached(offer, request) | {"heartbeat_s": self._args.agent_heartbeat_s})
-            if (left := until - clock()) <= 0:
+            if (left := until - clock()) <= 0 or self._closed:
                 return Response(status_code=204)
             self._offered.clear()
             try:

@@ -41,8 +41,8 @@ CONTEXT = {"x-buffer-rl-train": "false"}
 NO_KEY = "BUFFER_RL_NO_KEY"
 """A variable that is not set: the relay has the keys of the sessions."""
 LOOK_S = 0.2
-CANCEL_S = 20.0
-"""In which an episode that is cancelled ends; else the program does, as its event loop is blocked."""
+ANSWER_S = 10.0
+"""In which the event loop does something once an episode is cancelled; else it is blocked, and the program ends."""
 BLOCKED = 70
 """Exit status of a program whose event loop an episode blocks."""
 MAX_BODY_BYTES = 64 << 20
@@ -256,17 +256,18 @@ def lease_episodes(leases: Any, player: Player, lane: Lane, loop: asyncio.Abstra
             while not done.wait(LOOK_S) and not episode.ended.is_set():
                 pass
             lane.base_url = ""
-            if not done.is_set():
-                _cancel(playing, loop)
-            elif not episode.ended.is_set():
+            if done.is_set():
                 episode.finish(playing.result())
+            else:
+                _cancel(playing, loop)
+                episode.fail("its session has ended")
 
 
 def _cancel(playing: Any, loop: asyncio.AbstractEventLoop) -> None:
     playing.cancel()
     answered = threading.Event()
     loop.call_soon_threadsafe(answered.set)
-    if not answered.wait(CANCEL_S):
+    if not answered.wait(ANSWER_S):
         print("an episode blocks the event loop: the program ends", file=sys.stderr, flush=True)
         os._exit(BLOCKED)
 
