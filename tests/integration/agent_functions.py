@@ -6,9 +6,13 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+from buffer_rl.agents import remote_client
+from buffer_rl.agents.programs import Program
+from buffer_rl.agents.remote import Remote
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.plugin.registry import PluginRegistry
 
@@ -40,6 +44,18 @@ async def plays_plainly(args: Any, sample: Any, session: Any) -> Any:
     """The game alone, as ``agent_program.py`` plays it."""
     play = PluginRegistry().resolve("agent", f"{GAME}:play")
     return await play(args, sample, session)
+
+
+class Programs(Remote):
+    """Four programs a worker that play as ``agent_program.py``, and die as it does."""
+
+    def programs(self, args: Any) -> list[Program]:
+        program = str(Path(__file__).with_name("agent_program.py"))
+        words = [sys.executable, "-I", "-S", program, remote_client.__file__]
+        return [Program(option="--agent-path", words=words, environ={"KILLS": args.run_dir})] * 4
+
+
+programs = Programs()
 
 
 def send(args: Any, moment: str) -> None:

@@ -176,13 +176,14 @@ def test_the_same_program_as_function_command_and_elsewhere_ends_with_equal_bits
     own = {"deterministic": True, "agent_path": None, "agent_command": " ".join(PROGRAM)}
     found["command"] = run("command", **own)
     own["agent_command"] = f"env KILLS={tmp_path / 'killed'} {own['agent_command']}"
-    for door in ("killed", "elsewhere"):
+    for door in ("killed", "elsewhere", "started"):
         (tmp_path / door).mkdir()
     found["killed"] = run("killed", **own)
     monkeypatch.setenv("KILLS", str(tmp_path / "elsewhere"))
     with agents_elsewhere(tmp_path / "elsewhere" / "agents" / "worker_0.json", 4):
         options: dict[str, Any] = {"deterministic": True, "agent_path": "remote", "agent_heartbeat_s": 2.0}
         found["elsewhere"] = run("elsewhere", **options)
+    found["started"] = run("started", deterministic=True, agent_path=f"{FUNCTIONS}:programs")
     expected = {name: array.tobytes() for name, array in load_file(folder / "hf" / "model.safetensors").items()}
     for door, (metrics, others, other_folder) in found.items():
         assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"]), door
