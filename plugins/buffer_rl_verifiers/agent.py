@@ -21,7 +21,7 @@ class Episodes(Remote):
         number = args.verifiers_programs
         at_once = args.verifiers_episodes or max(1, max_processes(args) // number)
         words = [*command(args), "episodes", "--at-once", str(at_once), "--reward-key", args.reward_key or ""]
-        return [Program(option="--verifiers-python", words=words, environ=environ())] * number
+        return [Program(option="--verifiers-python", words=words, environ=environ(args))] * number
 
 
 episodes = Episodes()

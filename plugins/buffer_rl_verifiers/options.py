@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PROGRAM = Path(__file__).with_name("program.py")
 SCHEME = "verifiers://"
+ARGS_VARIABLE = "BUFFER_RL_VERIFIERS_ARGS"
 DATA_OPTIONS = ("prompt_data", "eval_prompt_data")
 LIST_S = 3600.0
 """For a taskset to list its tasks, downloads included."""
@@ -94,12 +95,14 @@ def buffer_rl_local_paths(config: Any, facts: Mapping[str, Any]) -> Mapping[str,
 
 def command(config: VerifiersArgs) -> list[str]:
     """The program in the environment of verifiers, but for its verb. Its own folder is not on its path."""
-    return [config.verifiers_python, "-P", str(PROGRAM), "--args", json.dumps(config.verifiers_args)]
+    return [config.verifiers_python, "-P", str(PROGRAM)]
 
 
-def environ() -> dict[str, str]:
-    """Variables of its process: its environment is its own, and tasksets may be in the run's folder."""
-    return {"PYTHONPATH": os.pathsep.join(search_folders()), "PYTHONUNBUFFERED": "1"}
+def environ(config: VerifiersArgs) -> dict[str, str]:
+    """Variables of its process: its environment is its own, and tasksets may be in the run's folder. The arguments may
+    have keys in them, which a command line would show."""
+    folders = os.pathsep.join(search_folders())
+    return {"PYTHONPATH": folders, "PYTHONUNBUFFERED": "1", ARGS_VARIABLE: json.dumps(config.verifiers_args)}
 
 
 def _parsed(path: str, flag: str) -> tuple[str, str, str, str | None]:
@@ -125,7 +128,7 @@ def _listed(config: VerifiersArgs, taskset: str, limit: int | None, where: str) 
         words = [*command(config), "rows", taskset, str(rows), *([] if limit is None else ["--limit", str(limit)])]
         try:
             done = subprocess.run(
-                words, env={**os.environ, **environ()}, capture_output=True, text=True, timeout=LIST_S
+                words, env={**os.environ, **environ(config)}, capture_output=True, text=True, timeout=LIST_S
             )
         except OSError as error:
             raise ConfigError(f"it cannot be run: {error}", where=f"--verifiers-python {words[0]}") from error

@@ -3,7 +3,8 @@
     program.py rows TASKSET FILE [--limit N]   writes the tasks of a taskset as JSON lines
     program.py episodes [--at-once N]          leases samples, and plays for each the episode of its row
 
-``--args``: the ``[env]`` block of verifiers as JSON, but for the taskset's id.
+``BUFFER_RL_VERIFIERS_ARGS`` has the ``[env]`` block of verifiers as JSON, but for the taskset's id;
+``BUFFER_RL_LEASE_URL``, ``BUFFER_RL_LEASE_API_KEY`` and ``BUFFER_RL_REMOTE_CLIENT``: see ``buffer_rl.agents.programs``.
 
 An episode asks its sample's session, whose tokens are trained. verifiers keeps an HTTP client for each endpoint that it
 has seen, so episodes share a few: each has a lane of ``Relay``, at the same address for one episode after another.
@@ -275,7 +276,7 @@ def _cancel(playing: Any, loop: asyncio.AbstractEventLoop) -> None:
 async def play_episodes(given: Mapping[str, Any], at_once: int, reward_key: str, leases: Callable[[], Any]) -> None:
     """Play episodes, ``at_once`` at a time, until the run ends or SIGTERM."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.set_task_factory(lambda loop, work, **options: asyncio.Task(_contained(work), loop=loop, **options))  # type: ignore[arg-type]
+    loop.set_task_factory(lambda loop, work, **options: asyncio.Task(_contained(work), loop=loop, **options))
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     async with Relay(at_once) as relay:
         player = Player(given, relay, reward_key)
@@ -318,7 +319,6 @@ def _client() -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="program.py")
-    parser.add_argument("--args", type=json.loads, default={})
     verbs = parser.add_subparsers(dest="verb", required=True)
     rows = verbs.add_parser("rows")
     rows.add_argument("taskset")
@@ -328,13 +328,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     episodes.add_argument("--at-once", type=int, default=1)
     episodes.add_argument("--reward-key", default="")
     given = parser.parse_args(argv)
+    block = json.loads(os.environ.pop("BUFFER_RL_VERIFIERS_ARGS", "{}"))
     # The programs that harnesses start are made with uv, which is beside this Python.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if given.verb == "rows":
-        write_rows(given.taskset, given.file, given.args, given.limit)
+        write_rows(given.taskset, given.file, block, given.limit)
         return 0
-    client, url, key = _client(), os.environ.pop("BUFFER_RL_LEASE_URL"), os.environ.pop("BUFFER_RL_LEASE_API_KEY")
-    asyncio.run(play_episodes(given.args, given.at_once, given.reward_key, lambda: client.leases(url, key)))
+    client, url, key = _client(), os.environ.pop("BUFFER_RL_LEASE_URL"), os.environ.pop("BUFFER_RL_LEASE_API_KEY", "")
+    asyncio.run(play_episodes(block, given.at_once, given.reward_key, lambda: client.leases(url, key)))
     os._exit(0)  # threads that wait for a lease are let go
 
 
