@@ -40,6 +40,8 @@ MAX_WAIT_S = 60.0
 LOOK_S = 5.0
 """Between two looks at whether an agent that waits is still there."""
 FOLDER = "agents"
+STARTS_S = 120.0
+"""For a program to start, though it has to load its data."""
 EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -87,6 +89,7 @@ class Leases:
         self._url = ""
         self._asked = -math.inf  # when an agent was here last
         self._programs = Programs(programs, args, log, lost=self._has_ended, failed=self._fail)
+        self._has_programs = bool(programs)
         self._failure: BufferRLError | None = None
         self._closed = False
 
@@ -147,8 +150,9 @@ class Leases:
 
     async def _until_leased(self, offer: _Offer) -> bool:
         """Whether it is leased; else its session has ended. It waits as long as there are agents: as some hold leases,
-        or have asked for one within the last ``--agent-timeout-s``."""
-        clock, limit_s = asyncio.get_running_loop().time, self._args.agent_timeout_s
+        or have asked for one within the last ``--agent-timeout-s``. Programs of this worker have time to start."""
+        clock = asyncio.get_running_loop().time
+        limit_s = max(self._args.agent_timeout_s, STARTS_S if self._has_programs else 0.0)
         since = clock()
         while not offer.leased.done():
             if self._failure is not None:
@@ -159,10 +163,13 @@ class Leases:
             left = last + limit_s - clock()
             if left <= 0:
                 where = f"; address and key are in {self._file}" if self._file is not None else ""
+                hint = f"start agents that lease samples there (buffer_rl/agents/remote_client.py){where}"
+                if self._has_programs:
+                    hint = "the programs of this run hang: see what they print in its logs/agents_*.log"
                 offer.session.failure = ConfigError(
                     f"no agent has leased a sample for {limit_s:g} s",
-                    where=f"--agent-path remote, POST {self._url}/lease",
-                    hint=f"start agents that lease samples there (buffer_rl/agents/remote_client.py){where}",
+                    where=f"--agent-path {self._args.agent_path}, POST {self._url}/lease",
+                    hint=hint,
                 )
                 offer.session.close(End.ENGINE)
             if offer.session.end is not None:

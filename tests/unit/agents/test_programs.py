@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.agents import command, play, programs
+from buffer_rl.agents import command, play, programs, remote
 from buffer_rl.agents.programs import Program
 from buffer_rl.agents.remote import Remote
 from buffer_rl.errors import ConfigError
@@ -113,6 +113,16 @@ async def test_a_program_that_cannot_be_started_ends_the_run_with_the_end_of_its
         await rolled(agent, tmp_path)
     for part in ("--my-python: ", "ended 3 times in a row before it had a sample, at last", named):
         assert part in str(caught.value)
+
+
+async def test_programs_that_lease_nothing_end_the_run_with_a_word_on_their_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "STARTS_S", 1.0)
+    with pytest.raises(ConfigError, match=r"no agent has leased a sample for 1 s") as caught:
+        await rolled(Starting(tmp_path, "time.sleep(600)", start=""), tmp_path, agent_timeout_s=0.5)
+    assert "logs/agents_*.log" in caught.value.hint
+    assert holds_within(GONE_S, lambda: left_of(tmp_path) == [])
 
 
 async def test_what_a_program_has_started_ends_with_the_worker_though_it_is_deaf(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def test_of_an_infinite_taskset_as_many_tasks_are_read_as_slices_name(
         with pytest.raises(ConfigError, match=r"toy is infinite: take a part of it, verifiers://toy@\[0:1000\]"):
             resolved(**endless)
     else:
-        first, _, _ = resolved(**endless)["prompt_data"][0].partition("@[")
+        found = resolved(**endless)
+        assert found == resolved(**endless)  # named by its contents
+        first, _, _ = found["prompt_data"][0].partition("@[")
         assert len(Path(first).read_text().splitlines()) == number
 
 
