@@ -25,8 +25,8 @@ WITH_RAY = ("tests/integration", "tests/conformance", "tests/gpu")
 BESIDE_FAST = ("engines", "embedded", "weights", "plugin", "driver", "megatron", "examples", "verbs", "trackers")
 BESIDE_ALL = ("benchmarks",)
 """Folders of unit tests that the first process has too, so that both take about as long."""
-FAST = "not slow and not sglang and not megatron"
-ALL = "not campaign and not sglang and not megatron"
+FAST = "not slow and not sglang and not verifiers and not megatron"
+ALL = "not campaign and not sglang and not verifiers and not megatron"
 EMBEDDED = "tests/unit/embedded"
 OF_SERVERS = (
     *("engine_thread", "generate_route", "openai_routes", "released_memory", "server", "sglang_service", "stand_in"),

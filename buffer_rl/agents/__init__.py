@@ -14,6 +14,7 @@ runner          runs agents that are functions, in a loop and in threads of thei
 command         runs agents that are commands: a process for each sample
 command_watch   the small program around such a command, which ends all that it has started
 remote          offers samples to agents elsewhere: leases, heartbeats
+programs        programs that a worker starts to lease its samples, and keeps running
 remote_client   leases samples: one file of the standard library, for any machine
 finish          how an agent in another process tells of its end
 play            the generate function of a run with agents: plays a sample and makes rows of it

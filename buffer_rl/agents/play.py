@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.agents.command import Commands
 from buffer_rl.agents.gateway import Gateway
 from buffer_rl.agents.journal import Journal, Play
-from buffer_rl.agents.remote import Leases, file_of, remote
+from buffer_rl.agents.remote import Leases, Remote, file_of
 from buffer_rl.agents.runner import AgentTimeoutError, Functions
 from buffer_rl.agents.session import (
     LIMITS,
@@ -86,8 +86,10 @@ class Agents:
         self._limits = Limits.of(args)
         self._leases: Leases | None = None
         self._runner: Functions | Commands | Leases
-        if context.agent is remote:
-            self._runner = self._leases = Leases(args, file_of(context.run_dir, context.worker))
+        if isinstance(context.agent, Remote):
+            log = None if context.run_dir is None else f"{context.run_dir}/logs/agents_{context.worker}_{{}}.log"
+            file, programs = file_of(context.run_dir, context.worker), context.agent.programs(args)
+            self._runner = self._leases = Leases(args, file, programs, log)
         elif args.agent_command:
             self._runner = Commands(args)
         else:
@@ -217,6 +219,8 @@ class Agents:
         own |= {f"prompt_{cause}": count for cause, count in session.causes.items()}
         if session.replayed:
             own["replayed"] = session.replayed
+        if untrained := sum(not each.train for each in session.exchanges):
+            own["untrained"] = untrained
         if outcome.gave_up:
             own[f"gave_up_{outcome.gave_up}"] = 1
         elif outcome.end in LIMITS:
@@ -240,13 +244,14 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     An evaluation needs a number for each sample: one that its agent gave up has the lowest reward there."""
     if outcome.end is End.STOPPED:
         return prompt.changed(status=Status.ABORTED)
-    made, scored = rows(each.turn for each in session.exchanges), session.exchange_to_score()
+    made = rows(each.turn for each in session.exchanges if each.train)
+    scored = session.exchange_to_score()
     evaluates = lease.ticket is not None and lease.ticket.evaluation
     masked, cut = bool(outcome.gave_up) and not evaluates, bool(outcome.gave_up) or outcome.end in LIMITS
     if scored is None:
         if outcome.end is End.DONE and not outcome.gave_up:
             raise AgentFailedError(
-                "it returned and had asked for no answer",
+                "it returned and had asked for no answer" + (" that is trained" if session.exchanges else ""),
                 where=f"row {prompt.row_id}",
                 hint="its client must be made with session.base_url and session.api_key",
             )

@@ -36,17 +36,25 @@ class AgentSession(Protocol):
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         call: str = "",
+        train: bool = True,
     ) -> Any:
         """The assistant's message to ``messages``, in OpenAI's form: ``role``, ``content``, perhaps
         ``reasoning_content`` and ``tool_calls``.
 
         call: a name for this request. Requests that are equal and run at once are told apart by it, also after a
-        death, and a request that is repeated under its name gets its answer once more."""
+        death, and a request that is repeated under its name gets its answer once more.
+        train: whether the answer is trained, or is context of those that are, such as that of another player."""
 
     def generate(
-        self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = (), call: str = ""
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        call: str = "",
+        train: bool = True,
     ) -> Any:
-        """The turn (``buffer_rl.agents.turns.Turn``) behind exactly these ids. call: see ``chat``."""
+        """The turn (``buffer_rl.agents.turns.Turn``) behind exactly these ids. call, train: see ``chat``."""
 
     def score(self, answer: str | Mapping[str, Any]) -> None:
         """Score this answer in place of the last one: the id of a completion, or a message that ``chat`` returned."""

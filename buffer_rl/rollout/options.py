@@ -70,7 +70,7 @@ class RolloutOptions(Section):
         gt=0,
     )
     dynamic_sampling_filter_path: str | None = option(
-        None, "decides if a finished group is trained on; dropped groups are replaced", kind="filter", common=True
+        None, "decides if a finished group is trained on; dropped ones are replaced", kind="filter", common=True
     )
     buffer_filter_path: str | None = option(
         None, "chooses the queued groups to lease next; if not set: the oldest", kind="buffer_filter"
@@ -204,7 +204,7 @@ class EvalOptions(Section):
         None, "function for evaluation; if not set: the rollout function", kind="rollout"
     )
     eval_prompt_data: list[str] = option(
-        [], "evaluation sets, as NAME=PATH or NAME PATH; see also --eval-config", metavar="NAME=PATH", common=True
+        [], "evaluation sets: NAME=PATH or NAME PATH; see also --eval-config", metavar="NAME=PATH", common=True
     )
     eval_config: str | None = option(
         None, "YAML file of evaluation sets, each with own sampling options", metavar="FILE"

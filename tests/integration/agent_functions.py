@@ -9,12 +9,16 @@ import runpy
 import signal
 import sqlite3
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from buffer_rl.agents import remote_client
+from buffer_rl.agents.programs import Program
+from buffer_rl.agents.remote import Remote
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.embedded.launcher import EmbeddedEngine, EmbeddedLauncher
@@ -158,6 +162,18 @@ def finish(session: Any, body: Any) -> None:
     request = urllib.request.Request(f"{session.base_url}/finish", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=30) as response:
         assert response.status == 200
+
+
+class Programs(Remote):
+    """Four programs a worker that play as ``agent_program.py``, and die as it does."""
+
+    def programs(self, args: Any) -> list[Program]:
+        program = str(Path(__file__).with_name("agent_program.py"))
+        words = [sys.executable, "-I", "-S", program, remote_client.__file__]
+        return [Program(option="--agent-path", words=words, environ={"KILLS": args.run_dir})] * 4
+
+
+programs = Programs()
 
 
 async def plays_and_kills(args: Any, sample: Any, session: Any) -> Any:

@@ -201,12 +201,13 @@ def test_the_same_program_as_function_command_and_elsewhere_ends_with_equal_bits
     own = {**same, "agent_path": None, "agent_command": " ".join(PROGRAM)}
     found["command"] = run("command", **own)
     own["agent_command"] = f"env KILLS={tmp_path / 'killed'} {own['agent_command']}"
-    for door in ("killed", "elsewhere"):
+    for door in ("killed", "elsewhere", "started"):
         (tmp_path / door).mkdir()
     found["killed"] = run("killed", **own)
     monkeypatch.setenv("KILLS", str(tmp_path / "elsewhere"))
     with agents_elsewhere(tmp_path / "elsewhere" / "agents" / "worker_0.json", 4):
         found["elsewhere"] = run("elsewhere", **same, agent_path="remote", agent_heartbeat_s=2.0)
+    found["started"] = run("started", **same, agent_path=f"{FUNCTIONS}:programs")
     expected = weights(folder)
     assert min(values(metrics, "train/grad_norm")) > 0
     for door, (metrics, others, other_folder) in found.items():
