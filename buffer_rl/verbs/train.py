@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from buffer_rl.agents.environment import check_environment
 from buffer_rl.agents.tools import check_tools
 from buffer_rl.args import CORE_SECTIONS, Args
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
@@ -128,6 +129,7 @@ def run(namespace: argparse.Namespace) -> int:
             registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
     check_tools(args, registry)
+    check_environment(args, registry)
     check_roles(args, registry)
     print_notices(scarce)
     begun = _trial_of(args, registry, rows, engines)
