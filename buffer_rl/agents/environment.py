@@ -35,7 +35,7 @@ from buffer_rl.errors import ConfigError, RewardError, short_repr
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.options.user_args import user_args
-from buffer_rl.plugin.calls import contained_task, error_text
+from buffer_rl.plugin.calls import UncommonError, contained_task, error_name, error_text
 from buffer_rl.plugin.signature import takes
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.lease import current_lease
@@ -180,7 +180,7 @@ class _Stage:
     async def _called(self, method: str, work: Callable[[], Any]) -> Any:
         try:
             return await self._run(method, work)
-        except GiveUp:
+        except (GiveUp, AgentFailedError):
             raise
         except Exception as error:  # fault boundary: the environment is the user's
             raise AgentFailedError(f"its {method} raised {error_text(error)}") from error
@@ -197,6 +197,8 @@ class _Stage:
 
     def _build(self) -> Any:
         built = self._make()
+        if not callable(getattr(built, "reset", None)):
+            raise _returned("constructor", built, "an object with reset")
         with self._lock:
             self.built, self._is_to_close, is_late = built, True, self._is_over
         return self._close_once() if is_late else None
@@ -225,10 +227,10 @@ async def _in_loop(loop: AgentLoop, work: Callable[[], Any]) -> Any:
     before = caller.cancelling()
     try:
         return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
         if caller.cancelling() > before or not future.cancelled():
             raise
-        raise AgentFailedError("it cancelled itself") from None
+        raise UncommonError(error_name(error)) from error  # it cancelled itself
 
 
 async def _step_until_done(stage: _Stage, session: Session, messages: list[Message]) -> float | None:
@@ -268,9 +270,16 @@ async def _asked(session: Session, messages: Sequence[Message], tools: Sequence[
 def check_environment(args: Args, registry: PluginRegistry) -> None:
     """Raises PluginError or ConfigError for an environment that cannot be played, as far as its class shows it."""
     if args.environment:
-        environment = registry.resolve("environment", args.environment)
-        if inspect.isclass(environment) and not hasattr(environment, "step"):
-            tools_of(environment)
+        offers_of(registry.resolve("environment", args.environment))
+
+
+def offers_of(environment: Callable[..., Any]) -> str:
+    """What the model can do in it: ``step``, or the names of its tools. Raises ConfigError as ``tools_of``."""
+    if not inspect.isclass(environment):
+        return "what its object has"
+    if hasattr(environment, "step"):
+        return "step"
+    return "tools: " + ", ".join(schema["function"]["name"] for schema in tools_of(environment))
 
 
 def tools_of(environment: type) -> list[Message]:

@@ -180,7 +180,9 @@ def _check_correction(args: Args) -> None:
 
 def check_agents(args: Args) -> None:
     """Raises ConfigError for options that contradict an agent."""
-    given = [flag_of(name) for name in ("agent_path", "agent_command", "tools_path", "environment") if getattr(args, name)]
+    given = [
+        flag_of(name) for name in ("agent_path", "agent_command", "tools_path", "environment") if getattr(args, name)
+    ]
     if args.agent_command is not None and (fault := _command_fault(args)):
         raise ConfigError(fault, where="--agent-command", expected="a program and its arguments, without a shell")
     if args.agent_path != REMOTE:

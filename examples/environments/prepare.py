@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from buffer_rl.testing.tiny import make_tiny_model
 
+NUMBERS_PER_RANGE = 12
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """Observations and answers, one after another: ``go``, an empty line, ``00#FF#r01SFF#...``."""
 
@@ -29,6 +31,18 @@ def lakes(first_seed: int, number: int, taken: set[str]) -> Iterable[dict[str, A
             yield {"prompt": [{"role": "user", "content": "go"}], "metadata": {"map": lake}}
 
 
+def guesses(first_seed: int, number: int, taken: set[str]) -> Iterable[dict[str, Any]]:
+    """Rows with different ranges of digits, none of them in ``taken``, each with several numbers to guess."""
+    ranges = [(low, high) for low in range(10) for high in range(low + 1, 10)]
+    random.Random(first_seed).shuffle(ranges)
+    for low, high in [each for each in ranges if str(each) not in taken][:number]:
+        taken.add(str((low, high)))
+        turns = (high - low + 1).bit_length()  # as many as bisection needs
+        settings = {"min_number": low, "max_number": high, "max_turns": turns}
+        for seed in range(first_seed, first_seed + NUMBERS_PER_RANGE):
+            yield {"prompt": [{"role": "user", "content": "go"}], "metadata": {"settings": settings, "seed": seed}}
+
+
 @dataclass(frozen=True, slots=True)
 class Game:
     """rows: made of a first seed, a number and what is taken already. characters: of the tokenizer."""
@@ -39,7 +53,10 @@ class Game:
     num_heldout: int
 
 
-GAMES = {"frozen_lake": Game(lakes, "go\n0123SFHG#ldru", num_train=400, num_heldout=100)}
+GAMES = {
+    "frozen_lake": Game(lakes, "go\n0123SFHG#ldru", num_train=400, num_heldout=100),
+    "text_arena": Game(guesses, "go\n0123456789-<>?", num_train=36, num_heldout=9),
+}
 
 
 def prepare(name: str, folder: Path, *, seed: int = 0) -> None:

@@ -308,11 +308,15 @@ class MisbehavesAsync(Misbehaves):
 
 
 METHODS = ("constructor", "reset", "step", "reward")
-ERRORS = ("ValueError", "SystemExit", "CancelledError")
+SLOW = pytest.mark.slow
+RAISES = [
+    pytest.param(at, how, marks=[SLOW] if how != "ValueError" and at != "step" else [])
+    for at in METHODS
+    for how in ("ValueError", "SystemExit", "CancelledError")
+]
 
 
-@pytest.mark.parametrize("how", ERRORS)
-@pytest.mark.parametrize("at", METHODS)
+@pytest.mark.parametrize(("at", "how"), RAISES)
 async def test_one_that_raises_is_played_once_more_and_its_siblings_stay(
     at: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -369,7 +373,7 @@ async def test_one_that_gives_up_is_masked(at: str) -> None:
 HANGS = [
     ("Misbehaves", "hang", "step"),
     *(
-        pytest.param(name, how, at, marks=pytest.mark.slow)
+        pytest.param(name, how, at, marks=SLOW)
         for name, how in (("Misbehaves", "hang"), ("MisbehavesAsync", "hang"), ("MisbehavesAsync", "wait"))
         for at in METHODS[name == "MisbehavesAsync" :]
     ),
@@ -494,7 +498,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("method", "answer", "said"), WRONG)
+@pytest.mark.parametrize(
+    ("method", "answer", "said"), [pytest.param(*case, marks=[SLOW] if case[0] != "step" else []) for case in WRONG]
+)
 async def test_what_is_no_answer_is_a_failure_that_says_what_was_expected(
     method: str, answer: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,6 +509,16 @@ async def test_what_is_no_answer_is_a_failure_that_says_what_was_expected(
     with pytest.raises(RolloutError, match="environment") as caught:
         await played("Misbehaves", num_samples=1)
     assert said in str(caught.value)
+
+
+def makes_nothing() -> str:
+    """A factory that is wrong."""
+    return "nonsense"
+
+
+async def test_what_a_factory_makes_must_have_reset() -> None:
+    with pytest.raises(RolloutError, match=r"its constructor returned 'nonsense'[^:]*\n  expected: an object with reset"):
+        await played("makes_nothing", num_samples=1)
 
 
 # -- what is refused before a run ------------------------------------------------------------------
