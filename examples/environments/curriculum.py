@@ -27,7 +27,7 @@ NOTE = "curriculum_level"
 
 
 def settings_of(level: int) -> dict[str, Any]:
-    """The task's settings: each level makes the next of its attributes harder, in turn. Raises ValueError beyond all."""
+    """The task's settings: each level makes its next attribute harder, in turn. Raises ValueError beyond the last."""
     curriculum = create_curriculum(TASK)
     turns = [(turn, name) for name, its in curriculum.attributes.items() for turn in range(len(its.levels) - 1)]
     if level > len(turns):

@@ -1,4 +1,4 @@
-"""FrozenLake of gymnasium as an environment: the model sees where it stands and what is around it, and says a direction."""
+"""FrozenLake of gymnasium: the model sees where it stands and what is around it, and says a direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that talk to the model through two queues, ``collect_trajectory(prompt, env, obs_queue, act_queue)``, as agents.
+"""Agents that talk to the model through queues: ``collect_trajectory(prompt, env, obs_queue, act_queue)``.
 
     buffer-rl train --agent-path examples/environments/queues.py:play ...
 

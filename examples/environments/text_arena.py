@@ -42,13 +42,15 @@ class TextArena:
     def _heard(self) -> str:
         """What the game has said since the last move."""
         _, said = self._game.get_observation()
-        messages = [said] if isinstance(said, str) else [text for speaker, text, *_ in said if speaker != 0]
-        return "\n".join(str(message) for message in messages)
+        if isinstance(said, str):  # a game of another name than ...-raw, with all that it has said
+            return said
+        own = textarena.ObservationType.PLAYER_ACTION
+        return "\n".join(str(message) for _, message, kind in said if kind is not own)
 
 
 class GuessTheNumber(TextArena):
-    """The game of this name in the few characters that a very small model reads: ``2-7``, then ``<`` or ``>``, and ``?``
-    for a move that the game refuses. The settings are ``min_number``, ``max_number`` and ``max_turns``."""
+    """The game of this name in the few characters that a very small model reads: ``2-7``, then ``<`` or ``>``, and
+    ``?`` for a move that the game refuses. The settings are ``min_number``, ``max_number`` and ``max_turns``."""
 
     def reset(self, settings: dict[str, Any], seed: int) -> str:  # type: ignore[override]
         """The range alone, in place of the rules."""

@@ -517,7 +517,9 @@ def makes_nothing() -> str:
 
 
 async def test_what_a_factory_makes_must_have_reset() -> None:
-    with pytest.raises(RolloutError, match=r"its constructor returned 'nonsense'[^:]*\n  expected: an object with reset"):
+    with pytest.raises(
+        RolloutError, match=r"its constructor returned 'nonsense'[^:]*\n  expected: an object with reset"
+    ):
         await played("makes_nothing", num_samples=1)
 
 
