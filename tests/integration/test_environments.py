@@ -16,11 +16,12 @@ from safetensors.numpy import load_file
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import compose
-from environments import DEADLINE_S, LEFT
 from harness.processes import holds_within
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
+FUNCTIONS = runpy.run_path(str(HERE / "environments.py"))
+LEFT, DEADLINE_S = FUNCTIONS["LEFT"], FUNCTIONS["DEADLINE_S"]
 HOW = ("raise", "exit", "hang", "late", "leak", "none", "raise", "leak")
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
