@@ -55,8 +55,8 @@ class RolloutContext:
     loop: the event loop that runs the rollouts. shared: what plugins keep from call to call, by a key of theirs; what
     has an ``aclose`` is closed with the context.
     worker: number of the rollout worker.
-    agent, tools, environment: those of ``--agent-path``, ``--tools-path`` and ``--environment``. counts: what generate functions counted, by the name
-    of the pool.
+    agent, tools, environment: those of ``--agent-path``, ``--tools-path`` and ``--environment``. counts: what generate
+    functions counted, by the name of the pool.
     """
 
     args: Args

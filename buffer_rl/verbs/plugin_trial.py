@@ -1,7 +1,7 @@
 """``buffer-rl plugins check --on FILE``: one function called on the rows of a file, and what it answered.
 
 A reward runs in a process of its own, a filter on groups with rewards made up here, a generate function, an agent or
-an environment against an engine that answers each prompt with the row's label. Answers are checked as a run checks them.
+an environment against an engine that answers each prompt with the row's label. Answers are checked as in a run.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def _try_generate(
 
 
 async def _try_agent(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
-    own = {"agent_path": None, "agent_command": None, "tools_path": [], "environment": None}
+    own: dict[str, Any] = {"agent_path": None, "agent_command": None, "tools_path": [], "environment": None}
     own["environment" if kind == "environment" else "agent_path"] = reference
     options = {**own, "agent_timeout_s": CALL_S}
     return await _try_samples(registry, source, args.model_copy(update=options))
