@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -27,11 +26,11 @@ from buffer_rl.agents.tools import (
     messages_of,
     refusal_of,
     result_message,
-    schema_of,
     text_of_error,
     text_of_result,
+    tools_of,
 )
-from buffer_rl.errors import ConfigError, RewardError, short_repr
+from buffer_rl.errors import RewardError, short_repr
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.options.user_args import user_args
@@ -42,10 +41,8 @@ from buffer_rl.rollout.lease import current_lease
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-    from buffer_rl.plugin.registry import PluginRegistry
 
 _log = logging.getLogger(__name__)
-RESERVED = frozenset({"reset", "step", "reward", "close"})
 FREE_S = 2.0
 """In which a method that runs at the end may return, before ``close`` is called beside it."""
 CLOSE_S = 3.0
@@ -265,43 +262,6 @@ async def _asked(session: Session, messages: Sequence[Message], tools: Sequence[
     answer = (await session.chat(messages, tools)).answer
     assert answer is not None
     return answer.message
-
-
-def check_environment(args: Args, registry: PluginRegistry) -> None:
-    """Raises PluginError or ConfigError for an environment that cannot be played, as far as its class shows it."""
-    if args.environment:
-        offers_of(registry.resolve("environment", args.environment))
-
-
-def offers_of(environment: Callable[..., Any]) -> str:
-    """What the model can do in it: ``step``, or the names of its tools. Raises ConfigError as ``tools_of``."""
-    if not inspect.isclass(environment):
-        return "what its object has"
-    if hasattr(environment, "step"):
-        return "step"
-    return "tools: " + ", ".join(schema["function"]["name"] for schema in tools_of(environment))
-
-
-def tools_of(environment: type) -> list[Message]:
-    """The schemas of an environment's tools: of its public methods, in the order of the class.
-
-    Raises ConfigError for a method without a schema, and if there is none."""
-    names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
-    schemas = []
-    for name in names:
-        method = inspect.getattr_static(environment, name)
-        if not name.startswith("_") and name not in RESERVED and inspect.isfunction(method):
-            where = f"--environment, method {name!r} of {environment.__name__}"
-            schema = schema_of(types.MethodType(method, object()), where=where)
-            schema["function"]["name"] = name
-            schemas.append(schema)
-    if not schemas:
-        raise ConfigError(
-            f"{environment.__name__} has no method for the model",
-            where="--environment",
-            expected="step(action) -> (observation, reward, done), or public methods, which are tools",
-        )
-    return schemas
 
 
 def _takes_args(factory: Callable[..., Any]) -> bool:

@@ -128,7 +128,8 @@ class Agents:
                 failures += 1
                 if failures == PLAYS:
                     return self._masked(lease, reset_to_prompt(sample), failure)
-                _log.info("%s; the sample is played once more", failure)
+                level = logging.INFO if self._kind == "agent" else logging.WARNING
+                _log.log(level, "%s; the sample is played once more", failure)
         finally:
             current.end()
 

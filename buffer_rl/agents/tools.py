@@ -1,12 +1,14 @@
-"""The built-in agent: a model with tools, which are plain functions. ``--tools-path`` names them."""
+"""The built-in agent: a model with tools, which are functions (``--tools-path``) or methods of an environment."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.agents.messages import calls_of
+from buffer_rl.agents.messages import Message, calls_of
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.agent import AgentSession
 from buffer_rl.plugin.calls import contained, error_text
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from buffer_rl.plugin.registry import PluginRegistry
 
 MOST_ERROR_TEXT = 500
+OF_ENVIRONMENTS = frozenset({"reset", "step", "reward", "close"})
+"""Methods that are no tools."""
 
 
 class ToolAgent:
@@ -60,6 +64,43 @@ class ToolAgent:
 def check_tools(args: Args, registry: PluginRegistry) -> None:
     """Raises PluginError or ConfigError for tools that cannot be used."""
     ToolAgent([registry.load(path) for path in args.tools_path])
+
+
+def check_environment(args: Args, registry: PluginRegistry) -> None:
+    """Raises PluginError or ConfigError for an environment that cannot be played, as far as its class shows it."""
+    if args.environment:
+        offers_of(registry.resolve("environment", args.environment))
+
+
+def offers_of(environment: Callable[..., Any]) -> str:
+    """What the model can do in it: ``step``, or the names of its tools. Raises ConfigError as ``tools_of``."""
+    if not inspect.isclass(environment):
+        return "what its object has"
+    if hasattr(environment, "step"):
+        return "step"
+    return "tools: " + ", ".join(schema["function"]["name"] for schema in tools_of(environment))
+
+
+def tools_of(environment: type) -> list[Message]:
+    """The schemas of an environment's tools: of its public methods, in the order of the class.
+
+    Raises ConfigError for a method without a schema, and if there is none."""
+    names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
+    schemas = []
+    for name in names:
+        method = inspect.getattr_static(environment, name)
+        if not name.startswith("_") and name not in OF_ENVIRONMENTS and inspect.isfunction(method):
+            where = f"--environment, method {name!r} of {environment.__name__}"
+            schema = schema_of(types.MethodType(method, object()), where=where)
+            schema["function"]["name"] = name
+            schemas.append(schema)
+    if not schemas:
+        raise ConfigError(
+            f"{environment.__name__} has no method for the model",
+            where="--environment",
+            expected="step(action) -> (observation, reward, done), or public methods, which are tools",
+        )
+    return schemas
 
 
 def refusal_of(name: str, arguments: Any, tools: Collection[str]) -> str:

@@ -142,7 +142,7 @@ def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
     if len(kinds) > 1:
         say(f"  also fits: {', '.join(kinds[1:])}")
     if kinds[0] == "environment":
-        from buffer_rl.agents.environment import offers_of
+        from buffer_rl.agents.tools import offers_of
 
         say(f"  offers:   {offers_of(obj)}")
     is_linted = kinds[0] in ("loss", "advantage")

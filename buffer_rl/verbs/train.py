@@ -21,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from buffer_rl.agents.environment import check_environment
-from buffer_rl.agents.tools import check_tools
+from buffer_rl.agents.tools import check_environment, check_tools
 from buffer_rl.args import CORE_SECTIONS, Args
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
 from buffer_rl.data.dataset import PromptDataset

@@ -18,7 +18,7 @@ import pytest
 
 from buffer_rl.agents import environment as module
 from buffer_rl.agents import play
-from buffer_rl.agents.environment import check_environment, tools_of
+from buffer_rl.agents.tools import check_environment, tools_of
 from buffer_rl.cli import main
 from buffer_rl.driver.algorithm_checks import check_agents
 from buffer_rl.errors import ConfigError, RolloutError
@@ -228,26 +228,31 @@ def test_a_row_has_the_metadata_and_a_seed_of_its_own_takes_the_place_of_the_run
 
 
 class Misbehaves:
-    """A game of two steps. The instances ``bad``, by number, do ``how`` in their method ``at``.
+    """A game of two steps. The instances ``bad``, by number, do ``how`` in their method ``at``, once ``siblings`` are
+    made.
 
     closed: numbers of closed instances, as often as they were. released: lets what hangs go on."""
 
     numbers: ClassVar[Iterator[int]] = itertools.count()
     closed: ClassVar[list[int]] = []
     pids: ClassVar[list[int]] = []
+    made: ClassVar[list[int]] = []
+    siblings: ClassVar[int] = 1
     bad: ClassVar[tuple[int, ...]] = (0,)
     how: ClassVar[str] = ""
     at: ClassVar[str] = ""
     released: ClassVar[threading.Event] = threading.Event()
 
     @classmethod
-    def prepared(cls, how: str, at: str, bad: tuple[int, ...] = (0,)) -> None:
-        cls.closed.clear()
-        cls.pids.clear()
+    def prepared(cls, how: str, at: str, bad: tuple[int, ...] = (0,), siblings: int = 1) -> None:
+        for numbers in (cls.made, cls.closed, cls.pids):
+            numbers.clear()
+        Misbehaves.siblings = siblings
         Misbehaves.numbers, Misbehaves.how, Misbehaves.at, Misbehaves.bad = itertools.count(), how, at, bad
 
     def __init__(self) -> None:
         self.number = next(self.numbers)
+        self.made.append(self.number)
         self._do("constructor")
 
     def reset(self) -> str:
@@ -270,6 +275,7 @@ class Misbehaves:
 
     def _do(self, at: str) -> None:
         if self.number in self.bad and at == self.at:
+            assert holds_within(30, lambda: len(self.made) >= self.siblings)
             if self.how == "hang":
                 self.released.wait(60)
             elif self.how == "leak" and not self.pids:
@@ -335,7 +341,7 @@ async def test_one_that_raises_is_played_once_more_and_its_siblings_stay(
 async def test_one_that_fails_again_is_masked_and_named_and_its_siblings_are_trained(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Misbehaves.prepared("ValueError", "step", bad=(0, 3))
+    Misbehaves.prepared("ValueError", "step", bad=(0, 3), siblings=3)
     fake, metrics = await played(name, num_samples=3)
     assert sorted((sample.reward or 0, sample.remove_sample) for sample in fake.finished[0]) == [
         (0, True), (2.0, False), (2.0, False),
