@@ -121,7 +121,8 @@ class Adds:
         Args:
             how: an exception's name
         """
-        raise {"value": ValueError("no"), "exit": SystemExit(3), "cancel": asyncio.CancelledError()}[how]
+        errors = {"value": ValueError("no"), "exit": SystemExit(3), "cancel": asyncio.CancelledError()}
+        raise errors.get(how, GiveUp("of a tool"))
 
     def reward(self) -> dict[str, Any]:
         return {"score": self.sum, "won": self.sum == 7}
@@ -146,6 +147,14 @@ async def test_without_step_the_public_methods_are_tools_and_what_they_raise_is_
     starts = ["error: ValueError: no", "error: SystemExit: 3", "error: ", "error: TypeError", "error: there is no tool"]
     assert [result.startswith(start) for result, start in zip(results[2:], starts, strict=True)] == [True] * 5
     assert (sample.reward, sample.response, metrics["turns"]) == ({"score": 7.0, "won": 1.0}, "done", 7)
+
+
+async def test_a_tool_may_give_up() -> None:
+    answers = itertools.chain([call("fail", how="give up")], itertools.repeat("done"))
+    engine = AgentEngine(lambda prompt, params: next(answers))
+    fake, metrics = await played("Adds", engine, rollout_max_response_len=200, reward_key="score")
+    assert sorted(sample.remove_sample for sample in fake.finished[0]) == [False, True]
+    assert metrics["gave_up_of_a_tool"] == 0.5
 
 
 class Rewards:

@@ -66,7 +66,7 @@ def test_the_goal_is_worth_one_and_the_way_to_it_and_a_word_that_is_no_direction
     game = load("frozen_lake").FrozenLake()
     game.reset(map=LAKE, seed=0)
     steps = played(game, "ddrrdr")
-    assert [seen for seen, _, _ in steps] == ["10#FHS", "20#HFF", "21FFFH", "22FFHF", "32FFG#", "33F##H"]
+    assert [seen for seen, _, _ in steps] == ["10#FHS", "20#HFF", "21FFFH", "22FFHF", "32F#GF", "33F##H"]
     assert steps[-1][1:] == (1.0, True)
     assert game.reward() == {"score": pytest.approx(0.3), "won": 1.0}
     for word in ("x", "", "lr"):
