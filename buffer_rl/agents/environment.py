@@ -22,6 +22,7 @@ from buffer_rl.agents.messages import Message
 from buffer_rl.agents.runner import AgentLoop, AgentTimeoutError
 from buffer_rl.agents.session import AgentFailedError, Session, SessionHandle
 from buffer_rl.agents.tools import (
+    OF_ENVIRONMENTS,
     called_by,
     messages_of,
     refusal_of,
@@ -88,16 +89,16 @@ class Environments:
 
     async def _play(self, stage: _Stage, session: Session, prompt: Sample) -> Any:
         await stage.make()
-        row = _taken(stage.built.reset, _row_of(prompt, self._args.rollout_seed))
-        messages = _begun(messages_of(prompt.prompt), await stage.call("reset", **row))
-        if hasattr(stage.built, "step"):
+        first = await stage.reset(_row_of(prompt, self._args.rollout_seed))
+        messages = _begun(messages_of(prompt.prompt), first)
+        if "step" in stage.has:
             total = await _step_until_done(stage, session, messages)
         else:
             if self._schemas is None:
                 self._schemas = tools_of(type(stage.built))
             total = None
             await _call_tools(stage, session, messages, self._schemas)
-        last = await stage.call("reward") if hasattr(stage.built, "reward") else None
+        last = await stage.call("reward") if "reward" in stage.has else None
         return _sum_of(total, last, self._args.reward_key)
 
     async def _end(self, stage: _Stage, *, is_late: bool) -> None:
@@ -119,11 +120,13 @@ class Environments:
 class _Stage:
     """One environment, in a thread of its own. Belongs to the worker's event loop.
 
-    built: the instance, once it is made. doing: the method that runs, or ran when the play was cut; empty if none."""
+    built: the instance, once it is made; only its threads touch it. has: which methods of the contract it has. doing:
+    the method that runs, or ran when the play was cut; empty if none."""
 
     def __init__(self, factory: Callable[..., Any], args: Args, name: str) -> None:
         self.name, self.mark, self.doing = name, Mark(), ""
         self.built: Any = None
+        self.has: frozenset[str] = frozenset()
         self._make = partial(factory, user_args(args)) if _takes_args(factory) else factory
         self._lock, self._is_to_close, self._is_over = Lock(), False, False
         self._loop = self._new_loop()
@@ -132,16 +135,20 @@ class _Stage:
         """Call the constructor. Raises what ``call`` raises."""
         await self._called("constructor", self._build)
 
-    async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+    async def reset(self, row: Mapping[str, Any]) -> Any:
+        """Call ``reset`` with what it takes of ``row``. Raises what ``call`` raises."""
+        return await self._called("reset", lambda: self.built.reset(**_taken(self.built.reset, row)))
+
+    async def call(self, method: str, *arguments: Any) -> Any:
         """What the method returns. Raises GiveUp, and AgentFailedError for anything else that it raises."""
-        return await self._called(method, partial(getattr(self.built, method), *arguments, **keywords))
+        return await self._called(method, lambda: getattr(self.built, method)(*arguments))
 
     async def tool(self, name: str, arguments: Any, tools: Collection[str]) -> str:
         """What the model is told of its call. Raises GiveUp."""
         if refusal := refusal_of(name, arguments, tools):
             return refusal
         try:
-            return text_of_result(await self._run(name, partial(getattr(self.built, name), **arguments)))
+            return text_of_result(await self._run(name, lambda: getattr(self.built, name)(**arguments)))
         except GiveUp:
             raise
         except Exception as error:  # fault boundary: the tool is the user's, and its arguments the model's
@@ -194,7 +201,8 @@ class _Stage:
 
     def _build(self) -> Any:
         built = self._make()
-        if not callable(getattr(built, "reset", None)):
+        self.has = frozenset(name for name in OF_ENVIRONMENTS if callable(getattr(built, name, None)))
+        if "reset" not in self.has:
             raise _returned("constructor", built, "an object with reset")
         with self._lock:
             self.built, self._is_to_close, is_late = built, True, self._is_over
@@ -203,7 +211,7 @@ class _Stage:
     def _close_once(self) -> Any:
         with self._lock:
             is_first, self._is_to_close = self._is_to_close, False
-        return self.built.close() if is_first and hasattr(self.built, "close") else None
+        return self.built.close() if is_first and "close" in self.has else None
 
     def _new_loop(self) -> AgentLoop:
         made = AgentLoop()

@@ -50,7 +50,7 @@ class Mark:
         found = {}
         for pid in self._newer():
             with suppress(OSError, ValueError):
-                state, bits = _status(pid)
+                name, state, bits = _status(pid)
                 if bits != self.bits or pid == os.getpid():
                     continue
                 if state in "ZX":
@@ -59,7 +59,7 @@ class Mark:
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     command = file.read(4096)
                 if not any(helper in command for helper in HELPERS):
-                    found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()[:SHOWN] or "?"
+                    found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()[:SHOWN] or name
         return found
 
     async def end_processes(self) -> dict[int, str]:
@@ -93,13 +93,14 @@ def _newest_process() -> int:
     return 0
 
 
-def _status(pid: int) -> tuple[str, int]:
-    """State and mark of a process. Raises OSError if it is gone, ValueError if the system does not tell."""
+def _status(pid: int) -> tuple[str, str, int]:
+    """Name, state and mark of a process. Raises OSError if it is gone, ValueError if the system does not tell."""
     with open(f"/proc/{pid}/status", "rb") as file:
-        text = file.read()
-    state, _, rest = text.partition(b"\nState:\t")[2].partition(b" ")
-    blocked = int(rest.partition(b"\nSigBlk:\t")[2].split(None, 1)[0] or b"0", 16)
-    return state.decode(), blocked >> (FIRST_SIGNAL - 1) & ALL_MARKS
+        fields = dict(line.split(b":\t", 1) for line in file if b":\t" in line)
+    if not {b"Name", b"State", b"SigBlk"} <= fields.keys():
+        raise ValueError(f"the status of process {pid} is incomplete")
+    name, state = fields[b"Name"].decode(errors="replace").strip(), fields[b"State"].decode()[:1]
+    return name, state, int(fields[b"SigBlk"], 16) >> (FIRST_SIGNAL - 1) & ALL_MARKS
 
 
 def _reap(pid: int) -> None:

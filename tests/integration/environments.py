@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -29,6 +31,20 @@ class Behaves:
 
     def reward(self) -> dict[str, float]:
         return {"score": 0.0, "steps": float(self._steps)}
+
+
+class Dies(Behaves):
+    """The first play of the run kills its rollout worker in the second step."""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        answer = super().step(action)
+        if self._steps == 2:
+            try:
+                (self._folder / "killed").touch(exist_ok=False)
+            except FileExistsError:
+                return answer
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
 
 
 class Misbehaves(Behaves):

@@ -112,12 +112,18 @@ def test_environments_that_misbehave_are_named_their_siblings_trained_and_nothin
         assert ledger.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall() == [("trained", 8)]
 
 
-def test_two_deterministic_runs_end_with_equal_bits(run: Run, task: Path) -> None:
-    """The seeds that the environments were told are those of the rows, whoever plays first."""
+def test_deterministic_runs_end_with_equal_bits_also_if_a_rollout_worker_is_killed_in_a_play(
+    run: Run, task: Path
+) -> None:
+    """The seeds that the environments were told are those of the rows, whoever plays first and how often."""
     held_out = {"eval_prompt_data": [f"heldout={task / 'rows.jsonl'}@[0:3]"], "eval_interval": 2}
     found = []
-    for name, concurrency in (("first", 64), ("second", 5)):
-        metrics, folder = run(name, deterministic=True, rollout_concurrency=concurrency, **held_out)
+    for name, changes in (
+        ("first", {}),
+        ("second", {"rollout_concurrency": 5}),
+        ("killed", {"environment": f"{HERE / 'environments.py'}:Dies", "role_max_restarts": 1}),
+    ):
+        metrics, folder = run(name, deterministic=True, **held_out, **changes)
         rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
         weights = load_file(folder / "hf" / "model.safetensors")
         steps = [line["eval/heldout/steps"] for line in metrics if "eval/heldout/steps" in line]
@@ -125,5 +131,9 @@ def test_two_deterministic_runs_end_with_equal_bits(run: Run, task: Path) -> Non
         found.append(
             (sorted(rows, key=lambda row: row["row"]), {each: array.tobytes() for each, array in weights.items()})
         )
-    assert found[0] == found[1]
+        if name == "killed":
+            assert total(metrics, "killed") > 0
+            assert total(metrics, "replayed") > 0
+            assert total(metrics, "failed") == 0
+    assert found[0] == found[1] == found[2]
     assert len(found[0][0]) == 32
