@@ -45,8 +45,8 @@ class Mark:
             signal.pthread_sigmask(signal.SIG_BLOCK, own)
 
     def processes(self) -> dict[int, str]:
-        """The running processes with this mark: their commands by process id. Those that have ended and that nobody
-        waited for are removed from the system."""
+        """The running processes with this mark: their commands by id, or ``[name]`` without one, as in the moment in
+        which a process becomes another program. Those that have ended and that nobody waited for are removed."""
         found = {}
         for pid in self._newer():
             with suppress(OSError, ValueError):
@@ -59,22 +59,24 @@ class Mark:
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     command = file.read(4096)
                 if not any(helper in command for helper in HELPERS):
-                    found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()[:SHOWN] or name
+                    found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()[:SHOWN] or f"[{name}]"
         return found
 
     async def end_processes(self) -> dict[int, str]:
-        """Kill the processes with this mark, until none is left or ``GONE_S`` have passed; those that were found, as
-        ``processes`` has them."""
-        found: dict[int, str] = {}
+        """Kill the processes with this mark, until none is left or ``GONE_S`` have passed; their commands by id."""
+        seen: set[int] = set()
+        ended: dict[int, str] = {}
         with suppress(TimeoutError):
             async with asyncio.timeout(GONE_S):
                 while running := self.processes():
-                    found = running | found
-                    for pid in running:
-                        with suppress(ProcessLookupError, PermissionError):
-                            os.kill(pid, signal.SIGKILL)
+                    for pid, command in running.items():
+                        if pid in seen or not command.startswith("["):  # else it may become a helper in this moment
+                            ended[pid] = command
+                            with suppress(ProcessLookupError, PermissionError):
+                                os.kill(pid, signal.SIGKILL)
+                    seen |= running.keys()
                     await asyncio.sleep(POLL_S)
-        return found
+        return ended
 
     def _newer(self) -> Iterator[int]:
         """Process ids that were given since. They grow, and begin again at the system's limit."""

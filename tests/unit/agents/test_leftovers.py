@@ -68,7 +68,9 @@ async def test_a_child_a_daemon_and_what_another_thread_started_are_ended_and_th
 
 def test_the_mark_is_of_its_thread_alone_and_what_has_ended_is_removed(started: list[int]) -> None:
     mark = Mark()
-    marked(mark, lambda: started.append(subprocess.Popen(["true"]).pid))
+    children: list[subprocess.Popen[bytes]] = []  # one that is forgotten is waited for
+    marked(mark, lambda: children.append(subprocess.Popen(["true"])))
+    started.append(children[0].pid)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     os.waitid(os.P_PID, started[0], os.WEXITED | os.WNOWAIT)  # it has ended, and nobody waited for it
     assert mark.processes() == {}
@@ -85,11 +87,12 @@ def test_only_newer_processes_are_looked_at_also_after_the_ids_began_again(start
     assert mark.since <= started[0] <= _newest_process()
 
 
-def test_what_all_threads_share_is_not_ended(started: list[int]) -> None:
+async def test_what_all_threads_share_is_not_ended(started: list[int]) -> None:
     mark = Mark()
     shared = [sys.executable, "-c", "import time; time.sleep(600)", "multiprocessing.resource_tracker"]
     marked(mark, lambda: start(started, shared))
-    assert mark.processes() == {}
+    assert await mark.end_processes() == {}
+    assert is_running(started[0])
 
 
 def test_marks_differ() -> None:
