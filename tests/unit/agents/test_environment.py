@@ -371,10 +371,11 @@ async def test_a_group_whose_samples_all_fail_has_failed() -> None:
         await played("Misbehaves", more_groups=2)
 
 
-async def test_in_an_evaluation_a_sample_that_fails_again_ends_it() -> None:
-    Misbehaves.prepared("ValueError", "reset", bad=tuple(range(99)))
-    with pytest.raises(RolloutError, match="its reset raised ValueError: no"):
-        await played("Misbehaves", num_samples=1, evaluation=True)
+async def test_in_an_evaluation_no_sample_is_masked_but_its_group_is_tried_again() -> None:
+    Misbehaves.prepared("ValueError", "step", bad=(0, 2), siblings=2)
+    fake, _ = await played("Misbehaves", evaluation=True)
+    assert [(sample.reward, sample.remove_sample) for sample in fake.finished[0]] == [(2.0, False)] * 2
+    assert [kind for kind, _ in fake.failures] == ["data"]
 
 
 @pytest.mark.parametrize("at", [*METHODS])
