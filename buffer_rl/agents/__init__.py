@@ -19,5 +19,7 @@ remote_client   leases samples: one file of the standard library, for any machin
 finish          how an agent in another process tells of its end
 play            the generate function of a run with agents: plays a sample and makes rows of it
 tools           the built-in agent, which calls tools
+environment     the built-in agent of environments, each in a thread of its own
+leftovers       finds and ends the processes that such a thread has left behind
 options         the options of agents
 """

@@ -232,7 +232,7 @@ PLAY = "buffer_rl.agents.play:play"
 
 def plays_agents(args: Args) -> bool:
     """Whether agents play the samples."""
-    return bool(args.agent_path or args.agent_command or args.tools_path)
+    return bool(args.agent_path or args.agent_command or args.tools_path or args.environment)
 
 
 def generate_path(args: Args) -> str | None:
