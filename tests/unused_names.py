@@ -33,7 +33,6 @@ ALLOWED: Mapping[str, str] = {
     "redirect_request": "urllib calls it for each redirect",
     "_check_value": "argparse calls it for each value",
     "_one_text_is_a_list_of_one": "pydantic calls it for each option that is a list",
-    "_are_named_addresses": "pydantic calls it for --rm-servers",
     "_has_no_credentials": "pydantic calls it for addresses of trackers",
     "_use_wandb_is_a_logger": "pydantic calls it when options are made",
     "get_seq_length": "transformers asks a cache for it",

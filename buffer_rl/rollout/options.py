@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import field_validator
-
-from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Section, option
 
 if TYPE_CHECKING:
@@ -184,15 +181,6 @@ class RewardOptions(Section):
     )
     reward_clip: list[float] = option([], "clip rewards to [-C, C], or to two bounds, before scaling and normalisation")
     reward_scale: float = option(1.0, "factor for rewards, applied before normalisation", gt=0)
-
-    @field_validator("rm_servers")
-    @classmethod
-    def _are_named_addresses(cls, values: list[str]) -> list[str]:
-        for value in values:
-            name, _, url = value.partition("=")
-            if not name or not url.startswith(("http://", "https://")):
-                raise ValueError(f"expected NAME=http://HOST:PORT/PATH, got {mask_url(value)!r}")
-        return values
 
 
 class EvalOptions(Section):
