@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart agent test test-all test-processors sglang-env test-sglang test-megatron test-harnesses test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart agent test test-all test-processors sglang-env test-sglang verifiers-env test-verifiers test-megatron test-harnesses test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all     run all tests"
 	@echo "make test-processors  run the numerical tests as on processors without AVX-512 and without AVX"
 	@echo "make test-sglang  run the tests against real SGLang servers on the CPU; installs them in $(VENV)-sglang (1.6 GB)"
+	@echo "make test-verifiers  run the tests against real tasksets of verifiers; installs it in $(VENV)-verifiers (0.6 GB)"
 	@echo "make test-megatron  run the tests of all layouts of Megatron ranks on the CPU"
 	@echo "make test-harnesses  run agent programs of others, unchanged, over a session; installs them in a temporary folder"
 	@echo "make test-gpu     everything that one GPU can show, and a table of it (ARGS='--dry-run': without one)"
@@ -82,6 +83,17 @@ sglang-env: $(VENV)-sglang/.stamp
 
 test-sglang: $(VENV)/.stamp-dev $(VENV)-sglang/.stamp
 	SGLANG_PYTHON=$(CURDIR)/$(VENV)-sglang/bin/python $(BIN)/python -m pytest -m sglang $(PYTEST_ARGS)
+
+# verifiers, in an environment of its own (0.6 GB): it wants another version of openai.
+$(VENV)-verifiers/.stamp: plugins/buffer_rl_verifiers/requirements.txt
+	$(PYTHON) -m venv $(VENV)-verifiers
+	$(VENV)-verifiers/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@touch $@
+
+verifiers-env: $(VENV)-verifiers/.stamp
+
+test-verifiers: $(VENV)/.stamp-dev $(VENV)-verifiers/.stamp
+	VERIFIERS_PYTHON=$(CURDIR)/$(VENV)-verifiers/bin/python $(BIN)/python -m pytest -m verifiers $(PYTEST_ARGS)
 
 # Every layout of ranks that a CPU can run; a sample is among the other tests.
 test-megatron: $(VENV)/.stamp-dev
@@ -159,4 +171,4 @@ ci:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) $(VENV)-sglang dist build examples/*/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-sglang $(VENV)-verifiers dist build examples/*/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,13 +1,14 @@
 """What a turn of an agent costs by the way in which it asks, and how many turns a second rollout workers play.
 
-    python benchmarks/agents.py            # four ways, 1, 2 and 4 workers, three rounds in turns: about 20 minutes
+    python benchmarks/agents.py            # five ways, 1, 2 and 4 workers, three rounds in turns: about 25 minutes
     python benchmarks/agents.py --quick    # does it work?
 
 An agent asks four times for each sample: by ``session.chat``, by HTTP with aiohttp, with one client of the openai
-package for all samples, or with a new one for each. "worker" is CPU time of the rollout worker's event loop, which has
-sessions, gateway and the requests to the engine; "agent" is that of the agents' own thread. They are measured in this
-process, with an engine of known answers in another thread. ``generate_turn`` is the same number of requests without an
-agent. The rates are those of whole runs without a trainer, with the embedded engine. Medians, and ranges over rounds.
+package for all samples, or with a new one for each. An environment is played for four turns. "worker" is CPU time of
+the rollout worker's event loop, which has sessions, gateway and the requests to the engine; "agent" is that of the
+agents' own thread, without the threads of environments. They are measured in this process, with an engine of known
+answers in another thread. ``generate_turn`` is the same number of requests without an agent. The rates are those of
+whole runs without a trainer, with the embedded engine. Medians, and ranges over rounds.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def main() -> int:
     return 0
 
 
+def option_of(way: str) -> str:
+    """The option that names what plays."""
+    return "environment" if way == "environment" else "agent_path"
+
+
 def make_task(folder: Path) -> None:
     """A model, and rows of one message each."""
     import json
@@ -108,7 +114,7 @@ async def cost(folder: Path, way: str, num_samples: int, *, journals: bool) -> C
             "prompt_data": str(folder / "rows.jsonl"),
             "rollout_max_response_len": 64,
             "router_url": engine.url,
-            "custom_generate_function_path" if way == BASE else "agent_path": path,
+            "custom_generate_function_path" if way == BASE else option_of(way): path,
         }
         resolved = resolve(compose(CORE_SECTIONS), flags=flags, environ={}).args
         args = resolved.model_copy(update={"engine_urls": [engine.url]})
@@ -200,7 +206,7 @@ def turns_per_s(folder: Path, way: str, workers: int, number: int, steps: int) -
     flags = {
         "prompt-data": "rows.jsonl",
         "hf-checkpoint": "model",
-        "agent-path": f"{HERE / 'agents_played.py'}:{WAYS[way]}",
+        option_of(way).replace("_", "-"): f"{HERE / 'agents_played.py'}:{WAYS[way]}",
         "num-rollout": steps,
         "rollout-batch-size": GROUPS,
         "n-samples-per-prompt": SAMPLES,

@@ -10,9 +10,15 @@ from typing import Any
 
 TURNS = 4
 WAYS = MappingProxyType(
-    {"session.chat": "chat", "aiohttp": "raw", "one client": "one_client", "new client": "new_client"}
+    {
+        "session.chat": "chat",
+        "environment": "Environment",
+        "aiohttp": "raw",
+        "one client": "one_client",
+        "new client": "new_client",
+    }
 )
-"""The functions of this file, by what tables call them."""
+"""The functions of this file, and the environment, by what tables call them."""
 Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
 
 
@@ -31,6 +37,19 @@ async def chat(args: Any, sample: Any, session: Any) -> float:
         return (await session.chat(messages))["content"] or ""
 
     return await _play(sample, ask)
+
+
+class Environment:
+    """The same conversation as an environment."""
+
+    def reset(self) -> None:
+        """Begin."""
+        self._turn = 0
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Go on."""
+        self._turn += 1
+        return "go on", 0.25, self._turn == TURNS
 
 
 async def raw(args: Any, sample: Any, session: Any) -> float:

@@ -22,8 +22,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WITH_RAY = ("tests/integration", "tests/conformance", "tests/gpu")
-FAST = "not slow and not sglang and not megatron"
-ALL = "not campaign and not sglang and not megatron"
+BESIDE_FAST = ("engines", "embedded", "weights", "plugin", "driver", "megatron", "examples", "verbs", "trackers")
+BESIDE_ALL = ("benchmarks",)
+"""Folders of unit tests that the first process has too, so that both take about as long."""
+FAST = "not slow and not sglang and not verifiers and not megatron"
+ALL = "not campaign and not sglang and not verifiers and not megatron"
 EMBEDDED = "tests/unit/embedded"
 OF_SERVERS = (
     *("engine_thread", "generate_route", "openai_routes", "released_memory", "server", "sglang_service", "stand_in"),
@@ -91,13 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def halves(with_slow: bool) -> tuple[Sequence[str], Sequence[str]]:
     """The folders of each process, as arguments of pytest."""
-    if with_slow:
-        return (*WITH_RAY, "tests/golden"), ("tests/unit",)
-    beside = [
-        f"tests/unit/{name}"
-        for name in ("engines", "embedded", "weights", "plugin", "driver", "megatron", "examples", "verbs")
-    ]
-    return (*WITH_RAY, *beside), ("tests/unit", *(f"--ignore={path}" for path in beside), "tests/golden")
+    beside = [f"tests/unit/{name}" for name in (BESIDE_ALL if with_slow else BESIDE_FAST)]
+    first, second = [*WITH_RAY, *beside], ["tests/unit", *(f"--ignore={path}" for path in beside)]
+    (first if with_slow else second).append("tests/golden")
+    return first, second
 
 
 def _environment() -> dict[str, str]:

@@ -14,9 +14,12 @@ runner          runs agents that are functions, in a loop and in threads of thei
 command         runs agents that are commands: a process for each sample
 command_watch   the small program around such a command, which ends all that it has started
 remote          offers samples to agents elsewhere: leases, heartbeats
+programs        programs that a worker starts to lease its samples, and keeps running
 remote_client   leases samples: one file of the standard library, for any machine
 finish          how an agent in another process tells of its end
 play            the generate function of a run with agents: plays a sample and makes rows of it
 tools           the built-in agent, which calls tools
+environment     the built-in agent of environments, each in a thread of its own
+leftovers       finds and ends the processes that such a thread has left behind
 options         the options of agents
 """

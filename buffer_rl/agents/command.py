@@ -13,11 +13,11 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from buffer_rl.agents import command_watch
 from buffer_rl.agents.finish import Finish
@@ -83,15 +83,18 @@ def session_variables(base_url: str, api_key: str, args: Args, environ: Mapping[
 
 @dataclass(slots=True, eq=False)
 class _Output:
-    """The end of what a process writes; the rest is thrown away."""
+    """The end of what a process writes; the rest is thrown away, or appended to ``log``."""
 
     stream: asyncio.StreamReader
+    log: BinaryIO | None = None
     tail: bytearray = field(default_factory=bytearray)
 
     async def read(self) -> None:
         while block := await self.stream.read(BLOCK_BYTES):
             self.tail += block
             del self.tail[:-BLOCK_BYTES]
+            if self.log is not None:
+                self.log.write(block)
             if len(block) == BLOCK_BYTES:
                 await asyncio.sleep(FLOOD_S)
 
@@ -106,13 +109,14 @@ class _Output:
         return f"the end of its errors:\n{lines}" if lines.strip() else "it wrote no errors"
 
 
-class _Process:
-    """A command that runs. lifeline: as long as it is open, the command is kept alive."""
+class WatchedProcess:
+    """A command that runs. lifeline: as long as it is open, the command is kept alive. log: what it writes is appended
+    to it, unbuffered."""
 
-    def __init__(self, process: asyncio.subprocess.Process, lifeline: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, lifeline: int, log: BinaryIO | None = None) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        self.output, self.errors = _Output(process.stdout), _Output(process.stderr)
+        self.output, self.errors = _Output(process.stdout, log), _Output(process.stderr, log)
         self._process, self._lifeline = process, lifeline
         self._readers = [asyncio.ensure_future(each.read()) for each in (self.output, self.errors)]
 
@@ -159,6 +163,32 @@ class _Process:
             os.killpg(self._process.pid, number)
 
 
+async def started(
+    words: Sequence[str], environ: Mapping[str, str], *, file: str = "", log: BinaryIO | None = None
+) -> WatchedProcess:
+    """Start a command, whose process and all that it starts end with this one (``command_watch``). file: is removed at
+    its end. Raises OSError if no process can be started. Await ``stop`` of what is returned, also after its end."""
+    read_end, lifeline = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", command_watch.__file__, str(read_end), file),
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environ,
+            pass_fds=[read_end],
+            limit=BLOCK_BYTES,
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(lifeline)  # what was started in this moment ends with it
+        raise
+    finally:
+        os.close(read_end)
+    return WatchedProcess(process, lifeline, log)
+
+
 class Commands:
     """Runs ``--agent-command``, once for each play. Belongs to the worker's event loop."""
 
@@ -169,7 +199,7 @@ class Commands:
         self._words = shlex.split(args.agent_command)
         self._places = asyncio.Semaphore(max_processes(args))
         self._folder = tempfile.TemporaryDirectory(prefix="buffer_rl_agents_")
-        self._running: set[_Process] = set()
+        self._running: set[WatchedProcess] = set()
 
     async def run(self, session: Session, handle: SessionHandle, prompt: Sample, *, name: str) -> Any:
         """What the command says at its end. The wait for a place does not count; the deadline is for the process, with
@@ -196,29 +226,14 @@ class Commands:
         self._folder.cleanup()
 
     @asynccontextmanager
-    async def _started(self, session: Session, handle: SessionHandle, prompt: Sample) -> AsyncIterator[_Process]:
+    async def _started(self, session: Session, handle: SessionHandle, prompt: Sample) -> AsyncIterator[WatchedProcess]:
         file = self._file(sample_json(prompt, handle.base_url, handle.api_key, evaluation=session.evaluation))
         environ = session_variables(handle.base_url, handle.api_key, self._args, os.environ)
-        read_end, lifeline = os.pipe()
         try:
-            started = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", command_watch.__file__, str(read_end), str(file)),
-                *self._words,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**environ, SAMPLE_VARIABLE: str(file)},
-                pass_fds=[read_end],
-                limit=BLOCK_BYTES,
-                start_new_session=True,
-            )
+            process = await started(self._words, {**environ, SAMPLE_VARIABLE: str(file)}, file=str(file))
         except BaseException:
-            os.close(lifeline)  # what was started in this moment ends with it
             file.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(read_end)
-        process = _Process(started, lifeline)
         self._running.add(process)
         try:
             yield process
@@ -237,7 +252,7 @@ class Commands:
         return Path(path)
 
 
-def _result(status: int, process: _Process) -> Any:
+def _result(status: int, process: WatchedProcess) -> Any:
     if status > 128 and (number := status - 128) in set(signal.Signals):
         raise AgentKilledError(f"its process was killed by {signal.Signals(number).name}; {process.errors.shown}")
     if status:

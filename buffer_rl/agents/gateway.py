@@ -64,6 +64,9 @@ REPEATED = "x-stainless-retry-count"
 """The header by which OpenAI's clients, and Anthropic's, count the repetitions of a request."""
 CALL = "x-buffer-rl-call"
 """The header by which a request is named (``call`` of ``Session.generate``)."""
+TRAIN = "x-buffer-rl-train"
+"""The header that says ``false`` of a request whose answer is not trained (``train`` of ``Session.generate``)."""
+TRAIN_VALUES = {"true": True, "false": False}
 Answering = asyncio.Task[list[Exchange]]
 
 
@@ -80,13 +83,13 @@ class _Opened:
         """What answers ``request``, a path and a body. A repeat, marked as one, is answered by what runs, or by the
         only one that was answered; None if several were. What this process does not know may be in the journal. A
         request with a name of its own is never unknown: it is asked under its name."""
-        call = headers.get(CALL, "")
+        call, train = headers.get(CALL, ""), TRAIN_VALUES[headers.get(TRAIN, "true")]
         same = [] if call else self.asked[hashlib.sha256(request).digest()]
         is_repeat = headers.get(REPEATED, "0") not in ("", "0") and not call
         if is_repeat and same:
             running = [task for task in same if not task.done()]
             return running[0] if len(running) == 1 else same[0] if len(same) == 1 else None
-        task = asyncio.get_running_loop().create_task(_answers(self.session, asked, call, known=is_repeat))
+        task = asyncio.get_running_loop().create_task(_answers(self.session, asked, call, train=train, known=is_repeat))
         same.append(task)
         self.running.add(task)
 
@@ -182,6 +185,8 @@ class Gateway:
             asked = _read(dialect, raw, opened.session)
         except (JSONError, BufferRLError) as error:
             return _refused(dialect, Refusal(what=str(error)))
+        if (train := request.headers.get(TRAIN, "true")) not in TRAIN_VALUES:
+            return _refused(dialect, Refusal(what=f"the header {TRAIN} is {train!r:.40}; expected: true or false"))
         self._notice(opened.session, asked)
         if (task := opened.answering(dialect.path.encode() + raw, asked, request.headers)) is None:
             return _refused(dialect, unknown_repeat("several such requests were answered"))
@@ -268,11 +273,11 @@ class Gateway:
             _log.warning(what, *values)
 
 
-async def _answers(session: Session, asked: Request, call: str, *, known: bool) -> list[Exchange]:
+async def _answers(session: Session, asked: Request, call: str, *, train: bool, known: bool) -> list[Exchange]:
     def answer(number: int) -> Coroutine[Any, Any, Exchange]:
         name = f"{call}#{number}" if call and number else call  # siblings are turns of their own
         bounds: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop}
-        return session.chat(asked.messages, asked.tools, **bounds, call=name, known=known)
+        return session.chat(asked.messages, asked.tools, **bounds, call=name, train=train, known=known)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(answer(number)) for number in range(asked.num_answers)]

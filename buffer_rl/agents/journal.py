@@ -11,7 +11,8 @@ the ledger). There are two facts:
 anew, ``SampleGroup.version``. A turn of several versions is never replayed, and is not written. The number of a version
 names the same weights until the run's processes start again from a checkpoint: step s + 1 may then have other bits. So
 turns belong to a ``RunStart``. Those of an earlier start are forgotten when a worker of the next one opens the file.
-Only those of the checkpoint's own step stay, if the start before wrote that checkpoint, or began with it.
+Only those of the checkpoint's own step stay, if the start before wrote that checkpoint, or began with it. A worker of
+the earlier start that is still there, such as one whose driver was killed, changes nothing from then on.
 
 **Which deaths count.** A play that a worker began and never ended was killed with the worker. A play that is cancelled
 in a worker that lives (a sibling failed, the Buffer died, the rollout has enough groups) was not, nor one that ended
@@ -80,15 +81,19 @@ CREATE TABLE IF NOT EXISTS turns (
 );
 CREATE INDEX IF NOT EXISTS turns_by_version ON turns (version);
 """
+_OWN = "EXISTS (SELECT 1 FROM starts WHERE name = ?)"  # a worker that outlived its start changes nothing
 # running: the start whose worker plays it; empty if it ended, or was cancelled by a worker that lives.
-_RUNS = "INSERT OR REPLACE INTO plays VALUES (?, ?, ?, ?, ?)"
-_WRITE = "INSERT OR REPLACE INTO turns VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_RUNS = f"INSERT OR REPLACE INTO plays SELECT ?, ?, ?, ?, ? WHERE {_OWN}"
+_ENDED = f"DELETE FROM plays WHERE sample = ? AND {_OWN}"
+_FORGET = f"DELETE FROM plays WHERE version < ? AND running = '' AND {_OWN}"
+_WRITE = f"INSERT OR REPLACE INTO turns SELECT NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? WHERE {_OWN}"
 _READ = (
     "SELECT digest, ordinal, output_ids, log_probs, kept, ending FROM turns "
     "WHERE sample = ? AND play = ? AND +version = ? AND start = ?"  # "+": not by the index of versions
 )
 _REMOVE = (
-    f"DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE version < ? AND version NOT IN (?, ?) LIMIT {REMOVED})"
+    "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE version < ? AND version NOT IN (?, ?) "
+    f"LIMIT {REMOVED}) AND {_OWN}"
 )
 _Key = tuple[str, int]
 
@@ -138,7 +143,7 @@ class Journal:
         was: it began under this start, and never ended."""
         if version > self._newest:
             self._newest, self._has_old = version, True
-            self._write("DELETE FROM plays WHERE version < ? AND running = ''", version - PLAYS_KEPT)
+            self._write(_FORGET, version - PLAYS_KEPT)
         found = self._read("SELECT play, kills, running FROM plays WHERE sample = ?", sample)
         play, kills, running = found[0] if found else (0, 0, "")
         was_killed = running == self._start.name
@@ -152,7 +157,7 @@ class Journal:
         if runs or play or kills:
             self._write(_RUNS, sample, play, kills, self._start.name if runs else "", version)
         else:
-            self._write("DELETE FROM plays WHERE sample = ?", sample)
+            self._write(_ENDED, sample)
 
     def record(self, sample: str, play: int, turn: Turn, version: int) -> None:
         """Write a turn of one weight version; see the module."""
@@ -209,9 +214,9 @@ class Journal:
             return []
 
     def _write(self, statement: str, *values: Any) -> int:
-        """Returns how many rows it changed."""
+        """Returns how many rows it changed. The last value of each statement is the start that the file must be of."""
         try:
-            return 0 if self._db is None else self._db.execute(statement, values).rowcount
+            return 0 if self._db is None else self._db.execute(statement, (*values, self._start.name)).rowcount
         except sqlite3.Error as error:
             self._leave(error)
             return 0

@@ -24,6 +24,12 @@ class AgentOptions(Section):
     tools_path: list[str] = option(
         [], "functions that the built-in agent offers to the model as tools: module:fn or ./file.py:fn"
     )
+    environment: str | None = option(
+        None,
+        "your environment, which the built-in agent plays: a class with reset, and step or tools; module:Class or "
+        "./file.py:Class",
+        kind="environment",
+    )
     agent_history: Literal["template", "append"] = option(
         "template",
         "tokens of earlier answers: as the chat template renders them, which may strip reasoning; or always as they "

@@ -12,14 +12,16 @@ import asyncio
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.command import Commands
+from buffer_rl.agents.environment import Environments
 from buffer_rl.agents.gateway import Gateway
 from buffer_rl.agents.journal import Journal, Play
-from buffer_rl.agents.remote import Leases, file_of, remote
+from buffer_rl.agents.remote import Leases, Remote, file_of
 from buffer_rl.agents.runner import AgentTimeoutError, Functions
 from buffer_rl.agents.session import (
     LIMITS,
@@ -37,7 +39,7 @@ from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.plugin.calls import place, raised
-from buffer_rl.records.groups import Sample, Status
+from buffer_rl.records.groups import GroupUid, Sample, Status
 from buffer_rl.rollout.generate import reset_to_prompt
 from buffer_rl.rollout.lease import Lease, current_lease
 
@@ -82,20 +84,26 @@ class Agents:
 
     def __init__(self, context: RolloutContext) -> None:
         args = self._args = context.args
-        self._reference = args.agent_path or args.agent_command or ", ".join(args.tools_path)
+        self._kind = "environment" if args.environment else "agent"
+        self._reference = args.environment or args.agent_path or args.agent_command or ", ".join(args.tools_path)
         self._limits = Limits.of(args)
         self._leases: Leases | None = None
-        self._runner: Functions | Commands | Leases
-        if context.agent is remote:
-            self._runner = self._leases = Leases(args, file_of(context.run_dir, context.worker))
+        self._runner: Functions | Commands | Leases | Environments
+        if isinstance(context.agent, Remote):
+            log = None if context.run_dir is None else f"{context.run_dir}/logs/agents_{context.worker}_{{}}.log"
+            file, programs = file_of(context.run_dir, context.worker), context.agent.programs(args)
+            self._runner = self._leases = Leases(args, file, programs, log)
         elif args.agent_command:
             self._runner = Commands(args)
+        elif context.environment is not None:
+            self._runner = Environments(context.environment, args)
         else:
             self._runner = Functions(context.agent or ToolAgent(context.tools), args)
         port = args.agent_port and args.agent_port + context.worker
         self._gateway = Gateway(context.tokenizer, host=args.agent_host, port=port, leases=self._leases)
         self._journal = Journal.of(context)
         self._noticed = False
+        self._failed: Counter[tuple[GroupUid, int]] = Counter()
 
     async def play(self, lease: Lease, sample: Sample, params: Mapping[str, Any]) -> Sample:
         """See ``play``."""
@@ -122,10 +130,28 @@ class Agents:
                 lease.count("agent/failed")
                 failures += 1
                 if failures == PLAYS:
-                    raise failure
-                _log.info("%s; the sample is played once more", failure)
+                    return self._masked(lease, reset_to_prompt(sample), failure)
+                level = logging.INFO if self._kind == "agent" else logging.WARNING
+                _log.log(level, "%s; the sample is played once more", failure)
         finally:
             current.end()
+
+    def _masked(self, lease: Lease, prompt: Sample, failure: RolloutError) -> Sample:
+        """A sample whose environment failed, which is not trained, so that its siblings are.
+
+        Raises ``failure`` for an agent, in an evaluation, and if all samples of the group failed."""
+        group = lease.group
+        if self._kind == "agent" or lease.evaluation or group is None:
+            raise failure
+        key = (group.uid, lease.attempt)
+        self._failed[key] += 1
+        if self._failed[key] >= len(group.samples):
+            del self._failed[key]
+            raise failure
+        _log.warning("%s; the sample is masked, its siblings stay", failure)
+        for name in ("samples", "masked"):
+            lease.count(f"agent/{name}")
+        return prompt.changed(status=Status.FAILED, remove_sample=True)
 
     async def aclose(self) -> None:
         """Stop the gateway and the agents."""
@@ -141,7 +167,7 @@ class Agents:
         return played
 
     async def _played(self, session: Session, prompt: Sample) -> Outcome:
-        name = f"the agent of row {prompt.row_id}"
+        name = f"the {self._kind} of row {prompt.row_id}"
         async with self._gateway.opened(session) as address:
             handle = SessionHandle(session, *address, blocking=self._runner.blocking)
             task = asyncio.ensure_future(self._runner.run(session, handle, prompt, name=name))
@@ -171,7 +197,7 @@ class Agents:
 
     def _outcome(self, task: asyncio.Future[Any], session: Session, prompt: Sample) -> Outcome:
         """That of an agent that ended by itself."""
-        where = place("agent", self._reference, f"row {prompt.row_id}")
+        where = place(self._kind, self._reference, f"row {prompt.row_id}")
         try:
             answer = task.result() if session.told is None else session.told.result()
         except AgentTimeoutError:
@@ -185,7 +211,7 @@ class Agents:
             if isinstance(error, AgentFailedError | AgentKilledError) and not error.where:
                 error.where = where  # of an agent that is no function
                 raise
-            named = raised("agent", self._reference, error, at=at, error_class=AgentFailedError)
+            named = raised(self._kind, self._reference, error, at=at, error_class=AgentFailedError)
             raise named from error
         if session.overflowed:
             return self._overflow()
@@ -217,6 +243,8 @@ class Agents:
         own |= {f"prompt_{cause}": count for cause, count in session.causes.items()}
         if session.replayed:
             own["replayed"] = session.replayed
+        if untrained := sum(not each.train for each in session.exchanges):
+            own["untrained"] = untrained
         if outcome.gave_up:
             own[f"gave_up_{outcome.gave_up}"] = 1
         elif outcome.end in LIMITS:
@@ -240,13 +268,14 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     An evaluation needs a number for each sample: one that its agent gave up has the lowest reward there."""
     if outcome.end is End.STOPPED:
         return prompt.changed(status=Status.ABORTED)
-    made, scored = rows(each.turn for each in session.exchanges), session.exchange_to_score()
+    made = rows(each.turn for each in session.exchanges if each.train)
+    scored = session.exchange_to_score()
     evaluates = lease.ticket is not None and lease.ticket.evaluation
     masked, cut = bool(outcome.gave_up) and not evaluates, bool(outcome.gave_up) or outcome.end in LIMITS
     if scored is None:
         if outcome.end is End.DONE and not outcome.gave_up:
             raise AgentFailedError(
-                "it returned and had asked for no answer",
+                "it returned and had asked for no answer" + (" that is trained" if session.exchanges else ""),
                 where=f"row {prompt.row_id}",
                 hint="its client must be made with session.base_url and session.api_key",
             )

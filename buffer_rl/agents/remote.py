@@ -1,7 +1,8 @@
 """Agents elsewhere (``--agent-path remote``): they lease samples from a rollout worker's gateway, and finish them.
 
 A sample is offered until an agent leases it. A lease ends with ``finish``, with its session, or if its agent has sent
-no heartbeat for ``--agent-heartbeat-s``. ``remote_client`` is a client in one file.
+no heartbeat for ``--agent-heartbeat-s``. ``remote_client`` is a client in one file. An agent of a plugin that is a
+``Remote`` has programs of its own, which each worker starts (``programs``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import os
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +25,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from buffer_rl.agents.command import sample_json
+from buffer_rl.agents.programs import Program, Programs
 from buffer_rl.agents.runner import AgentTimeoutError
 from buffer_rl.agents.session import AgentKilledError, End, Session, SessionHandle
 from buffer_rl.data.json_text import JSONError, read_json
-from buffer_rl.errors import ConfigError, RolloutError
+from buffer_rl.errors import BufferRLError, ConfigError, RolloutError
 from buffer_rl.records.groups import Sample
 
 if TYPE_CHECKING:
@@ -37,32 +40,46 @@ MAX_WAIT_S = 60.0
 LOOK_S = 5.0
 """Between two looks at whether an agent that waits is still there."""
 FOLDER = "agents"
+STARTS_S = 120.0
+"""For a program to start, though it has to load its data."""
 EVERYWHERE = ("0.0.0.0", "::")
 
 
-async def remote(args: Any, sample: Sample, session: Any) -> None:
+class Remote:
     """Stands for agents elsewhere, which lease the samples."""
-    raise RolloutError("it is not called", where="--agent-path remote", expected="agents that lease samples")
+
+    def programs(self, args: Any) -> Sequence[Program]:
+        """Those that each rollout worker starts to lease its samples."""
+        return ()
+
+    async def __call__(self, args: Any, sample: Sample, session: Any) -> None:
+        raise RolloutError("it is not called", where="--agent-path remote", expected="agents that lease samples")
+
+
+remote = Remote()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Offer:
-    """A sample for agents elsewhere. leased: done with its lease. heard: when its agent was heard last."""
+    """A sample for agents elsewhere. leased: done with its lease, its result is the number of the program that has it;
+    -1 for another agent. lost: done once this program has ended. heard: when its agent was heard last."""
 
     session: Session
     sample: dict[str, Any]
-    leased: asyncio.Future[None]
+    leased: asyncio.Future[int]
+    lost: asyncio.Future[None]
     heard: float = 0.0
 
 
 class Leases:
     """The samples that a worker offers. Belongs to the worker's event loop.
 
-    file: where agents find address and key; None for none."""
+    file: where agents find address and key; None for none. programs: those that this worker starts. log: see
+    ``Programs``."""
 
     blocking = True
 
-    def __init__(self, args: Args, file: Path | None) -> None:
+    def __init__(self, args: Args, file: Path | None, programs: Sequence[Program] = (), log: str | None = None) -> None:
         self._args = args
         self._file = file
         self._key = args.agent_api_key or _key_in(file) or secrets.token_urlsafe(32)
@@ -71,6 +88,10 @@ class Leases:
         self._offered = asyncio.Event()
         self._url = ""
         self._asked = -math.inf  # when an agent was here last
+        self._programs = Programs(programs, args, log, lost=self._has_ended, failed=self._fail)
+        self._has_programs = bool(programs)
+        self._failure: BufferRLError | None = None
+        self._closed = False
 
     def listens(self, host: str, port: int) -> None:
         """Called once the gateway listens: writes address and key to the file, for its owner alone."""
@@ -78,6 +99,7 @@ class Leases:
 
         shown = gethostname() if host in EVERYWHERE else host
         self._url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        self._programs.start(self._url, self._key)
         if self._file is None:
             return
         self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,9 +110,12 @@ class Leases:
         temporary.replace(self._file)
 
     async def aclose(self) -> None:
-        """Remove the file: agents that read it end."""
+        """Remove the file, so that agents which read it end, and end the programs. Who waits for a sample gets none."""
+        self._closed = True
+        self._offered.set()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+        await self._programs.aclose()
 
     def allows(self, authorization: bytes) -> bool:
         """Whether a header is that of the run's key."""
@@ -100,6 +125,7 @@ class Leases:
         """``/lease`` asks for the run's key, the others for the session's."""
         return [
             Route("/lease", self._lease, methods=["POST"]),
+            Route("/programs/{number:int}/lease", self._lease, methods=["POST"]),
             Route("/sessions/{name}/heartbeat", self._heartbeat, methods=["POST"]),
             Route("/sessions/{name}/v1/heartbeat", self._heartbeat, methods=["POST"]),
         ]
@@ -111,7 +137,8 @@ class Leases:
         session has failed, with an error that ends the run."""
         sample = sample_json(prompt, handle.base_url, handle.api_key, evaluation=session.evaluation)
         session_name = handle.base_url.split("/")[-2]
-        offer = _Offer(session=session, sample=sample, leased=asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        offer = _Offer(session=session, sample=sample, leased=loop.create_future(), lost=loop.create_future())
         self._offers[session_name] = offer
         self._queue.append(session_name)
         self._offered.set()
@@ -123,23 +150,31 @@ class Leases:
 
     async def _until_leased(self, offer: _Offer) -> bool:
         """Whether it is leased; else its session has ended. It waits as long as there are agents: as some hold leases,
-        or have asked for one within the last ``--agent-timeout-s``."""
-        clock, limit_s = asyncio.get_running_loop().time, self._args.agent_timeout_s
+        or have asked for one within the last ``--agent-timeout-s``. Programs of this worker have time to start."""
+        clock = asyncio.get_running_loop().time
+        limit_s = max(self._args.agent_timeout_s, STARTS_S if self._has_programs else 0.0)
         since = clock()
         while not offer.leased.done():
+            if self._failure is not None:
+                offer.session.failure = self._failure
+                offer.session.close(End.ENGINE)
+                return False
             last = max([since, self._asked, *(each.heard for each in self._offers.values())])
             left = last + limit_s - clock()
             if left <= 0:
                 where = f"; address and key are in {self._file}" if self._file is not None else ""
+                hint = f"start agents that lease samples there (buffer_rl/agents/remote_client.py){where}"
+                if self._has_programs:
+                    hint = "the programs of this run hang: see what they print in its logs/agents_*.log"
                 offer.session.failure = ConfigError(
                     f"no agent has leased a sample for {limit_s:g} s",
-                    where=f"--agent-path remote, POST {self._url}/lease",
-                    hint=f"start agents that lease samples there (buffer_rl/agents/remote_client.py){where}",
+                    where=f"--agent-path {self._args.agent_path}, POST {self._url}/lease",
+                    hint=hint,
                 )
                 offer.session.close(End.ENGINE)
             if offer.session.end is not None:
                 return False
-            ends = {offer.leased, offer.session.ended}
+            ends = {offer.leased, offer.session.ended, offer.lost}
             await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         return True
 
@@ -150,12 +185,28 @@ class Leases:
             now, lost = clock(), offer.heard + self._args.agent_heartbeat_s
             if now >= deadline:
                 raise AgentTimeoutError(f"{name} was not done within {self._args.agent_timeout_s:g} s")
+            if offer.lost.done():
+                raise AgentKilledError("its program has ended", hint="its log is among those of the run")
             if now >= lost:
                 raise AgentKilledError(
                     f"its agent has sent no heartbeat for {self._args.agent_heartbeat_s:g} s",
                     hint="it has ended, its machine is gone, or --agent-heartbeat-s is too short",
                 )
-            await asyncio.wait({offer.session.ended}, timeout=min(deadline, lost) - now)
+            ends = {offer.session.ended, offer.lost}
+            await asyncio.wait(ends, timeout=min(deadline, lost) - now, return_when=asyncio.FIRST_COMPLETED)
+
+    def _has_ended(self, number: int) -> None:
+        """A program has ended: what it had leased is lost."""
+        for offer in self._offers.values():
+            if offer.leased.done() and offer.leased.result() == number and not offer.lost.done():
+                offer.lost.set_result(None)
+
+    def _fail(self, error: BufferRLError) -> None:
+        """A program cannot be started: no sample is played any more."""
+        self._failure = error
+        for offer in self._offers.values():
+            if not offer.lost.done():
+                offer.lost.set_result(None)
 
     async def _lease(self, request: Request) -> Response:
         try:
@@ -170,9 +221,12 @@ class Leases:
                 return Response(status_code=204)
             if (offer := self._next()) is not None:
                 offer.heard = clock()
-                offer.leased.set_result(None)
+                number = request.path_params.get("number", -1)
+                if number >= 0:
+                    self._programs.has_leased(number)
+                offer.leased.set_result(number)
                 return _json(self._as_reached(offer, request) | {"heartbeat_s": self._args.agent_heartbeat_s})
-            if (left := until - clock()) <= 0:
+            if (left := until - clock()) <= 0 or self._closed:
                 return Response(status_code=204)
             self._offered.clear()
             try:

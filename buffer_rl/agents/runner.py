@@ -45,7 +45,7 @@ class AgentTimeoutError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Loop:
+class AgentLoop:
     """An event loop in a thread. running: the agents in it, by the names that they have in messages. names: of the
     agents that started the tasks in it, directly or not."""
 
@@ -121,7 +121,7 @@ class AgentRunner:
 
     def __init__(self, *, blocked_s: float = BLOCKED_S, answer_s: float = ANSWER_S) -> None:
         self._blocked_s, self._answer_s = blocked_s, answer_s
-        self._loop: _Loop | None = None
+        self._loop: AgentLoop | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def run(self, function: Callable[..., Any], *arguments: Any, name: str, timeout_s: float) -> Any:
@@ -163,7 +163,7 @@ class AgentRunner:
 
     def _in_loop(self, function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> Future[Any]:
         if self._loop is None:
-            self._loop = _Loop()
+            self._loop = AgentLoop()
             if self._watch is None:
                 self._watch = asyncio.get_running_loop().create_task(self._watch_loop())
         context, running = contextvars.copy_context(), self._loop
@@ -179,7 +179,7 @@ class AgentRunner:
         return future
 
     async def _watch_loop(self) -> None:
-        named: _Loop | None = None
+        named: AgentLoop | None = None
         while True:
             await asyncio.sleep(self._blocked_s)
             watched = self._loop
@@ -194,7 +194,7 @@ class AgentRunner:
                     self._blocked_s,
                 )
 
-    def _leave(self, loop: _Loop, future: Future[Any]) -> None:
+    def _leave(self, loop: AgentLoop, future: Future[Any]) -> None:
         """Leave a loop behind with the agent that blocks it; the others there have failed.
 
         Raises RolloutError if the agent of ``future`` is one of these."""

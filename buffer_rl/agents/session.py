@@ -98,10 +98,12 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One recorded turn. prompt, messages and answer: of ``chat``, else None. id: what the client knows it by."""
+    """One recorded turn. prompt, messages and answer: of ``chat``, else None. id: what the client knows it by.
+    train: whether its tokens are trained; else they are context of those that are."""
 
     id: str
     turn: Turn
+    train: bool = True
     prompt: NextPrompt | None = None
     messages: list[Message] = field(default_factory=list)
     answer: Answer | None = None
@@ -172,6 +174,7 @@ class Session:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         call: str = "",
+        train: bool = True,
         known: bool = False,
     ) -> Exchange:
         """The answer to ``messages``, in OpenAI's form; ``tools`` as there. The rest as in ``generate``.
@@ -179,7 +182,8 @@ class Session:
         Raises DataError (status 400) for messages that cannot be rendered, and what ``generate`` raises."""
         self._require_open()
         prompt = self._conversation.prompt(messages, tools)
-        exchange = await self.generate(prompt.ids, max_tokens=max_tokens, stop=stop, call=call, known=known)
+        bounds: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
+        exchange = await self.generate(prompt.ids, **bounds, call=call, train=train, known=known)
         if exchange.answer is None:  # else it was asked before, under its name
             self.causes[prompt.cause] += 1
             exchange.prompt, exchange.messages = prompt, [dict(message) for message in messages]
@@ -197,11 +201,12 @@ class Session:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         call: str = "",
+        train: bool = True,
         known: bool = False,
     ) -> Exchange:
         """The turn behind ``input_ids``. max_tokens and stop may shorten it. call: a name, in place of how often the
-        same was asked: one name and equal ids are one turn, which is sampled once, however often it is asked for.
-        known: answered from the journal alone.
+        same was asked: one name and equal ids are one turn, which is sampled once, however often it is asked for, and
+        trained if the first request for it is. train: see ``Exchange``. known: answered from the journal alone.
 
         Raises SessionEndedError after the end, TooLongError if the ids leave no room, UnknownRepeatError if a known
         turn is not, and EngineError if the engine fails, which ends the session."""
@@ -209,16 +214,18 @@ class Session:
         params = self._bounded(len(input_ids), max_tokens, stop)
         digest = turn_digest(input_ids, {**params, "call": call} if call else params)
         if not call:
-            return await self._exchange(input_ids, params, digest, known)
+            return await self._exchange(input_ids, params, digest, train, known)
         if (task := self._named.get(digest)) is None:
-            task = self._named[digest] = asyncio.ensure_future(self._exchange(input_ids, params, digest, known))
+            task = self._named[digest] = asyncio.ensure_future(self._exchange(input_ids, params, digest, train, known))
             self.ended.add_done_callback(lambda _: task.cancel())
         await asyncio.wait({task})  # it goes on for others if this caller is cancelled
         if task.cancelled():
             raise SessionEndedError(self.end or End.DONE)
         return task.result()
 
-    async def _exchange(self, input_ids: Sequence[int], params: dict[str, Any], digest: str, known: bool) -> Exchange:
+    async def _exchange(
+        self, input_ids: Sequence[int], params: dict[str, Any], digest: str, train: bool, known: bool
+    ) -> Exchange:
         ordinal = self._ordinals[digest]
         turn = self._play.find(input_ids, digest, ordinal)
         if turn is None and known:
@@ -233,7 +240,7 @@ class Session:
             self.replayed += 1
         self._num_tokens += len(turn.output_ids)
         self.overflowed = False
-        exchange = Exchange(id=f"{digest[:24]}-{ordinal}", turn=turn)
+        exchange = Exchange(id=f"{digest[:24]}-{ordinal}", turn=turn, train=train)
         self.exchanges.append(exchange)
         return exchange
 
@@ -294,22 +301,22 @@ class Session:
         self.turn_rewards[found.id] += number  # type: ignore[assignment]  # a sum of numbers, whole or not
 
     def exchange_to_score(self) -> Exchange | None:
-        """The one that the agent named, else the one recorded last that has tokens; None without any. Of several equal
-        messages the last one is meant, unless ``chat`` returned one of them.
+        """The one that the agent named, else the one recorded last, of those that are trained and have tokens; None
+        without any. Of several equal messages the last one is meant, unless ``chat`` returned one of them.
 
-        Raises AgentFailedError if the name is of none that has tokens."""
+        Raises AgentFailedError if the name is of none of these."""
         found = self._answered(self.scored)
         if found is None and self.scored:
             raise AgentFailedError(
                 f"no answer is {short_repr(self.scored)}",
                 where=f"session.score, row {self._sample.row_id}",
-                expected="the id of a completion, or a message that chat returned",
+                expected="the id of a completion that is trained, or a message that chat returned",
             )
         return found
 
     def _answered(self, name: str | Mapping[str, Any]) -> Exchange | None:
-        """The exchange with tokens that ``name`` means; of an empty name the one that was recorded last."""
-        answers = [each for each in reversed(self.exchanges) if each.turn.output_ids]
+        """The trained exchange with tokens that ``name`` means; of an empty name the one that was recorded last."""
+        answers = [each for each in reversed(self.exchanges) if each.turn.output_ids and each.train]
         if not name:
             return next(iter(answers), None)
         exact = [each for each in answers if each.answer is not None and each.answer.message is name]
@@ -385,15 +392,22 @@ class SessionHandle:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         call: str = "",
+        train: bool = True,
     ) -> Any:
         """See ``AgentSession``; raises what ``Session.chat`` raises."""
-        return self._asked(self._message(messages, tools, max_tokens=max_tokens, stop=stop, call=call))
+        return self._asked(self._message(messages, tools, max_tokens=max_tokens, stop=stop, call=call, train=train))
 
     def generate(
-        self, input_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = (), call: str = ""
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        call: str = "",
+        train: bool = True,
     ) -> Any:
         """See ``AgentSession``; raises what ``Session.generate`` raises."""
-        return self._asked(self._turn(input_ids, max_tokens=max_tokens, stop=stop, call=call))
+        return self._asked(self._turn(input_ids, max_tokens=max_tokens, stop=stop, call=call, train=train))
 
     def score(self, answer: str | Mapping[str, Any]) -> None:
         """See ``AgentSession``."""

@@ -1,12 +1,14 @@
-"""The built-in agent: a model with tools, which are plain functions. ``--tools-path`` names them."""
+"""The built-in agent: a model with tools, which are functions (``--tools-path``) or methods of an environment."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.agents.messages import calls_of
+from buffer_rl.agents.messages import Message, calls_of
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.agent import AgentSession
 from buffer_rl.plugin.calls import contained, error_text
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from buffer_rl.plugin.registry import PluginRegistry
 
 MOST_ERROR_TEXT = 500
+OF_ENVIRONMENTS = frozenset({"reset", "step", "reward", "close"})
+"""Methods that are no tools."""
 
 
 class ToolAgent:
@@ -29,7 +33,7 @@ class ToolAgent:
         self._tools: dict[str, Callable[..., Any]] = {}
         self._schemas = []
         for tool in _flat(tools):
-            schema = _schema(tool)
+            schema = schema_of(tool, where="--tools-path")
             name = schema["function"]["name"]
             if name in self._tools:
                 raise ConfigError(f"two tools have the name {name!r}", where="--tools-path")
@@ -38,29 +42,23 @@ class ToolAgent:
 
     def __call__(self, args: Any, sample: Sample, session: AgentSession) -> None:
         """Play a sample. The run's reward scores its last answer."""
-        prompt = sample.prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        messages = messages_of(sample.prompt)
         while True:
             message = session.chat(messages, self._schemas)
             if not message.get("tool_calls"):
                 return
-            results = [
-                {"role": "tool", "tool_call_id": call["id"], "content": self._result(**called)}
-                for call, called in zip(message["tool_calls"], _calls(message), strict=True)
-            ]
+            results = [result_message(call_id, self._result(**called)) for call_id, called in called_by(message)]
             messages += [message, *results]
 
     def _result(self, name: str, arguments: Any) -> str:
-        if (tool := self._tools.get(name)) is None:
-            return f"error: there is no tool {name!r:.80}; there are {', '.join(self._tools)}"
-        if not isinstance(arguments, dict):
-            return "error: the arguments are no JSON object"
+        if refusal := refusal_of(name, arguments, self._tools):
+            return refusal
         try:
             with contained():
-                answer = tool(**arguments)
+                answer = self._tools[name](**arguments)
         except Exception as error:  # fault boundary: the tool is the user's, and its arguments the model's
-            return f"error: {error_text(error)}"[:MOST_ERROR_TEXT]
-        return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+            return text_of_error(error)
+        return text_of_result(answer)
 
 
 def check_tools(args: Args, registry: PluginRegistry) -> None:
@@ -68,8 +66,74 @@ def check_tools(args: Args, registry: PluginRegistry) -> None:
     ToolAgent([registry.load(path) for path in args.tools_path])
 
 
-def _calls(message: Any) -> list[dict[str, Any]]:
-    return [{"name": call["name"], "arguments": call["arguments"]} for _, call in calls_of(message)]
+def check_environment(args: Args, registry: PluginRegistry) -> None:
+    """Raises PluginError or ConfigError for an environment that cannot be played, as far as its class shows it."""
+    if args.environment:
+        offers_of(registry.resolve("environment", args.environment))
+
+
+def offers_of(environment: Callable[..., Any]) -> str:
+    """What the model can do in it: ``step``, or the names of its tools. Raises ConfigError as ``tools_of``."""
+    if not inspect.isclass(environment):
+        return "what its object has"
+    if hasattr(environment, "step"):
+        return "step"
+    return "tools: " + ", ".join(schema["function"]["name"] for schema in tools_of(environment))
+
+
+def tools_of(environment: type) -> list[Message]:
+    """The schemas of an environment's tools: of its public methods, in the order of the class.
+
+    Raises ConfigError for a method without a schema, and if there is none."""
+    names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
+    schemas = []
+    for name in names:
+        method = inspect.getattr_static(environment, name)
+        if not name.startswith("_") and name not in OF_ENVIRONMENTS and inspect.isfunction(method):
+            where = f"--environment, method {name!r} of {environment.__name__}"
+            schema = schema_of(types.MethodType(method, object()), where=where)
+            schema["function"]["name"] = name
+            schemas.append(schema)
+    if not schemas:
+        raise ConfigError(
+            f"{environment.__name__} has no method for the model",
+            where="--environment",
+            expected="step(action) -> (observation, reward, done), or public methods, which are tools",
+        )
+    return schemas
+
+
+def refusal_of(name: str, arguments: Any, tools: Collection[str]) -> str:
+    """What the model is told of a call that cannot be made; empty if it can."""
+    if name not in tools:
+        return f"error: there is no tool {name!r:.80}; there are {', '.join(tools)}"
+    return "" if isinstance(arguments, dict) else "error: the arguments are no JSON object"
+
+
+def text_of_result(answer: Any) -> str:
+    """What the model is told of what a tool returned."""
+    return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def text_of_error(error: Exception) -> str:
+    """What the model is told of what a tool raised."""
+    return f"error: {error_text(error)}"[:MOST_ERROR_TEXT]
+
+
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
+    """The conversation that a sample's prompt is."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+
+
+def called_by(message: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of an answer: the id of each, and its ``name`` and ``arguments``."""
+    calls = [{"name": call["name"], "arguments": call["arguments"]} for _, call in calls_of(message)]
+    return [(each["id"], call) for each, call in zip(message.get("tool_calls") or (), calls, strict=True)]
+
+
+def result_message(call_id: str, content: str) -> dict[str, Any]:
+    """The message with the result of a call."""
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def _flat(tools: Iterable[Any]) -> list[Callable[..., Any]]:
@@ -77,7 +141,8 @@ def _flat(tools: Iterable[Any]) -> list[Callable[..., Any]]:
     return [each for tool in tools for each in (tool if isinstance(tool, list | tuple) else [tool])]
 
 
-def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
+def schema_of(tool: Callable[..., Any], *, where: str) -> dict[str, Any]:
+    """What the model is told of a tool. where: names it in errors. Raises ConfigError if it has no schema."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -85,7 +150,7 @@ def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:  # fault boundary: transformers raises several kinds
         raise ConfigError(
             f"{getattr(tool, '__name__', tool)!r} has no schema: {error}",
-            where="--tools-path",
+            where=where,
             expected="type hints, and a docstring with a line 'name: what it is' under 'Args:' for each parameter",
         ) from error
     return schema

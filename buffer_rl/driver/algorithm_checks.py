@@ -184,7 +184,9 @@ def _check_correction(args: Args) -> None:
 
 def check_agents(args: Args) -> None:
     """Raises ConfigError for options that contradict an agent."""
-    given = [flag_of(name) for name in ("agent_path", "agent_command", "tools_path") if getattr(args, name)]
+    given = [
+        flag_of(name) for name in ("agent_path", "agent_command", "tools_path", "environment") if getattr(args, name)
+    ]
     if args.agent_command is not None and (fault := _command_fault(args)):
         raise ConfigError(fault, where="--agent-command", expected="a program and its arguments, without a shell")
     if args.agent_path != REMOTE:
@@ -192,11 +194,12 @@ def check_agents(args: Args) -> None:
     if not given:
         return
     if len(given) > 1:
-        raise ConfigError(
-            "an agent of yours calls tools itself" if "--tools-path" in given else "a run has one agent",
-            where=" and ".join(given),
-            hint="--tools-path alone is the built-in agent" if "--tools-path" in given else "take one of them out",
-        )
+        what, hint = "a run has one agent", "take one of them out"
+        if "--environment" in given:
+            what = "an environment is played by the built-in agent, and its methods are the tools"
+        elif "--tools-path" in given:
+            what, hint = "an agent of yours calls tools itself", "--tools-path alone is the built-in agent"
+        raise ConfigError(what, where=" and ".join(given), hint=hint)
     refused = {
         "custom_generate_function_path": "an agent takes its place",
         "custom_convert_samples_to_train_data_path": "it returns values per row, and an agent's sample may be several",

@@ -15,6 +15,7 @@ from buffer_rl.driver.offload import check_offload
 from buffer_rl.engines.external import urls_of
 from buffer_rl.engines.router import router_arguments
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import did_you_mean, flag_of
 from buffer_rl.plan.algorithm import (
     estimator_of,
@@ -143,7 +144,12 @@ def _check_reward(args: Args) -> None:
     own_function = not is_built_in_rollout(args) or generate_path(args) is not None
     if args.num_reward_workers > 1 and not args.rm_model:
         raise ConfigError("there is no reward model", where="--num-reward-workers", hint="add --rm-model PATH")
-    scores = any((args.rm_type, args.custom_rm_path, args.custom_group_rm_path, args.rm_model))
+    for server in args.rm_servers:
+        name, _, url = server.partition("=")
+        if not name or not url.startswith(("http://", "https://")):
+            what = f"{mask_url(server)!r} is no server with a name"
+            raise ConfigError(what, where="--rm-servers", expected="NAME=http://HOST:PORT/PATH")
+    scores = any((args.rm_type, args.row_rm_types, args.custom_rm_path, args.custom_group_rm_path, args.rm_model))
     distils = args.use_opd and all(s.rm_type for s in eval_sets_of(args))
     if not scores and not own_function and not is_supervised(args) and not distils:
         raise ConfigError(

@@ -29,7 +29,7 @@ class PluginKind:
 
     constructed: for kinds that are classes, the arguments that the class (or a factory) is called with.
     attributes: names of the class beside its methods.
-    optional: how many of the last positional arguments a function may leave out.
+    optional: how many of the last positional arguments a function or a constructor may leave out.
     keywords: what some callers pass by name in place of all positional ones, with others; a function that has
     parameters of these names will do.
     changed: methods of earlier contracts, which are never called, with the hint for an object that has one.

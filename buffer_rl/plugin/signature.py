@@ -140,6 +140,8 @@ def _check_construction(row: PluginKind, factory: Any, reference: str, positiona
         raise _wrong(row, reference, f"the class is abstract: {missing}", factory)
     signature = _signature(factory)
     problem = signature and _bind_error(signature, len(positional))
+    if signature and problem and row.optional:
+        problem = _bind_error(signature, len(positional) - row.optional) and problem
     if problem:
         what = f"it cannot be constructed with ({', '.join(positional)}): {problem}"
         raise _wrong(row, reference, what, factory, hint=row.newest_hint)
@@ -152,8 +154,8 @@ def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None
     if inspect.iscoroutinefunction(method) and not row.may_be_async:
         raise plugin_error(row, reference, f"its method {name} is async", actual=f"async {signature_of(method)}")
     signature = _signature(method)
-    if contract is None or signature is None:
-        return
+    if contract is None or signature is None or any(p.kind is p.VAR_KEYWORD for p in contract.parameters.values()):
+        return  # with names that depend on the data
     asked = [p for p in contract.parameters.values() if p.name != "self"]
     problem = _bind_error(signature, len(asked))
     if problem:

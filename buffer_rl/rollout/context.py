@@ -55,8 +55,8 @@ class RolloutContext:
     loop: the event loop that runs the rollouts. shared: what plugins keep from call to call, by a key of theirs; what
     has an ``aclose`` is closed with the context.
     worker: number of the rollout worker.
-    agent, tools: those of ``--agent-path`` and ``--tools-path``. counts: what generate functions counted, by the name
-    of the pool.
+    agent, tools, environment: those of ``--agent-path``, ``--tools-path`` and ``--environment``. counts: what generate
+    functions counted, by the name of the pool.
     """
 
     args: Args
@@ -80,6 +80,7 @@ class RolloutContext:
     shared: dict[object, Any] = field(default_factory=dict)
     agent: Callable[..., Any] | None = None
     tools: Sequence[Callable[..., Any]] = ()
+    environment: Callable[..., Any] | None = None
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     _closed: bool = field(default=False, init=False)
 
@@ -123,6 +124,7 @@ class RolloutContext:
             generate=resolve_function(registry, "generate", generate_path(args)),
             agent=resolve_function(registry, "agent", args.agent_path),
             tools=[registry.load(path) for path in args.tools_path],
+            environment=resolve_function(registry, "environment", args.environment),
             dynamic_filter=resolve_function(registry, "filter", args.dynamic_sampling_filter_path),
             sample_filter=resolve_function(registry, "sample_filter", args.rollout_sample_filter_path),
             all_samples_process=resolve_function(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import field_validator
-
-from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Section, option
 
 if TYPE_CHECKING:
@@ -70,7 +67,7 @@ class RolloutOptions(Section):
         gt=0,
     )
     dynamic_sampling_filter_path: str | None = option(
-        None, "decides if a finished group is trained on; dropped groups are replaced", kind="filter", common=True
+        None, "decides if a finished group is trained on; dropped ones are replaced", kind="filter", common=True
     )
     buffer_filter_path: str | None = option(
         None, "chooses the queued groups to lease next; if not set: the oldest", kind="buffer_filter"
@@ -185,15 +182,6 @@ class RewardOptions(Section):
     reward_clip: list[float] = option([], "clip rewards to [-C, C], or to two bounds, before scaling and normalisation")
     reward_scale: float = option(1.0, "factor for rewards, applied before normalisation", gt=0)
 
-    @field_validator("rm_servers")
-    @classmethod
-    def _are_named_addresses(cls, values: list[str]) -> list[str]:
-        for value in values:
-            name, _, url = value.partition("=")
-            if not name or not url.startswith(("http://", "https://")):
-                raise ValueError(f"expected NAME=http://HOST:PORT/PATH, got {mask_url(value)!r}")
-        return values
-
 
 class EvalOptions(Section):
     """Evaluation on held-out prompts."""
@@ -204,7 +192,7 @@ class EvalOptions(Section):
         None, "function for evaluation; if not set: the rollout function", kind="rollout"
     )
     eval_prompt_data: list[str] = option(
-        [], "evaluation sets, as NAME=PATH or NAME PATH; see also --eval-config", metavar="NAME=PATH", common=True
+        [], "evaluation sets: NAME=PATH or NAME PATH; see also --eval-config", metavar="NAME=PATH", common=True
     )
     eval_config: str | None = option(
         None, "YAML file of evaluation sets, each with own sampling options", metavar="FILE"
@@ -232,7 +220,7 @@ PLAY = "buffer_rl.agents.play:play"
 
 def plays_agents(args: Args) -> bool:
     """Whether agents play the samples."""
-    return bool(args.agent_path or args.agent_command or args.tools_path)
+    return bool(args.agent_path or args.agent_command or args.tools_path or args.environment)
 
 
 def generate_path(args: Args) -> str | None:

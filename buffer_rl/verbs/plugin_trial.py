@@ -1,7 +1,7 @@
 """``buffer-rl plugins check --on FILE``: one function called on the rows of a file, and what it answered.
 
-A reward runs in a process of its own, a filter on groups with rewards made up here, a generate function or an agent
-against an engine that answers each prompt with the row's label. Answers are checked as a run checks them.
+A reward runs in a process of its own, a filter on groups with rewards made up here, a generate function, an agent or
+an environment against an engine that answers each prompt with the row's label. Answers are checked as in a run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from buffer_rl.testing.fake_engine import FakeEngine
 
 CALL_S = 30.0
-"""Deadline of one call of a filter, a generate function or an agent."""
+"""Deadline of one call of a filter, a generate function, an agent or an environment."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}"
     "{{ '<eos>' if message.role == 'assistant' else '\n' }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
@@ -60,6 +60,7 @@ def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, a
         "filter": _try_filter,
         "generate": _try_generate,
         "agent": _try_agent,
+        "environment": _try_agent,
     }
     if kind not in trials:
         raise ConfigError(
@@ -123,7 +124,9 @@ async def _try_generate(
 
 
 async def _try_agent(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
-    options = {"agent_path": reference, "tools_path": [], "agent_timeout_s": CALL_S}
+    own: dict[str, Any] = {"agent_path": None, "agent_command": None, "tools_path": [], "environment": None}
+    own["environment" if kind == "environment" else "agent_path"] = reference
+    options = {**own, "agent_timeout_s": CALL_S}
     return await _try_samples(registry, source, args.model_copy(update=options))
 
 

@@ -29,7 +29,8 @@ from buffer_rl.verbs.table import print_table
 
 _CHECK = """Import one plugin and check its signature. A loss and an advantage estimator are also called, on rows made
 from a seed, and checked for what their unit or scope and needs promise: one line a property; the exit status is 1 where
-one fails. With --on FILE a reward, a filter, a generate function or an agent is called, too, on rows of the file."""
+one fails. With --on FILE a reward, a filter, a generate function, an agent or an environment is called, too, on rows of
+the file."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -50,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         "--on",
         metavar="FILE",
         help="call a reward on a label, an empty and a truncated answer to rows of this file; a filter on groups with "
-        "rewards of 0 and 1; a generate function or an agent with an engine that answers with the label",
+        "rewards of 0 and 1; a generate function, an agent or an environment with an engine that answers the label",
     )
     check.add_argument("--config", metavar="FILE", help="with --on: options of a run, such as label_key and reward_key")
     new = actions.add_parser("new", help="write a working plugin of your own, with its test")
@@ -140,6 +141,10 @@ def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
     say(f"  contract: {KINDS[kinds[0]].signature}, for {' or '.join(KINDS[kinds[0]].flags)}")
     if len(kinds) > 1:
         say(f"  also fits: {', '.join(kinds[1:])}")
+    if kinds[0] == "environment":
+        from buffer_rl.agents.tools import offers_of
+
+        say(f"  offers:   {offers_of(obj)}")
     is_linted = kinds[0] in ("loss", "advantage")
     if not is_linted and ns.on is None:
         return 0

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from buffer_rl.agents.tools import check_tools
+from buffer_rl.agents.tools import check_environment, check_tools
 from buffer_rl.args import CORE_SECTIONS, Args
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
 from buffer_rl.data.dataset import PromptDataset
@@ -128,6 +128,7 @@ def run(namespace: argparse.Namespace) -> int:
             registry.resolve(use.kind, use.reference)
     check_row_rm_types(args, registry)
     check_tools(args, registry)
+    check_environment(args, registry)
     check_roles(args, registry)
     print_notices(scarce)
     begun = _trial_of(args, registry, rows, engines)

@@ -2,6 +2,7 @@
 
 python agent_program.py                                 plays the sample of BUFFER_RL_SAMPLE
 python agent_program.py CLIENT RUN/agents/worker_0.json  leases samples with the client in the file CLIENT
+python agent_program.py CLIENT                           the same, as a program that a rollout worker has started
 
 If KILLS names a folder, every second sample of a group kills the process once, each in one of ``PHASES`` of its play.
 """
@@ -58,7 +59,7 @@ def play(sample, base_url, api_key):
     return {"score": 0.2, "won": 0.0}
 
 
-def main(client="", file=""):
+def main(client="", source="", key=""):
     if not client:
         with open(os.environ["BUFFER_RL_SAMPLE"], encoding="utf-8") as sample:
             sample = json.load(sample)
@@ -70,7 +71,9 @@ def main(client="", file=""):
     spec = importlib.util.spec_from_file_location("remote_client", client)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for episode in module.leases(file, wait_s=2.0, patience_s=120.0):
+    if not source:
+        source, key = os.environ["BUFFER_RL_LEASE_URL"], os.environ["BUFFER_RL_LEASE_API_KEY"]
+    for episode in module.leases(source, key, wait_s=2.0, patience_s=120.0):
         with episode:
             reward = play(episode.sample, episode.base_url, episode.api_key)
             die("before the finish", episode.sample)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import sqlite3
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,18 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_tables import GroupState
+from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import compose
 from harness.agent_programs import CLIENT
-from harness.processes import descendants
+from harness.processes import descendants, holds_within, is_running
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 FUNCTIONS = Path(__file__).parent / "agent_functions.py"
 PROGRAM = (sys.executable, "-I", "-S", str(Path(__file__).parent / "agent_program.py"))
+PHASES = runpy.run_path(PROGRAM[-1])["PHASES"]
 EOS, ANSWER = 1, "a"
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -43,13 +47,12 @@ def game(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(game: Path, train: Callable[[Any], Any], tmp_path: Path) -> Run:
-    """``run(name, **changes)``: metrics, rows and folder of a run of two steps."""
+def options_of(game: Path, tmp_path: Path) -> Callable[..., Any]:
+    """``options_of(name, **changes)``: the options of a run of two steps."""
 
-    def play(name: str, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Path]:
-        folder = tmp_path / name
+    def options_of(name: str, **changes: Any) -> Any:
         options: dict[str, Any] = {
-            "run_dir": str(folder),
+            "run_dir": str(tmp_path / name),
             "hf_checkpoint": str(game / "model"),
             "prompt_data": str(game / "train.jsonl"),
             "agent_path": f"{FUNCTIONS}:asks_and_plays",
@@ -66,12 +69,32 @@ def run(game: Path, train: Callable[[Any], Any], tmp_path: Path) -> Run:
             "progress": "none",
             **changes,
         }
-        train(compose(CORE_SECTIONS)(**options))
-        noted = folder / "rows.jsonl"
-        rows = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
-        return read_metrics(folder / "metrics.jsonl"), rows, folder
+        return compose(CORE_SECTIONS)(**options)
+
+    return options_of
+
+
+def outcome(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Path]:
+    """Metrics, rows and folder of a run."""
+    noted = folder / "rows.jsonl"
+    rows = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
+    return read_metrics(folder / "metrics.jsonl"), rows, folder
+
+
+@pytest.fixture
+def run(options_of: Callable[..., Any], train: Callable[[Any], Any]) -> Run:
+    """``run(name, **changes)``: the ``outcome`` of a run with these options."""
+
+    def play(name: str, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Path]:
+        args = options_of(name, **changes)
+        train(args)
+        return outcome(Path(args.run_dir))
 
     return play
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_file(folder / "hf" / "model.safetensors").items()}
 
 
 def values(metrics: list[dict[str, Any]], name: str) -> list[float]:
@@ -80,12 +103,13 @@ def values(metrics: list[dict[str, Any]], name: str) -> list[float]:
 
 def test_two_deterministic_runs_end_with_equal_bits_though_agents_ask_at_once(run: Run, game: Path) -> None:
     """The same agent plays in evaluation, and engine and trainer agree about its rows."""
-    held_out = {"eval_prompt_data": [f"heldout={game / 'heldout.jsonl'}@[0:6]"], "eval_interval": 2}
+    held_out: dict[str, Any] = {"eval_prompt_data": [f"heldout={game / 'heldout.jsonl'}@[0:6]"], "eval_interval": 2}
+    held_out["rollout_max_response_len"] = 1
     first, rows, folder = run("first", deterministic=True, **held_out)
     second, others, other_folder = run("second", deterministic=True, **held_out)
     assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"])
-    left, right = (load_file(each / "hf" / "model.safetensors") for each in (folder, other_folder))
-    assert {name: array.tobytes() for name, array in left.items()} == {n: a.tobytes() for n, a in right.items()}
+    assert weights(folder) == weights(other_folder)
+    assert max(values(first, "train/grad_norm")) > 0
     for name in ("rollout/agent/turns", "rollout/agent/rows", "rollout/raw_reward", "eval/heldout/score"):
         assert values(first, name) == values(second, name) != []
     assert values(first, "eval/heldout/won") != []
@@ -171,23 +195,24 @@ def test_the_same_program_as_function_command_and_elsewhere_ends_with_equal_bits
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second sample kills its agent once, in each phase of a play."""
-    _, rows, folder = run("function", deterministic=True, agent_path=f"{FUNCTIONS}:plays_plainly")
+    same: dict[str, Any] = {"deterministic": True, "rollout_max_response_len": 1}
+    metrics, rows, folder = run("function", **same, agent_path=f"{FUNCTIONS}:plays_plainly")
     found: dict[str, tuple[Any, ...]] = {}
-    own = {"deterministic": True, "agent_path": None, "agent_command": " ".join(PROGRAM)}
+    own = {**same, "agent_path": None, "agent_command": " ".join(PROGRAM)}
     found["command"] = run("command", **own)
     own["agent_command"] = f"env KILLS={tmp_path / 'killed'} {own['agent_command']}"
-    for door in ("killed", "elsewhere"):
+    for door in ("killed", "elsewhere", "started"):
         (tmp_path / door).mkdir()
     found["killed"] = run("killed", **own)
     monkeypatch.setenv("KILLS", str(tmp_path / "elsewhere"))
     with agents_elsewhere(tmp_path / "elsewhere" / "agents" / "worker_0.json", 4):
-        options: dict[str, Any] = {"deterministic": True, "agent_path": "remote", "agent_heartbeat_s": 2.0}
-        found["elsewhere"] = run("elsewhere", **options)
-    expected = {name: array.tobytes() for name, array in load_file(folder / "hf" / "model.safetensors").items()}
+        found["elsewhere"] = run("elsewhere", **same, agent_path="remote", agent_heartbeat_s=2.0)
+    found["started"] = run("started", **same, agent_path=f"{FUNCTIONS}:programs")
+    expected = weights(folder)
+    assert min(values(metrics, "train/grad_norm")) > 0
     for door, (metrics, others, other_folder) in found.items():
         assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"]), door
-        weights = load_file(other_folder / "hf" / "model.safetensors")
-        assert {name: array.tobytes() for name, array in weights.items()} == expected, door
+        assert weights(other_folder) == expected, door
         assert values(metrics, "rollout/agent/failed") == [], door
         marks = {path.name.rpartition("_")[0] for path in (tmp_path / door).glob("*_[0-9]*")}
         if door != "command":
@@ -198,26 +223,71 @@ def test_the_same_program_as_function_command_and_elsewhere_ends_with_equal_bits
     assert commands() == []
 
 
-def test_a_run_whose_rollout_worker_or_buffer_is_killed_in_a_play_ends_with_the_same_bits(run: Run) -> None:
-    """What was answered before a death is replayed, and each death is only that of its play."""
-    options: dict[str, Any] = {
-        "agent_path": f"{FUNCTIONS}:plays_and_kills",
-        "deterministic": True,
-        "rollout_shuffle": False,
-        "role_max_restarts": 2,
-        "rollout_sample_filter_path": None,
-    }
-    _, _, whole = run("undisturbed", **options)
-    expected = {name: array.tobytes() for name, array in load_file(whole / "hf" / "model.safetensors").items()}
-    for victim in ("worker", "buffer"):
-        metrics, _, folder = run(victim, **options)
-        assert len(list(folder.glob("killed_*"))) == 2
-        found = load_file(folder / "hf" / "model.safetensors")
-        assert {name: array.tobytes() for name, array in found.items()} == expected
+DEADLY: dict[str, Any] = {
+    "agent_path": f"{FUNCTIONS}:plays_and_kills",
+    "rollout_engine": f"{FUNCTIONS}:noted",
+    "num_rollout": 6,
+    "rollout_batch_size": 2,
+    "rollout_max_response_len": 1,
+    "deterministic": True,
+    "rollout_shuffle": False,
+    "role_max_restarts": 5,
+    "buffer_max_restarts": 5,
+}
+ROLES = ("ray::RolloutWorker", "ray::BufferActor", "ray::TrainRank", "embedded.server", "router")
+
+
+def test_a_run_whose_rollout_worker_buffer_or_driver_is_killed_in_each_phase_of_a_play_ends_with_the_same_bits(
+    options_of: Callable[..., Any], run: Run, tmp_path: Path
+) -> None:
+    """What was answered before a death is replayed, and each death is only that of its play: five in a run, in a step
+    each."""
+    metrics, rows, whole = run("undisturbed", **DEADLY)
+    expected = weights(whole)
+    assert sum(norm > 0 for norm in values(metrics, "train/grad_norm")) > 2  # else all bits stay those of the start
+    for victim in ("worker", "buffer", "driver"):
+        if victim == "driver":
+            saves = {"save": str(tmp_path / "saves"), "save_interval": 1}
+            lineage(options_of(victim, **DEADLY, **saves), tmp_path / victim)
+        else:
+            run(victim, **DEADLY)
+        metrics, others, folder = outcome(tmp_path / victim)
+        assert {path.name for path in folder.glob("killed *")} == {f"killed {phase}" for phase in PHASES}
+        assert weights(folder) == expected, victim
+        # A Buffer that died has the rollout made again, whose rows are noted a second time.
+        assert {json.dumps(row) for row in others} == {json.dumps(row) for row in rows}, victim
+        assert len(values(metrics, "rollout/agent/replayed")) == len(PHASES)
         assert min(values(metrics, "rollout/agent/replayed")) > 0
-        assert len(values(metrics, "rollout/agent/replayed")) == 2
-        assert len(values(metrics, "rollout/agent/killed")) == (2 if victim == "worker" else 0)
+        assert len(values(metrics, "rollout/agent/killed")) == (len(PHASES) if victim == "worker" else 0)
         assert values(metrics, "rollout/agent/failed") == []
-        with sqlite3.connect(folder / "ledger.sqlite") as ledger:
-            states = ledger.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall()
-        assert states == [("trained", 8)]
+        with closing(LedgerAudit(folder / "ledger.sqlite")) as audit:
+            assert audit.faults() == []
+            assert audit.commits() == [(step, step + 1, 2) for step in range(6)]
+            assert [state for _, state in audit.states()] == [GroupState.TRAINED] * 12
+    assert holds_within(
+        60, lambda: not any(role in each.command for each in descendants(os.getpid()) for role in ROLES)
+    )
+
+
+def lineage(args: Any, folder: Path) -> None:
+    """One command again and again: its driver is killed in each phase, and it goes on from its newest checkpoint."""
+    pid, config, log = folder / "driver.pid", folder / "options.yaml", folder / "output"
+    folder.mkdir()
+    config.write_text(args.model_dump_json(exclude_defaults=True, exclude_none=True))
+    command = [sys.executable, "-m", "buffer_rl.cli", "train", "--config", str(config), "--load", "auto", "--no-trial"]
+    own = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}  # or its workers outlive it
+    for expected in (*(-signal.SIGKILL for _ in PHASES), 0):
+        pid.unlink(missing_ok=True)
+        with log.open("wb") as output:
+            driver = subprocess.Popen(command, start_new_session=True, stdout=output, stderr=output, env=own)
+        pid.write_text(str(driver.pid))
+        try:
+            assert driver.wait(120) == expected, log.read_text()[-3000:]
+        finally:
+            driver.kill()
+            driver.wait()
+    for mark in folder.glob("killed *"):
+        processes = mark.read_text().splitlines()
+        assert all(any(role in line for line in processes) for role in ROLES), processes
+        numbers = [int(line.partition(" ")[0]) for line in processes]
+        assert holds_within(60, lambda numbers=numbers: not any(map(is_running, numbers)))

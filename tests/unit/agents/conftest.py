@@ -9,6 +9,7 @@ import pytest
 
 from harness.agent_play import user
 from harness.engine_fixtures import model_folder as model_folder
+from harness.quick_http import quick_clients_and_servers as quick_clients_and_servers
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from buffer_rl.agents import gateway as gateway_module
-from buffer_rl.agents.session import End
+from buffer_rl.agents.session import AgentFailedError, End
 from buffer_rl.agents.turns import rows
 from buffer_rl.errors import EngineError
 from harness.agent_play import AgentEngine, client_over, user
@@ -417,3 +417,24 @@ async def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
         headers = {"authorization": f"Bearer {client.api_key}"}
         answer = await raw.post(f"{client.base_url}chat/completions", content=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+
+
+async def test_an_answer_that_its_header_excludes_is_context_and_another_value_is_refused() -> None:
+    """Of three turns of one conversation the second is another player's: its tokens are in the row, and masked."""
+    texts = iter("pqr")
+    async with client_over(AgentEngine(lambda prompt, params: next(texts))) as (session, client):
+        messages: list[Any] = []
+        for number, value in enumerate(("true", "false", None)):
+            messages += user(str(number))
+            headers = {} if value is None else {"x-buffer-rl-train": value}
+            answer = await client.chat.completions.create(model="any", messages=messages, extra_headers=headers)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        with pytest.raises(openai.BadRequestError, match="x-buffer-rl-train is 'no'; expected: true or false"):
+            await client.chat.completions.create(
+                model="any", messages=messages, extra_headers={"x-buffer-rl-train": "no"}
+            )
+        assert [each.train for each in session.exchanges] == [True, False, True]
+        assert session.exchange_to_score() is session.exchanges[2]
+        session.scored = session.exchanges[1].id
+        with pytest.raises(AgentFailedError, match="a completion that is trained"):
+            session.exchange_to_score()

@@ -125,12 +125,28 @@ def test_a_version_is_that_of_the_same_weights_only_if_they_are_of_one_origin(ca
     assert has(path, later[-1]) is stays
 
 
-def test_what_a_worker_of_an_earlier_start_writes_late_is_not_found(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
-    left = play(Journal(path, start("a")))
-    Journal(path, start("b", 3, "a:3")).close()
-    left.record(turn())
-    assert not has(path, start("b", 3, "a:3"))
+def test_a_worker_that_outlives_its_start_changes_nothing(tmp_path: Path) -> None:
+    """It plays on when its driver is dead and the next one has begun: its failures and answers are not those of the
+    run."""
+    path, of = tmp_path / FILE_NAME, start("b", 3, "a:3")
+    left = Journal(path, start("a"))
+    late = [play(left, sample=sample) for sample in ("s", "ended", "other")]
+    left.begin("ended", 3)
+    worker = Journal(path, of)
+    worker.begin("s", 3)
+    play(worker).record(turn())
+    before = [line for line in sqlite3.connect(path).iterdump() if line.startswith("INSERT")]
+    assert len(before) == 4  # a start, two plays, a turn
+    for each in late:
+        each.record(turn(log_probs=(-9.0, -9.0)))
+        each.kill()
+        each.fail()
+        each.end()
+    Play(sample="ended", version=3, journal=left).end()
+    left.begin("s", 200)
+    assert [line for line in sqlite3.connect(path).iterdump() if line.startswith("INSERT")] == before
+    assert worker.begin("s", 3) == (0, 1, True)
+    assert has(path, of)
 
 
 def test_a_worker_that_dies_in_a_play_is_seen_and_the_second_time_the_play_is_the_next_one(tmp_path: Path) -> None:

@@ -384,3 +384,31 @@ async def test_an_evaluation_plays_the_same_agent_and_gives_every_sample_a_rewar
     assert [sample.reward for sample in fake.finished[0]] == [0.0, 1.0, 2.0]
     assert metrics["eval/default"] == 1.0
     assert of(metrics) == {}
+
+
+async def test_a_turn_that_is_not_trained_is_context_of_those_that_are() -> None:
+    """``u1a`` p<eos> ``u2a`` q<eos> ``u3a`` r<eos>, of which q is not trained; and one that nothing follows, z."""
+
+    async def act(args: Any, sample: Any, session: Any) -> float:
+        messages: list[Any] = []
+        for number, train in enumerate((True, False, True), start=1):
+            messages += user(str(number))
+            messages.append(await session.chat(messages, train=train))
+        await session.generate([5, 6], train=False)
+        return 1.0
+
+    texts = iter("pqrz")
+    fake, metrics = await roll(act, AgentEngine(lambda prompt, params: next(texts)), num_samples=1)
+    (played,) = fake.finished[0]
+    assert (played.response, len(played.rows), metrics["agent/untrained"], metrics["agent/turns"]) == ("r", 1, 2, 4)
+    assert played.loss_mask == [1, 1, *[0] * len("u2aq.u3a"), 1, 1]
+    assert [each for each in played.rollout_log_probs if each] == [-0.5] * 4
+
+
+async def test_an_agent_none_of_whose_answers_is_trained_is_a_failure() -> None:
+    async def act(args: Any, sample: Any, session: Any) -> float:
+        await session.chat(user("1"), train=False)
+        return 1.0
+
+    with pytest.raises(RolloutError, match="had asked for no answer that is trained"):
+        await roll(act, AgentEngine(), num_samples=1)

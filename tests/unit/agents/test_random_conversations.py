@@ -88,7 +88,7 @@ class Embedded(AgentEngine):
         (30, "template", chat_tokenizer),
         (30, "append", pieces_tokenizer),
         (30, "template", pieces_tokenizer),
-        pytest.param(1000, "template", pieces_tokenizer, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(300, "template", pieces_tokenizer, marks=pytest.mark.slow),
     ],
 )
 async def test_each_sampled_token_of_random_conversations_is_trained_once_behind_the_ids_that_the_engine_saw(

@@ -26,7 +26,7 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "ledger": ("--groups", "1000"),
     "ledger_kills": ("--kills", "2", "--every", "50"),
     "many_devices": ("--quick",),
-    "memory": ("--quick",),
+    "memory": ("--quick", "--only", "LoRA, split, 2 ranks"),
     "pool": ("--quick",),
     "preflight": ("--gb", "0.005"),
     "rollout_workers": ("--quick",),

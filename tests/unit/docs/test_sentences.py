@@ -14,6 +14,7 @@ PAGES = [
     "README.md",
     "docs/README.md",
     "docs/agents.md",
+    "docs/environments.md",
     "docs/hubs.md",
     "docs/laptop_to_cluster.md",
     "docs/operators.md",

@@ -109,6 +109,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"num_rollout": None}, ["--num-rollout", "--num-epoch"]),
         ({"rm_type": None}, ["--rm-type", "--custom-rm-path", "--rm-model"]),
         ({"num_reward_workers": 2}, ["--num-reward-workers: there is no reward model"]),
+        ({"rm_servers": ["http://127.0.0.1/x?token=abc"]}, ["is no server with a name", "token=***"]),
         ({"eval_prompt_data": [], "early_stop": None}, ["--eval-interval", "--eval-prompt-data"]),
         ({"eval_prompt_data": ["dev"]}, ["'dev' is no evaluation set"]),
         ({"early_stop": "eval/dev=>1"}, ["--early-stop", "'eval/dev=>1'"]),

@@ -25,6 +25,7 @@ SCHEDULES = {
     "one step off": Schedule(mode=Mode.ONE_STEP_OFF, target=1, max_staleness=1, drains=True),
     "asynchronous": Schedule(mode=Mode.ASYNC, target=2, max_staleness=3),
 }
+TWO = ("lockstep", "asynchronous")
 SETTING = Setting(
     schedule=SCHEDULES["lockstep"], num_steps=4, groups_per_step=2, train_s=4.0, load_s=1.0, eval_interval=2, slots=4
 )
@@ -67,7 +68,9 @@ def moments(spans: list[Span]) -> list[float]:
     return sorted({max(0.0, time + shift) for time in times for shift in (-0.01, 0.0, 0.01)})
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in TWO else pytest.mark.slow) for name in SCHEDULES]
+)
 def test_a_failure_at_any_moment_leaves_as_it_is_and_interrupts_no_pair_of_calls(tmp_path: Path, name: str) -> None:
     whole = spans_of(name, tmp_path, lambda runtime: None)
     assert unfinished(whole) == []

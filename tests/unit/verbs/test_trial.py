@@ -21,6 +21,7 @@ from buffer_rl.verbs.row_sources import Trial
 from buffer_rl.verbs.train import read_data
 from buffer_rl.verbs.trial import try_rows
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system messages') }}"
     "{% endif %}{{ message.role }}:{{ message.content }}<eos>{% endfor %}{% if add_generation_prompt %}assistant:"
