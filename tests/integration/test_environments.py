@@ -138,3 +138,20 @@ def test_deterministic_runs_end_with_equal_bits_also_if_a_rollout_worker_is_kill
             assert total(metrics, "failed") == 0
     assert found[0] == found[1] == found[2]
     assert len(found[0][0]) == 32
+
+
+def test_rewards_of_steps_train_the_same_in_both_schedules_and_matter(run: Run) -> None:
+    """REINFORCE++ with a discount: a reward at its own answer counts for more than one at the end."""
+    options = {"deterministic": True, "advantage_estimator": "reinforce_plus_plus", "gamma": 0.5}
+    found = {}
+    for name, changes in {
+        "at_the_end": {},
+        "lockstep": {"turn_rewards": True},
+        "pipelined": {"turn_rewards": True, "schedule": "pipelined"},
+    }.items():
+        metrics, folder = run(name, **options, **changes)
+        assert all(line["train/grad_norm"] > 0 for line in metrics if "train/grad_norm" in line)
+        weights = load_file(folder / "hf" / "model.safetensors")
+        found[name] = {key: array.tobytes() for key, array in weights.items()}
+    assert found["lockstep"] == found["pipelined"]
+    assert found["lockstep"] != found["at_the_end"]
