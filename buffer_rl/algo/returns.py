@@ -44,7 +44,7 @@ def token_rewards(args: Args, batch: TrainBatch) -> list[np.ndarray]:
     for row_u, reward in zip(rows, rewards, strict=True):
         if row_u.size:
             row_u[-1] += reward
-    if TURN_REWARDS in batch.columns:
+    if getattr(args, TURN_REWARDS, False):
         rows = [row_u + given_u for row_u, given_u in zip(rows, unmasked(batch, TURN_REWARDS), strict=True)]
     return rows
 

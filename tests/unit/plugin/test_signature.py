@@ -65,7 +65,7 @@ def test_a_class_needs_every_method_and_its_constructor(kind: str) -> None:
         with pytest.raises(PluginError, match=f"the class lacks {method}"):
             check_contract(kind, make_class(kind, without=method))
     with pytest.raises(PluginError, match="it cannot be constructed with"):
-        check_contract(kind, type("Plugin", (make_class(kind),), {"__init__": lambda self: None}))
+        check_contract(kind, type("Plugin", (make_class(kind),), {"__init__": lambda self, *, needed: None}))
     check_contract(kind, lambda *args: None)
 
 

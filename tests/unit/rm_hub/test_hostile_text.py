@@ -355,4 +355,5 @@ def test_the_rewards_that_rows_may_choose_are_these() -> None:
     assert marked == {
         "exact_match", "numeric", "math", "math_boxed", "dapo", "dapo_binary", "deepscaler", "f1", "f1_exact",
         "boxed_f1", "gpqa", "gpqa_lenient", "boxed_gpqa", "ifeval", "ifeval_fraction", "random",
+        "remote", "remote_rm",  # which send rows to an address of the run's options
     }  # fmt: skip
