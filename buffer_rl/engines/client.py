@@ -28,6 +28,7 @@ from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import Schedule
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Status, VersionSpan, tile
 from buffer_rl.records.ids import version_number
 from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
@@ -138,7 +139,7 @@ def request_timeout_s(args: Args) -> float:
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 # The first retries are for a lost connection; all of them, about 11 s, outlast the time until a dead engine is noticed
 # and taken off the router's list, which is a second or two on an idle machine. Then the router says that it has none.
-NO_ENGINE = b"no_available_workers"
+NO_ENGINE = {503: b"no_available_workers", 404: b"model_not_found"}  # the latter: smg, if it lists none at all
 MAX_RETRIES = 8
 BACKOFF_S = 0.2
 ABORT_TIMEOUT_S = 20.0
@@ -163,6 +164,14 @@ _FORWARDED = frozenset(
 _OF_TEXT_ALONE = ("spaces_between_special_tokens", "stream_interval")  # dropped, too, but no token depends on them
 
 
+def passes_fields(args: Args) -> bool:
+    """Whether the router forwards what sglang-router drops. Of a router that the run does not start this is not known,
+    and taken for no. Raises PluginError if there is no such router."""
+    if args.engine_urls:
+        return False
+    return bool(getattr(PluginRegistry.from_flags(args.plugin).resolve("router", args.router), "passes_fields", False))
+
+
 class EngineClient:
     """Generates through the router and aborts at every engine behind it. Belongs to one event loop.
 
@@ -170,7 +179,8 @@ class EngineClient:
     that a client lives longer than an engine. timeout_s: deadline of one generation, retries included.
     control_timeout_s: deadline of one abort. api_key: see ``EngineFanOut``. vocab_size: rows of the model's embedding;
     None if that is not known. waits_for_engine: a router without an engine is asked until ``timeout_s``, since the run
-    replaces its engines; its retries do not count. ``gate``: closed, requests are held back, and running ones end.
+    replaces its engines; its retries do not count. passes_fields: whether the router forwards what sglang-router drops,
+    which is refused otherwise. ``gate``: closed, requests are held back, and running ones end.
     ``adapter``: what requests name from now on; None: none.
     """
 
@@ -185,9 +195,11 @@ class EngineClient:
         api_key: str | None = None,
         vocab_size: int | None = None,
         waits_for_engine: bool = False,
+        passes_fields: bool = False,
     ) -> None:
         self.router_url = router_url.rstrip("/")
         self._waits_for_engine = waits_for_engine
+        self._passes_fields = passes_fields
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._vocab_size = vocab_size
@@ -210,6 +222,7 @@ class EngineClient:
             api_key=args.engine_api_key,
             vocab_size=vocab_size(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))),
             waits_for_engine=not args.engine_urls,
+            passes_fields=passes_fields(args),
         )
 
     async def __aenter__(self) -> EngineClient:
@@ -334,11 +347,15 @@ class EngineClient:
 
     def _check_forwarded(self, sampling_params: Mapping[str, Any]) -> None:
         """Refuse, as an engine would, what the router drops; None, False and what is empty change nothing."""
+        if self._passes_fields:
+            return
         for name, value in sampling_params.items():
             if name in _FORWARDED or name in _OF_TEXT_ALONE or value is None or value is False or value in ("", [], {}):
                 continue
             what = f"the router does not forward the sampling parameter {name!r}"
-            raise _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
+            error = _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
+            error.hint = "add --router smg, which forwards all"
+            raise error
 
     async def _with_retries(
         self, rid: str, rows: list[str], request: Mapping[str, Any], headers: Mapping[str, str], limit: asyncio.Timeout
@@ -359,7 +376,7 @@ class EngineClient:
                         adapter.set_version(answer)
                     return answer
                 failure = status_error(self._generate_url, status, raw)
-                if self._waits_for_engine and status == 503 and NO_ENGINE in raw:
+                if self._waits_for_engine and status in NO_ENGINE and NO_ENGINE[status] in raw:
                     await asyncio.sleep(MAX_BACKOFF_S)
                     continue
                 is_taken = status == 400 and _TAKEN in raw
