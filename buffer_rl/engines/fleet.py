@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from buffer_rl.engines.control import EngineControlClient, FleetControl
 from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Replica
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
-from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError, WorkerDiedError
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess, RouterLauncher, RouterProcess
 from buffer_rl.plugin.calls import Guarded, call, returned
 from buffer_rl.plugin.registry import PluginRegistry
@@ -168,10 +168,13 @@ class EngineFleet:
             replica.engine.check()
 
     def check(self) -> None:
-        """Raises EngineError, with the end of the log, if the router has ended, or no engine is left and none will
-        come, as ``args.engine_max_restarts`` were started in the place of others."""
+        """Raises WorkerDiedError, with the end of the log, if the router has ended; EngineError if no engine is left
+        and none will come, as ``args.engine_max_restarts`` were started in the place of others."""
         if self._router is not None:
-            self._router.check()
+            try:
+                self._router.check()
+            except EngineError as error:
+                raise WorkerDiedError(error.what, where=f"router, {error.where}", hint=error.hint) from error
         if self._registry.over is not None:
             raise self._registry.over
 
