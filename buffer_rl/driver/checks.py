@@ -376,7 +376,7 @@ def notices(args: Args) -> list[str]:
         found.append(
             f"{given}: training samples come from a part of the distribution, but log-probabilities, the engine's and "
             "the trainer's, are of the whole; nothing corrects for it, so gradients are biased towards the tokens that "
-            "are kept (--replay-kept-tokens, with the embedded engine, renormalises both over these tokens; the same "
+            "are kept (--replay-kept-tokens renormalises both over these tokens; the same "
             "flags with --eval- touch evaluations only)"
         )
     built_in = is_built_in_rollout(args)

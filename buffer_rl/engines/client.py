@@ -77,10 +77,12 @@ def parse_answer(answer: Any, url: str, vocab_size: int | None = None) -> Genera
         reason = meta["finish_reason"]
         pairs = meta["output_token_logprobs"]
         token_ids = [pair[1] for pair in pairs]
+        # With the kept tokens a SGLang server sends log-probabilities over them besides those over the vocabulary.
+        log_probs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
         result = GenerateResult(
             output_ids=list(answer["output_ids"]),
             text=answer.get("text") or "",
-            log_probs=[float(pair[0]) for pair in pairs],
+            log_probs=[float(log_prob) for log_prob in log_probs],
             finish_reason=reason["type"],
             spans=[
                 VersionSpan(version_number(span["version"]), int(span["start"]), int(span["end"]))
@@ -97,7 +99,7 @@ def parse_answer(answer: Any, url: str, vocab_size: int | None = None) -> Genera
             where=url,
             expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
         ) from error
-    if token_ids != result.output_ids:
+    if token_ids != result.output_ids or len(result.log_probs) != len(token_ids):
         raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
     if not tile(result.spans, len(result.output_ids)):
         raise EngineError(
@@ -180,7 +182,8 @@ class EngineClient:
     control_timeout_s: deadline of one abort. api_key: see ``EngineFanOut``. vocab_size: rows of the model's embedding;
     None if that is not known. waits_for_engine: a router without an engine is asked until ``timeout_s``, since the run
     replaces its engines; its retries do not count. passes_fields: whether the router forwards what sglang-router drops,
-    which is refused otherwise. ``gate``: closed, requests are held back, and running ones end.
+    which is refused otherwise. asks_kept: have a SGLang server send the tokens that sampling kept, which it does for
+    requests with a ``top_k``. ``gate``: closed, requests are held back, and running ones end.
     ``adapter``: what requests name from now on; None: none.
     """
 
@@ -196,10 +199,12 @@ class EngineClient:
         vocab_size: int | None = None,
         waits_for_engine: bool = False,
         passes_fields: bool = False,
+        asks_kept: bool = False,
     ) -> None:
         self.router_url = router_url.rstrip("/")
         self._waits_for_engine = waits_for_engine
         self._passes_fields = passes_fields
+        self._asks_kept = asks_kept
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._vocab_size = vocab_size
@@ -215,6 +220,7 @@ class EngineClient:
     def from_args(cls, args: Args) -> EngineClient:
         """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``request_timeout_s`` and the
         configuration in ``args.hf_checkpoint``."""
+        passes = passes_fields(args)
         return cls(
             required(args.router_url, "router_url"),
             args.engine_urls,
@@ -222,7 +228,8 @@ class EngineClient:
             api_key=args.engine_api_key,
             vocab_size=vocab_size(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))),
             waits_for_engine=not args.engine_urls,
-            passes_fields=passes_fields(args),
+            passes_fields=passes,
+            asks_kept=passes and args.replay_kept_tokens,
         )
 
     async def __aenter__(self) -> EngineClient:
@@ -316,6 +323,8 @@ class EngineClient:
         self._check_prompt(rid, prompt)
         self._check_forwarded(sampling_params)
         request = {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
+        if self._asks_kept and sampling_params.get("top_k", -1) > 0:
+            request["return_sampling_mask"] = True
         try:
             orjson.dumps(request)
         except TypeError as error:
