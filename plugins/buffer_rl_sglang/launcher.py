@@ -93,8 +93,9 @@ launch = SglangLauncher()
 
 
 def _check_kept_tokens(args: SglangArgs) -> None:
-    """Raises ConfigError if ``--replay-kept-tokens`` asks for what a server does not send: it sends the tokens that were
-    kept for a ``top_k`` of 2 to ``--sglang-sampling-mask-max-tokens``, in a field that sglang-router drops."""
+    """Raises ConfigError if ``--replay-kept-tokens`` asks for what a server does not send: it sends the tokens that
+    were kept for a ``top_k`` of 2 to ``--sglang-sampling-mask-max-tokens``, if it gets a field that sglang-router
+    drops."""
     if not args.replay_kept_tokens:
         return
     most = int(args.sglang_args.get("sampling_mask_max_tokens", MASK_TOKENS))
