@@ -108,6 +108,9 @@ class EngineOptions(Section):
         metavar="HOST:PORT",
         one_of="servers",
     )
+    router: str = option(
+        "sglang", "router that the run starts: sglang, or smg, which passes fields that it does not know", kind="router"
+    )
     router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "power_of_two", "random"] = (
         option(
             "manual",

@@ -13,7 +13,6 @@ from buffer_rl.driver.algorithm_checks import check_agents, check_algorithm
 from buffer_rl.driver.async_checks import async_notices, check_async
 from buffer_rl.driver.offload import check_offload
 from buffer_rl.engines.external import urls_of
-from buffer_rl.engines.router import router_arguments
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import did_you_mean, flag_of
@@ -62,7 +61,6 @@ def check_options(args: Args) -> None:
     check_role_options(args)
     check_offload(args)
     check_async(args)
-    router_arguments(args.router_args)
     if args.early_stop is not None:
         metric = parse_early_stop(args.early_stop).metric
         _check_evaluated(args, metric, "--early-stop", "an early stop needs evaluations during the run")
@@ -378,7 +376,7 @@ def notices(args: Args) -> list[str]:
         found.append(
             f"{given}: training samples come from a part of the distribution, but log-probabilities, the engine's and "
             "the trainer's, are of the whole; nothing corrects for it, so gradients are biased towards the tokens that "
-            "are kept (--replay-kept-tokens, with the embedded engine, renormalises both over these tokens; the same "
+            "are kept (--replay-kept-tokens renormalises both over these tokens; the same "
             "flags with --eval- touch evaluations only)"
         )
     built_in = is_built_in_rollout(args)

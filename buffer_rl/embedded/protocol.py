@@ -19,13 +19,14 @@ from buffer_rl.embedded.scheduler import Request
 from buffer_rl.engines.protocol import CONTEXT_LENGTH_EXCEEDED, BadRequestError, is_neutral, row_rid, row_seeds
 from buffer_rl.engines.text import TextCodec
 
-# Fields of SGLang's request that name or trace a request and change no answer of one engine.
+# Fields of SGLang's request that name or trace a request, or otherwise change no answer of one engine.
 _IGNORED_FIELDS = frozenset(
     (
         *("model", "background", "priority", "log_metrics", "no_logs", "received_time", "external_trace_header"),
         *("session_id", "conversation_id", "extra_key", "routing_key", "custom_labels", "routed_dp_rank"),
         *("data_parallel_rank", "data_parallel_rank_decode", "disagg_prefill_dp_rank", "decode_tp_size"),
         *("num_items_assigned", "need_wait_for_mm_inputs"),
+        "return_sampling_mask",  # --return-kept-tokens sends them with every answer
     )
 )
 # Fields that this engine does not implement, with the values that change nothing; None, False and what is empty change

@@ -28,6 +28,7 @@ from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import Schedule
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Status, VersionSpan, tile
 from buffer_rl.records.ids import version_number
 from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
@@ -76,10 +77,12 @@ def parse_answer(answer: Any, url: str, vocab_size: int | None = None) -> Genera
         reason = meta["finish_reason"]
         pairs = meta["output_token_logprobs"]
         token_ids = [pair[1] for pair in pairs]
+        # With the kept tokens a SGLang server sends log-probabilities over them besides those over the vocabulary.
+        log_probs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
         result = GenerateResult(
             output_ids=list(answer["output_ids"]),
             text=answer.get("text") or "",
-            log_probs=[float(pair[0]) for pair in pairs],
+            log_probs=[float(log_prob) for log_prob in log_probs],
             finish_reason=reason["type"],
             spans=[
                 VersionSpan(version_number(span["version"]), int(span["start"]), int(span["end"]))
@@ -96,7 +99,7 @@ def parse_answer(answer: Any, url: str, vocab_size: int | None = None) -> Genera
             where=url,
             expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
         ) from error
-    if token_ids != result.output_ids:
+    if token_ids != result.output_ids or len(result.log_probs) != len(token_ids):
         raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
     if not tile(result.spans, len(result.output_ids)):
         raise EngineError(
@@ -138,7 +141,7 @@ def request_timeout_s(args: Args) -> float:
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 # The first retries are for a lost connection; all of them, about 11 s, outlast the time until a dead engine is noticed
 # and taken off the router's list, which is a second or two on an idle machine. Then the router says that it has none.
-NO_ENGINE = b"no_available_workers"
+NO_ENGINE = {503: b"no_available_workers", 404: b"model_not_found"}  # the latter: smg, if it lists none at all
 MAX_RETRIES = 8
 BACKOFF_S = 0.2
 ABORT_TIMEOUT_S = 20.0
@@ -163,6 +166,14 @@ _FORWARDED = frozenset(
 _OF_TEXT_ALONE = ("spaces_between_special_tokens", "stream_interval")  # dropped, too, but no token depends on them
 
 
+def passes_fields(args: Args) -> bool:
+    """Whether the router forwards what sglang-router drops. Of a router that the run does not start this is not known,
+    and taken for no. Raises PluginError if there is no such router."""
+    if args.engine_urls:
+        return False
+    return bool(getattr(PluginRegistry.from_flags(args.plugin).resolve("router", args.router), "passes_fields", False))
+
+
 class EngineClient:
     """Generates through the router and aborts at every engine behind it. Belongs to one event loop.
 
@@ -170,7 +181,9 @@ class EngineClient:
     that a client lives longer than an engine. timeout_s: deadline of one generation, retries included.
     control_timeout_s: deadline of one abort. api_key: see ``EngineFanOut``. vocab_size: rows of the model's embedding;
     None if that is not known. waits_for_engine: a router without an engine is asked until ``timeout_s``, since the run
-    replaces its engines; its retries do not count. ``gate``: closed, requests are held back, and running ones end.
+    replaces its engines; its retries do not count. passes_fields: whether the router forwards what sglang-router drops,
+    which is refused otherwise. asks_kept: have a SGLang server send the tokens that sampling kept, which it does for
+    requests with a ``top_k``. ``gate``: closed, requests are held back, and running ones end.
     ``adapter``: what requests name from now on; None: none.
     """
 
@@ -185,9 +198,13 @@ class EngineClient:
         api_key: str | None = None,
         vocab_size: int | None = None,
         waits_for_engine: bool = False,
+        passes_fields: bool = False,
+        asks_kept: bool = False,
     ) -> None:
         self.router_url = router_url.rstrip("/")
         self._waits_for_engine = waits_for_engine
+        self._passes_fields = passes_fields
+        self._asks_kept = asks_kept
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._vocab_size = vocab_size
@@ -203,6 +220,7 @@ class EngineClient:
     def from_args(cls, args: Args) -> EngineClient:
         """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``request_timeout_s`` and the
         configuration in ``args.hf_checkpoint``."""
+        passes = passes_fields(args)
         return cls(
             required(args.router_url, "router_url"),
             args.engine_urls,
@@ -210,6 +228,8 @@ class EngineClient:
             api_key=args.engine_api_key,
             vocab_size=vocab_size(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))),
             waits_for_engine=not args.engine_urls,
+            passes_fields=passes,
+            asks_kept=passes and args.replay_kept_tokens,
         )
 
     async def __aenter__(self) -> EngineClient:
@@ -303,6 +323,8 @@ class EngineClient:
         self._check_prompt(rid, prompt)
         self._check_forwarded(sampling_params)
         request = {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
+        if self._asks_kept and sampling_params.get("top_k", -1) > 0:
+            request["return_sampling_mask"] = True
         try:
             orjson.dumps(request)
         except TypeError as error:
@@ -334,11 +356,15 @@ class EngineClient:
 
     def _check_forwarded(self, sampling_params: Mapping[str, Any]) -> None:
         """Refuse, as an engine would, what the router drops; None, False and what is empty change nothing."""
+        if self._passes_fields:
+            return
         for name, value in sampling_params.items():
             if name in _FORWARDED or name in _OF_TEXT_ALONE or value is None or value is False or value in ("", [], {}):
                 continue
             what = f"the router does not forward the sampling parameter {name!r}"
-            raise _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
+            error = _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
+            error.hint = "add --router smg, which forwards all"
+            raise error
 
     async def _with_retries(
         self, rid: str, rows: list[str], request: Mapping[str, Any], headers: Mapping[str, str], limit: asyncio.Timeout
@@ -359,7 +385,7 @@ class EngineClient:
                         adapter.set_version(answer)
                     return answer
                 failure = status_error(self._generate_url, status, raw)
-                if self._waits_for_engine and status == 503 and NO_ENGINE in raw:
+                if self._waits_for_engine and status in NO_ENGINE and NO_ENGINE[status] in raw:
                     await asyncio.sleep(MAX_BACKOFF_S)
                     continue
                 is_taken = status == 400 and _TAKEN in raw

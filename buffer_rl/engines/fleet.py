@@ -16,13 +16,11 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.engines.client import request_timeout_s
 from buffer_rl.engines.control import EngineControlClient, FleetControl
 from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Replica
-from buffer_rl.engines.router import Router
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
-from buffer_rl.errors import ConfigError, DeadlineError, EngineError
-from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError, WorkerDiedError
+from buffer_rl.kinds.engine import EngineLauncher, EngineProcess, RouterLauncher, RouterProcess
 from buffer_rl.plugin.calls import Guarded, call, returned
 from buffer_rl.plugin.registry import PluginRegistry
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _REQUIRED = ("wait_ready", "check", "stop")
+_OF_ROUTER = (*_REQUIRED, "add", "remove")
 
 
 class EngineFleet:
@@ -70,7 +69,7 @@ class EngineFleet:
             self._launch = launcher
         self._notice = notice
         self._registry = EngineRegistry()
-        self._router: Router | None = None
+        self._router: RouterProcess | None = None
         self._heartbeat: Heartbeat | None = None
         self._supervisor: Supervisor | None = None
 
@@ -100,7 +99,7 @@ class EngineFleet:
         return self._router.url
 
     @property
-    def router(self) -> Router | None:
+    def router(self) -> RouterProcess | None:
         """The router that the fleet started; None before ``start`` and for an external fleet."""
         return self._router
 
@@ -134,14 +133,7 @@ class EngineFleet:
             for index in range(self._args.rollout_num_engines):
                 engine = self._start_one(index, f"engine_{index}.log")
                 self._registry.add(Replica(index=index, engine=engine, on_change=self._changed))
-            self._router = Router(
-                self._log_path("router.log"),
-                request_timeout_s=int(request_timeout_s(self._args)) + 60,
-                api_key=self._args.engine_api_key,
-                host=self._args.engine_host,
-                policy=self._args.router_policy,
-                arguments=self._args.router_args,
-            )
+            self._router = self._start_router()
         except BaseException:
             self.stop()
             raise
@@ -176,10 +168,13 @@ class EngineFleet:
             replica.engine.check()
 
     def check(self) -> None:
-        """Raises EngineError, with the end of the log, if the router has ended, or no engine is left and none will
-        come, as ``args.engine_max_restarts`` were started in the place of others."""
+        """Raises WorkerDiedError, with the end of the log, if the router has ended; EngineError if no engine is left
+        and none will come, as ``args.engine_max_restarts`` were started in the place of others."""
         if self._router is not None:
-            self._router.check()
+            try:
+                self._router.check()
+            except EngineError as error:
+                raise WorkerDiedError(error.what, where=f"router, {error.where}", hint=error.hint) from error
         if self._registry.over is not None:
             raise self._registry.over
 
@@ -209,6 +204,14 @@ class EngineFleet:
         if failures:
             raise EngineError(f"some processes could not be stopped: {'; '.join(failures)}")
 
+    def _start_router(self) -> RouterProcess:
+        reference = self._args.router
+        launch: RouterLauncher = PluginRegistry.from_flags(self._args.plugin).resolve("router", reference)
+        log_path = self._log_path("router.log")
+        started: Any = call("router", reference, launch, self._args, log_path, at="start", error_class=EngineError)
+        expected = "an object with url, wait_ready(timeout_s), check(), stop(), add(*urls) and remove(url)"
+        return cast("RouterProcess", _guarded("router", reference, started, _OF_ROUTER, expected, at="start"))
+
     def _start_one(self, index: int, log_name: str) -> EngineProcess:
         return self._launch(self._args, index, self._log_path(log_name))
 
@@ -235,12 +238,12 @@ class EngineFleet:
             self._notice(line)
 
 
-def _wait_for_all(servers: Sequence[EngineProcess | Router], deadline: float) -> None:
+def _wait_for_all(servers: Sequence[EngineProcess], deadline: float) -> None:
     """Return once all are ready. Raises the error of the first that fails, while others still load; where time is up,
     that of the first in their order."""
     answers: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
 
-    def wait(place: int, server: EngineProcess | Router) -> None:
+    def wait(place: int, server: EngineProcess) -> None:
         try:
             server.wait_ready(max(deadline - time.monotonic(), 0.0))
         except BaseException as error:  # fault boundary: engines are plugins
@@ -270,12 +273,17 @@ def named_launcher(launcher: EngineLauncher, reference: str) -> EngineLauncher:
     def launch(args: Args, index: int, log_path: str) -> EngineProcess:
         at = f"engine {index}"
         engine: Any = call("engine", reference, launcher, args, index, log_path, at=at, error_class=EngineError)
-        # The address may not be known before the engine is ready: only whether there will be one is asked.
-        has_url = hasattr(type(engine), "url") or "url" in getattr(engine, "__dict__", {})
-        if not has_url or inspect.isawaitable(engine) or not all(callable(getattr(engine, m, None)) for m in _REQUIRED):
-            raise returned(
-                "engine", reference, engine, "an object with url, wait_ready(timeout_s), check() and stop()", at=at
-            )
-        return cast("EngineProcess", Guarded("engine", reference, engine, EngineError, _REQUIRED))
+        expected = "an object with url, wait_ready(timeout_s), check() and stop()"
+        return cast("EngineProcess", _guarded("engine", reference, engine, _REQUIRED, expected, at=at))
 
     return launch
+
+
+def _guarded(kind: str, reference: str, server: Any, methods: tuple[str, ...], expected: str, *, at: str) -> Guarded:
+    """``server``, which a launcher returned, with failures of ``methods`` that name ``reference``. Raises PluginError
+    if it is none."""
+    # The address may not be known before the server is ready: only whether there will be one is asked.
+    has_url = hasattr(type(server), "url") or "url" in getattr(server, "__dict__", {})
+    if not has_url or inspect.isawaitable(server) or not all(callable(getattr(server, m, None)) for m in methods):
+        raise returned(kind, reference, server, expected, at=at)
+    return Guarded(kind, reference, server, EngineError, methods)

@@ -1,17 +1,18 @@
-"""The real ``sglang-router`` as a child process, and its list of workers."""
+"""The router of a run as a child process, and its list of workers: the ``sglang`` entry of the router plugins, and what
+another package with the command line and the HTTP interface of ``sglang-router`` needs beside its name."""
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import importlib
 import json
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
-
-from sglang_router.router_args import RouterArgs  # type: ignore[import-untyped]
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from buffer_rl.cluster.process import (
     POLL_INTERVAL_S,
@@ -20,7 +21,11 @@ from buffer_rl.cluster.process import (
     auth_headers,
     key_environment,
 )
+from buffer_rl.engines.client import request_timeout_s
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 LOOPBACK = "127.0.0.1"
 CALL_TIMEOUT_S = 10.0
@@ -36,12 +41,62 @@ OWN = {
 """Arguments of the router that the run sets itself, with the option for each that has one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPackage:
+    """Starts the router of an installed package; meets ``buffer_rl.kinds.engine.RouterLauncher``.
+
+    name: of the package for pip. package: for Python; its ``router_args.RouterArgs`` adds its arguments to a parser.
+    program: a module whose ``parse_router_args`` and ``launch_router`` run it. passes_fields: see ``RouterLauncher``.
+    """
+
+    name: str
+    package: str
+    program: str
+    passes_fields: bool = False
+
+    def __call__(self, args: Args, log_path: str) -> Router:
+        """The router of the run, which starts. Raises ConfigError as ``check``."""
+        return Router(
+            log_path,
+            request_timeout_s=int(request_timeout_s(args)) + 60,
+            api_key=args.engine_api_key,
+            host=args.engine_host,
+            policy=args.router_policy,
+            arguments=args.router_args,
+            of=self,
+        )
+
+    def check(self, args: Args) -> None:
+        """Raises ConfigError if the package is not installed, or ``args.router_args`` has an argument that it refuses
+        or that the run sets."""
+        self.arguments(args.router_args)
+
+    def arguments(self, given: Mapping[str, Any]) -> list[str]:
+        """``--router-args`` as the router takes them. Raises ConfigError as ``check``."""
+        found = arguments_of(given, "router", OWN)
+        try:
+            known = importlib.import_module(f"{self.package}.router_args").RouterArgs
+        except ImportError as error:
+            raise ConfigError(
+                f"the router cannot be imported: {error}",
+                where=f"--router {self.package}",
+                hint=f"pip install 'buffer-rl[{self.package}]', or the router of the core: --router sglang",
+            ) from error
+        parser = _Parser(f"{self.package}.launch_router")
+        known.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
+        parser.parse_args([f"--router-{each[2:]}" if each.startswith("--") else each for each in found])
+        return found
+
+
+launch = RouterPackage(name="sglang-router", package="sglang_router", program="sglang_router.launch_router")
+
+
 class Router(ServerProcess):
     """The router in front of the workers that are added, on a free port of the address ``host``. It starts at once, and
     answers at ``url`` after ``wait_ready``, whether it has workers or not.
 
     request_timeout_s: after which it gives up on a generation. api_key: what clients must send, and what the workers
-    ask for. policy: how it chooses a worker. arguments: more of them, under its own names.
+    ask for. policy: how it chooses a worker. arguments: more of them, under its own names. of: whose router it is.
     """
 
     def __init__(
@@ -53,14 +108,15 @@ class Router(ServerProcess):
         host: str = LOOPBACK,
         policy: str = "manual",
         arguments: Mapping[str, Any] | None = None,
+        of: RouterPackage = launch,
     ) -> None:
-        more = router_arguments(arguments or {})
+        more = of.arguments(arguments or {})
         self._api_key = api_key
         self._answers = False
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
         super().__init__(
-            "sglang-router",
-            lambda ports: [*_command(policy, request_timeout_s, host, *ports), *more],
+            of.name,
+            lambda ports: [*_command(of.program, policy, request_timeout_s, host, *ports), *more],
             log_path,
             hosts=(host, LOOPBACK),
             ready_path="/liveness",
@@ -123,7 +179,7 @@ class Router(ServerProcess):
             raise EngineError(f"{type(error).__name__}: {error}", where=f"{method} {self.url}{path}") from error
 
 
-def _command(policy: str, request_timeout_s: int, host: str, port: int, metrics_port: int) -> list[str]:
+def _command(program: str, policy: str, request_timeout_s: int, host: str, port: int, metrics_port: int) -> list[str]:
     """The policies ``manual`` and ``consistent_hashing`` send equal routing keys to one engine, so that the samples of
     a prompt share its prefill; with ``manual`` a new key goes to the engine with the fewest requests. Retries and the
     circuit breaker are off: the client retries by ``rid``, and a bad request (400) must not count against an engine."""
@@ -133,6 +189,7 @@ def _command(policy: str, request_timeout_s: int, host: str, port: int, metrics_
         sys.executable,
         "-m",
         "buffer_rl.engines.router_process",
+        *("--program", program),
         *("--host", host, "--port", str(port)),
         *unlisted,
         *("--policy", policy, "--assignment-mode", "min_load"),
@@ -148,15 +205,9 @@ def _command(policy: str, request_timeout_s: int, host: str, port: int, metrics_
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, program: str) -> None:
+        super().__init__(prog=program, add_help=False, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
-        hint = "python -m sglang_router.launch_router --help lists them, without the prefix"
+        hint = f"python -m {self.prog} --help lists them, without the prefix"
         raise ConfigError(f"the router refuses its arguments: {message}", where="--router-NAME", hint=hint)
-
-
-def router_arguments(given: Mapping[str, Any]) -> list[str]:
-    """``--router-args`` as the router takes them. Raises ConfigError for one that it refuses, or that the run sets."""
-    found = arguments_of(given, "router", OWN)
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    RouterArgs.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
-    parser.parse_args([f"--router-{each[2:]}" if each.startswith("--") else each for each in found])
-    return found

@@ -1,4 +1,4 @@
-"""``python -m buffer_rl.engines.router_process``: the real ``sglang-router``, ended with its parent.
+"""``python -m buffer_rl.engines.router_process --program MODULE``: a real router, ended with its parent.
 
 The router takes its API key as an argument alone, which every user of the machine could read. So the key comes in the
 environment, and is put among the arguments that the router parses inside this process. Its command line knows fewer
@@ -7,6 +7,7 @@ policies than it has, so the policy is set afterwards. It calls engines alone, a
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -17,24 +18,28 @@ from buffer_rl.cluster.process import PARENT_FD_FLAG, pop_key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the router until a signal; flags are those of ``sglang_router.launch_router`` and ``--parent-fd``."""
+    """Run the router of a module like ``sglang_router.launch_router`` until a signal; its flags and ``--parent-fd``."""
     rest = list(sys.argv[1:] if argv is None else argv)
+    program = _taken(rest, "--program")
     if PARENT_FD_FLAG in rest:
-        at = rest.index(PARENT_FD_FLAG)
-        _fork_watcher(int(rest[at + 1]))
-        del rest[at : at + 2]
-    at = rest.index("--policy")
-    policy = rest[at + 1]
-    del rest[at : at + 2]
+        _fork_watcher(int(_taken(rest, PARENT_FD_FLAG)))
+    policy = _taken(rest, "--policy")
     drop_proxies()
     if (key := pop_key()) is not None:
         rest += [f"--api-key={key}"]  # a key may begin with a dash
-    from sglang_router.launch_router import launch_router, parse_router_args  # type: ignore[import-untyped]
-
-    arguments = parse_router_args(rest)
+    router = importlib.import_module(program)
+    arguments = router.parse_router_args(rest)
     arguments.policy = policy
-    launch_router(arguments)
+    router.launch_router(arguments)
     return 0
+
+
+def _taken(arguments: list[str], flag: str) -> str:
+    """The value of ``flag``, which both are taken out."""
+    at = arguments.index(flag)
+    value = arguments[at + 1]
+    del arguments[at : at + 2]
+    return value
 
 
 def _fork_watcher(fd: int) -> None:

@@ -32,9 +32,8 @@ from buffer_rl.args import Args
 from buffer_rl.cluster.process import STOP_TIMEOUT_S, auth_headers
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import PROBED, SERVES, EngineEvent, EngineRegistry, EngineState, Replica
-from buffer_rl.engines.router import Router
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
-from buffer_rl.kinds.engine import EngineProcess
+from buffer_rl.kinds.engine import EngineProcess, RouterProcess
 
 INTERVAL_S = 0.25
 LIST_TIMEOUT_S = 5.0
@@ -62,7 +61,7 @@ class Supervisor:
 
     _args: Args
     _registry: EngineRegistry
-    _router: Router
+    _router: RouterProcess
     _launch: Callable[[int, str], EngineProcess]
     _say: Callable[[str], None]
 

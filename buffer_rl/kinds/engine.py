@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from buffer_rl.kinds.kind import PluginKind
@@ -32,6 +33,28 @@ class EngineLauncher(Protocol):
     options that its engines cannot serve."""
 
     def __call__(self, args: Any, index: int, log_path: str) -> EngineProcess: ...
+
+
+class RouterProcess(EngineProcess, Protocol):
+    """The router that was started: it forwards ``POST /generate`` at ``url`` to one of the engines that it lists,
+    unchanged, and its answer. Requests with equal ``X-SMG-Routing-Key`` should reach one engine. ``GET /workers``
+    answers ``{"workers": [{"url"}]}``; without an engine, ``/generate`` is answered as sglang-router or smg do.
+
+    ``add`` returns once the engines, which answer, get requests, and calls ``check`` meanwhile; ``remove`` once ``url``
+    gets no new ones, while those that run go on. Both raise EngineError and DeadlineError."""
+
+    def add(self, *urls: str, timeout_s: float = ..., check: Callable[[], None] | None = None) -> None: ...
+    def remove(self, url: str) -> None: ...
+
+
+class RouterLauncher(Protocol):
+    """Starts the router of a run, without waiting for it, on a free port of ``args.engine_host``; it ends with this
+    process, and asks for ``args.engine_api_key``, as the engines do.
+
+    The launcher may have ``passes_fields``, true if a field of ``/generate`` that it does not know reaches the engine,
+    and ``check(args)``, which is called before anything starts and raises ConfigError."""
+
+    def __call__(self, args: Any, log_path: str) -> RouterProcess: ...
 
 
 class WeightTransport(Protocol):
@@ -78,6 +101,12 @@ KINDS = (
         flags=("--rollout-engine",),
         protocol=EngineLauncher,
         signature="(args, index, log_path) -> EngineProcess",
+    ),
+    PluginKind(
+        name="router",
+        flags=("--router",),
+        protocol=RouterLauncher,
+        signature="(args, log_path) -> RouterProcess",
     ),
     PluginKind(
         name="weight_transport",

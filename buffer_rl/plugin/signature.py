@@ -13,7 +13,7 @@ from buffer_rl.plugin.calls import plugin_error
 
 # A class is a function that returns an object: right for kinds whose result is an object, and for rollouts,
 # where the class is constructed and the instance is called.
-_KINDS_THAT_RETURN_OBJECTS = frozenset({"engine", "model_provider"})
+_KINDS_THAT_RETURN_OBJECTS = frozenset({"engine", "router", "model_provider"})
 
 
 def check_contract(kind: str, obj: object, reference: str = "") -> None:

@@ -110,7 +110,12 @@ class PrefixCacheInfo:
 
 
 def kept_tokens(meta_info: Mapping[str, Any]) -> list[bytes] | None:
-    """What ``meta_info`` of an answer of ``/generate`` says about ``Sample.rollout_kept_tokens``; None for nothing."""
+    """What ``meta_info`` of an answer of ``/generate`` says about ``Sample.rollout_kept_tokens``; None for nothing.
+
+    The embedded engine, and slime's, send ``top_p_token_ids`` and ``top_p_token_offsets``, a SGLang server
+    ``output_token_sampling_mask``, a list of ids for each token."""
+    if (masks := meta_info.get("output_token_sampling_mask")) is not None:
+        return [np.asarray(ids, dtype="<i4").tobytes() for ids in masks]
     if meta_info.get("top_p_token_ids") is None:
         return None
     raw = binascii.a2b_base64(meta_info["top_p_token_ids"])

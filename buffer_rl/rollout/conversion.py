@@ -411,7 +411,8 @@ def _kept(args: Args, sample: Sample) -> list[bytes]:
             f"--replay-kept-tokens: it has no rollout_kept_tokens, of the engine {args.rollout_engine!r}"
             + (f" at {args.router_url}" if args.router_url else ""),
             "top_p_token_ids and top_p_token_offsets in the answers of /generate, as of the embedded engine (of one of "
-            "your own, with its --return-kept-tokens), kept by the generate function",
+            "your own, with its --return-kept-tokens), or output_token_sampling_mask, as of SGLang with --router smg; "
+            "kept by the generate function",
         )
     return _one_each(sample, kept, "rollout_kept_tokens")
 

@@ -58,6 +58,8 @@ def check_engines(args: Args, registry: PluginRegistry) -> list[ContextLimit]:
     that runs elsewhere does not answer, and PluginError."""
     if train_only(args) or (is_supervised(args) and not _evaluates(args)):
         return []
+    if args.router_url is None:
+        _check_router(args, registry)
     config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
     if not starts_engines(args):
         return _check_servers(args, [*args.engine_urls, *urls_of(args)], max_positions(config))
@@ -116,6 +118,12 @@ def _check_launcher(args: Args, registry: PluginRegistry) -> None:
             where=f"--deterministic and --rollout-engine {reference}",
             expected="--rollout-engine embedded, or a launcher that says so: deterministic = True",
         )
+
+
+def _check_router(args: Args, registry: PluginRegistry) -> None:
+    launcher: Any = registry.resolve("router", args.router)
+    if (check := getattr(launcher, "check", None)) is not None:
+        call("router", args.router, check, args, at="check", error_class=ConfigError)
 
 
 def _check_servers(args: Args, urls: list[str], own: int | None) -> list[ContextLimit]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.process import ServerProcess, key_environment
-from buffer_rl.errors import EngineError
+from buffer_rl.engines.client import passes_fields
+from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.files.hf_config import max_positions
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import num_adapters
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 MARGIN = 8
 """A server with a context length C takes prompts of C - 7 tokens and ends answers at C - 2 (0.5.23)."""
+MASK_TOKENS = 4096
+"""Default of the server's ``--sampling-mask-max-tokens`` (0.5.23)."""
 SHARED = Path("/dev/shm")
 LEFT_BEHIND = ("sglang_loads_", "sgl_shm_", "sem.mp-")
 """What killed servers leave in ``SHARED``."""
@@ -74,6 +77,7 @@ class SglangLauncher:
 
     def check(self, args: SglangArgs) -> None:
         """Raises ConfigError if there is no server to start, or it refuses its arguments (``check_server``)."""
+        _check_kept_tokens(args)
         check_server(args)
 
     def __call__(self, args: SglangArgs, index: int, log_path: str) -> SglangServer:
@@ -86,6 +90,28 @@ class SglangLauncher:
 
 
 launch = SglangLauncher()
+
+
+def _check_kept_tokens(args: SglangArgs) -> None:
+    """Raises ConfigError if ``--replay-kept-tokens`` asks for what a server does not send: it sends the tokens that
+    were kept for a ``top_k`` of 2 to ``--sglang-sampling-mask-max-tokens``, if it gets a field that sglang-router
+    drops."""
+    if not args.replay_kept_tokens:
+        return
+    most = int(args.sglang_args.get("sampling_mask_max_tokens", MASK_TOKENS))
+    if not 1 < args.rollout_top_k <= most:
+        raise ConfigError(
+            "SGLang sends the tokens that sampling kept for a bounded number of them alone",
+            where=f"--replay-kept-tokens and --rollout-top-k {args.rollout_top_k}",
+            expected=f"--rollout-top-k 2 to {most}, with or without --rollout-top-p and --rollout-min-p",
+            hint=f"add --rollout-top-k {most}; --sglang-sampling-mask-max-tokens raises the bound",
+        )
+    if not passes_fields(args):
+        raise ConfigError(
+            "this router drops return_sampling_mask, by which SGLang is asked for the tokens that sampling kept",
+            where=f"--replay-kept-tokens and --router {args.router}",
+            hint="add --router smg",
+        )
 
 
 def _arguments(args: SglangArgs, index: int, port: int) -> list[str]:

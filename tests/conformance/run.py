@@ -54,16 +54,22 @@ def all_cases(reference: Reference) -> list[Case]:
 
 
 async def run_all(
-    cases: Sequence[Case], url: str, reference: Reference, *, key: str | None = None, is_sglang: bool
+    cases: Sequence[Case],
+    url: str,
+    reference: Reference,
+    *,
+    key: str | None = None,
+    is_sglang: bool,
+    router: str = "",
 ) -> list[Result]:
-    """Every case against one server. is_sglang: expect what a SGLang server answers."""
+    """Every case against one server. is_sglang: expect what a SGLang server answers. router: see ``Runner``."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     results = []
     timeout = aiohttp.ClientTimeout(total=60)
     connector = aiohttp.TCPConnector(force_close=True)  # servers close idle connections while a request is on its way
     settings: Any = {"headers": headers, "timeout": timeout, "connector": connector, "trace_configs": [tracing()]}
     async with aiohttp.ClientSession(**settings) as session:
-        runner = Runner(session, url, reference)
+        runner = Runner(session, url, reference, router)
         for case in cases:
             expected = case.as_sglang if is_sglang and case.as_sglang is not None else case.expect
             began = time.monotonic()

@@ -82,13 +82,20 @@ def again(path: str, body: Any) -> Step:
     return Step(kind="again", path=path, body=body)
 
 
+ROUTED = ("/generate", "/v1/completions", "/v1/chat/completions")
+"""What a run's router forwards."""
+
+
 @dataclass(slots=True)
 class Runner:
-    """Runs cases against one server, which it brings back to version 0 of the weights before each."""
+    """Runs cases against one server, which it brings back to version 0 of the weights before each.
+
+    router: the URL of a router in front of it, if requests for tokens go through one."""
 
     session: aiohttp.ClientSession
     url: str
     reference: Reference
+    router: str = ""
     _tasks: dict[str, asyncio.Task[tuple[int, Any]]] = field(default_factory=dict)
 
     async def run(self, case: Case) -> list[dict[str, Any]]:
@@ -131,16 +138,20 @@ class Runner:
             raise AssertionError(f"{step.path} {step.body}: {got}")
         return got if step.kind == "ask" else None
 
+    def _to(self, path: str) -> str:
+        is_routed = self.router and path.partition("?")[0] in ROUTED
+        return (self.router if is_routed else self.url) + path
+
     async def _send(self, step: Step) -> tuple[int, Any]:
         raw = None if step.method == "GET" else json.dumps(step.body)
         headers = {"Content-Type": "application/json"}
-        async with self.session.request(step.method, self.url + step.path, data=raw, headers=headers) as response:
+        async with self.session.request(step.method, self._to(step.path), data=raw, headers=headers) as response:
             return response.status, parsed(await response.text())
 
     async def _stream(self, body: Mapping[str, Any], sent: asyncio.Event, running: asyncio.Event) -> tuple[int, Any]:
         """The last event of a streamed answer; an error as it is. sent, running: set when it is so."""
         request = {"json": {**body, "stream": True}, "trace_request_ctx": sent}
-        async with self.session.post(self.url + "/generate", **request) as response:
+        async with self.session.post(self._to("/generate"), **request) as response:
             if response.status != 200:
                 return response.status, parsed(await response.text())
             last: Any = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
+from buffer_rl.engines.router import Router
+from buffer_rl.plugin.registry import PluginRegistry
 from conformance.reference import Reference
 from conformance.run import all_cases, embedded_command, free_url, run_all, serving
 
@@ -28,3 +31,33 @@ def test_every_case_is_answered_as_it_says(reference, tmp_path, imitate):
         results = asyncio.run(run_all(cases, url, reference, is_sglang=imitate))
     wrong = [f"{case.topic}: {case.name}: {own.wrong}" for case, own in zip(cases, results, strict=True) if own.wrong]
     assert not wrong, "\n".join(wrong)
+
+
+DROPPED = {
+    *("/generate: a negative seed", "/generate: max_new_tokens -1", "/generate: no JSON"),
+    *("/generate: two texts", "/generate: two ids", "/generate: parameters for each prompt", "/generate: an id twice"),
+    *("/generate: log-probabilities for one of two", "/generate: an unknown sampling parameter"),
+    *("/generate: an unknown field", "/generate: experts of a model without them"),
+    *("/v1/completions: token ids", "/v1/completions: two lists of token ids"),
+    *("/v1/chat/completions: token ids in place of the template", "/v1/chat/completions: token ids back"),
+    *("/v1/chat/completions: weight versions back", "/v1/chat/completions: token ids in a stream"),
+}
+"""What sglang-router drops, or refuses before an engine sees it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "differs"), [("smg", set()), ("sglang", DROPPED)])
+def test_through_a_router_the_cases_are_answered_the_same_but_for_what_it_drops(reference, tmp_path, name, differs):
+    package = PluginRegistry().resolve("router", name)
+    pytest.importorskip(package.package)
+    cases, log = all_cases(reference), str(tmp_path / "log")
+    with ExitStack() as stack:
+        url = stack.enter_context(free_url())
+        stack.enter_context(serving(embedded_command(reference.folder("0"), url, imitate=False), url, log))
+        router = Router(str(tmp_path / "router.log"), request_timeout_s=30, of=package)
+        stack.callback(router.stop)
+        router.wait_ready(60)
+        router.add(url)
+        results = asyncio.run(run_all(cases, url, reference, is_sglang=False, router=router.url))
+    wrong = {f"{case.topic}: {case.name}" for case, own in zip(cases, results, strict=True) if own.wrong}
+    assert wrong == differs | {"/generate: by PUT"}

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.embedded import launcher
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.lease import current_lease
 from buffer_rl.rollout.generate import generate
 
@@ -42,6 +43,26 @@ def noted(args, index, log_path):
     with open(f"{args.run_dir}/engines", "a") as file:
         print(engine.process.pid, engine.url, file=file)
     return engine
+
+
+def sglang(args, log_path):
+    return noted_router("sglang", args, log_path)
+
+
+def smg(args, log_path):
+    return noted_router("smg", args, log_path)
+
+
+def noted_router(name, args, log_path):
+    router = PluginRegistry().resolve("router", name)(args, log_path)
+    Path(args.run_dir, "router").write_text(str(router.process.pid))
+    return router
+
+
+async def router_killed(args, sample, sampling_params):
+    if current_lease().ticket.task == "train_1" and first(args, "chosen"):
+        os.kill(int(Path(args.run_dir, "router").read_text()), signal.SIGKILL)
+    return await generate(args, sample, sampling_params)
 
 
 def engines(args):
@@ -245,6 +266,22 @@ def test_a_run_with_engines_started_outside_goes_on_while_one_is_away_and_takes_
     assert metrics_of(args.run_dir) == metrics_of(whole_run.run_dir)
     left, right = (load_file(Path(run) / "hf" / "model.safetensors") for run in (args.run_dir, whole_run.run_dir))
     assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["sglang", "smg"])
+def test_a_router_that_is_killed_is_a_global_restart(
+    train: Run, make_options: MakeOptions, killer: str, router: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if router == "smg":
+        pytest.importorskip("smg")
+    args = make_options(
+        router=f"{killer}:{router}", custom_generate_function_path=f"{killer}:router_killed", progress="plain"
+    )
+    assert train(args).steps == 3
+    shown = capfd.readouterr()
+    assert "was killed by signal 9" in shown.out + shown.err
+    assert "(global restart 1 of 3)" in shown.out + shown.err
 
 
 @pytest.mark.slow

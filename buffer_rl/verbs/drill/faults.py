@@ -28,7 +28,7 @@ TITLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The parts of a run, by what the command line of their processes begins with or contains."""
 SLICE_S = 0.1
-ROUTER = ("buffer_rl.engines.router_process", "sglang::router")
+ROUTER = ("buffer_rl.engines.router_process", "::router")
 PHASES: Mapping[str, str] = MappingProxyType(
     {"generation": "perf/rollout_time", "training": "perf/train_time", "publication": "perf/publish_time"}
 )

@@ -253,7 +253,6 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             ["--kl-horizon: the KL coefficient would be multiplied by -0.1", "more than 6.6"],
         ),
         ({"partial_rollout": True}, ["--partial-rollout: ", "older weights", "--mask-offpolicy-in-partial-rollout"]),
-        ({"router_args": {"cache_treshold": "0.5"}}, ["--router-NAME: the router refuses", "--router-cache-treshold"]),
     ],
 )
 def test_options_that_contradict_each_other_are_named(changes: dict[str, Any], words: list[str]) -> None:

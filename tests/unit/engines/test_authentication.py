@@ -22,10 +22,12 @@ from buffer_rl.options.section import compose
 KEY = "the-key-of-this-run-8f2c"
 
 
-@pytest.fixture(scope="module")
-def fleet(engine_args, tmp_path_factory):
+@pytest.fixture(scope="module", params=["sglang", pytest.param("smg", marks=pytest.mark.slow)])
+def fleet(request, engine_args, tmp_path_factory):
+    if request.param == "smg":
+        pytest.importorskip("smg")
     folder = tmp_path_factory.mktemp("run")
-    with EngineFleet(engine_args(engine_api_key=KEY), str(folder), launch) as fleet:
+    with EngineFleet(engine_args(engine_api_key=KEY, router=request.param), str(folder), launch) as fleet:
         fleet.wait_ready()
         yield fleet
 

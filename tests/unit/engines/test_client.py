@@ -364,6 +364,7 @@ def good_answer():
         lambda a: a["meta_info"].update(finish_reason={"type": "tired"}),
         lambda a: a["meta_info"].update(output_token_logprobs=[[-1.0, 5, None]]),
         lambda a: a["meta_info"].update(output_token_logprobs=[]),
+        lambda a: a["meta_info"].update(output_token_sampling_logprobs=[-1.0, -2.0]),
         lambda a: a["meta_info"].update(weight_versions=[{"version": "0", "start": "a", "end": 1}]),
         lambda a: a["meta_info"].update(weight_versions=[{"version": "0", "start": 0}]),
     ],
@@ -374,6 +375,25 @@ def test_an_answer_that_breaks_the_protocol_is_an_error(change):
     change(broken)
     with pytest.raises(EngineError):
         parse_answer(broken, "u")
+
+
+def test_with_kept_tokens_the_log_probabilities_are_those_over_them():
+    answer = good_answer()
+    answer["meta_info"].update(output_token_sampling_mask=[[4, 9]], output_token_sampling_logprobs=[-0.25])
+    result = parse_answer(answer, "u")
+    assert (result.log_probs, [memoryview(ids).cast("i").tolist() for ids in result.kept]) == ([-0.25], [[4, 9]])
+
+
+async def test_kept_tokens_are_asked_for_where_a_server_sends_them(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 6}')
+    cut = {"hf_checkpoint": str(tmp_path), "rollout_top_k": 2, "replay_kept_tokens": True}
+    for changes, expected in (({"router": "smg"}, [True, None, None]), ({"router": "sglang"}, [None] * 3)):
+        with FakeEngine() as engine:
+            args = compose(CORE_SECTIONS)(generate_timeout_s=10.0, router_url=engine.url, **cut, **changes)
+            async with EngineClient.from_args(args) as client:
+                for top_k in ({"top_k": 2}, {"top_k": -1}, {}):
+                    await client.agenerate(f"r{top_k}", [5], top_k)
+        assert [request.get("return_sampling_mask") for request in engine.log.requests] == expected
 
 
 def versioned(num_tokens, *spans):

@@ -179,11 +179,14 @@ def test_an_engine_that_ends_fails_the_start_while_those_before_it_still_load(en
     assert all(engine.stopped.is_set() for engine in engines)
 
 
-def test_a_router_that_ends_fails_the_start_while_engines_still_load(engine_args, tmp_path):
-    args = engine_args(engine_start_timeout_s=600.0)
+@pytest.mark.parametrize("router", ["sglang", "smg"])
+def test_a_router_that_ends_fails_the_start_while_engines_still_load(engine_args, tmp_path, router):
+    if router == "smg":
+        pytest.importorskip("smg")
+    args = engine_args(engine_start_timeout_s=600.0, router=router)
     with EngineFleet(args, str(tmp_path), lambda *_: Loading()) as fleet:
         os.kill(fleet.router.process.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"sglang-router was killed by signal 9; its log is empty"):
+        with pytest.raises(EngineError, match=r"(sglang-router|smg) was killed by signal 9; its log is empty"):
             fleet.wait_ready()
 
 

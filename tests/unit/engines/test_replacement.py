@@ -19,6 +19,7 @@ from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.protocol import Adapter
 from buffer_rl.engines.router import Router
 from buffer_rl.errors import EngineError
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
 from harness.adapters import with_random_adapter
 from harness.processes import holds_within
@@ -237,8 +238,11 @@ def test_the_requests_of_the_only_engine_wait_for_its_replacement_and_get_the_sa
         assert raised == []
 
 
-def test_a_request_to_a_router_without_an_engine_waits_for_one_where_the_run_replaces_them(tmp_path):
-    router = Router(str(tmp_path / "router.log"), request_timeout_s=60)
+@pytest.mark.parametrize(("package", "said"), [("sglang", "no_available_workers"), ("smg", "model_not_found")])
+def test_a_request_to_a_router_without_an_engine_waits_for_one_where_the_run_replaces_them(tmp_path, package, said):
+    pytest.importorskip({"sglang": "sglang_router"}.get(package, package))
+    of = PluginRegistry().resolve("router", package)
+    router = Router(str(tmp_path / "router.log"), request_timeout_s=60, of=of)
 
     async def ask(waits):
         settings = {"timeout_s": 60, "max_retries": 0, "waits_for_engine": waits}
@@ -253,7 +257,7 @@ def test_a_request_to_a_router_without_an_engine_waits_for_one_where_the_run_rep
 
     try:
         router.wait_ready(30.0)
-        with pytest.raises(EngineError, match="no_available_workers"):
+        with pytest.raises(EngineError, match=said):
             asyncio.run(ask(waits=False))
         with FakeEngine() as fake:
             assert asyncio.run(ask_and_add(fake.url)).output_ids == [6, 5]

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,7 @@ OPTION_OF = {
     "trainer": "train_backend",
     "role": "role_path",
     "engine": "rollout_engine",
+    "router": "router",
     "weight_transport": "weight_sync_mode",
     "logger": "logger",
 }
@@ -233,6 +235,12 @@ async def add_fields(here: Here) -> Any:
 async def launch(here: Here) -> Any:
     with EngineFleet(here.args(), str(here.run_dir), PluginRegistry()) as fleet:
         return fleet.engine_urls
+
+
+async def launch_router(here: Here) -> Any:
+    engine: Any = SimpleNamespace(url="http://engine:1", wait_ready=print, check=print, stop=lambda: None)
+    with EngineFleet(here.args(), str(here.run_dir), lambda *_: engine) as fleet:
+        return fleet.router_url
 
 
 async def publish(here: Here) -> Any:
@@ -436,6 +444,13 @@ CASES = {
         call=launch, head="args, index, log_path", effect=["http://mine:0"], expected="an object with url, wait_ready",
         body="class Process:\n    url = f'http://mine:{index}'\n    def wait_ready(self, timeout_s): ...\n"
         "    def check(self): ...\n    def stop(self): ...\nreturn Process()",
+    ),
+    "router": Case(
+        call=launch_router, head="args, log_path", effect="http://mine:1",
+        expected="an object with url, wait_ready(timeout_s), check(), stop(), add(*urls) and remove(url)",
+        body="class Process:\n    url = 'http://mine:1'\n    def wait_ready(self, timeout_s): ...\n"
+        "    def check(self): ...\n    def stop(self): ...\n"
+        "    def add(self, *urls, **more): ...\n    def remove(self, url): ...\nreturn Process()",
     ),
     "weight_transport": Case(
         call=publish, method="prepare", expected="", wrong="",

@@ -51,13 +51,15 @@ def test_spans_of_an_answer_are_moved_behind_the_response_and_end_with_the_token
     assert sample.weight_versions == [VersionSpan(4, 0, 2), VersionSpan(4, 2, 3), VersionSpan(5, 3, 4)]
 
 
-def test_kept_tokens_of_an_answer_are_appended_and_empty_for_an_observation() -> None:
+@pytest.mark.parametrize("of", ["ours", "SGLang"])
+def test_kept_tokens_of_an_answer_are_appended_and_empty_for_an_observation(of: str) -> None:
     import base64
 
     def encoded(values: list[int]) -> str:
         return base64.b64encode(np.array(values, dtype="<i4").tobytes()).decode()
 
-    kept = {"top_p_token_ids": encoded([7, 9, 8]), "top_p_token_offsets": encoded([0, 2, 3])}
+    ours = {"top_p_token_ids": encoded([7, 9, 8]), "top_p_token_offsets": encoded([0, 2, 3])}
+    kept = ours if of == "ours" else {"output_token_sampling_mask": [[7, 9], [8]]}
     sample = Sample(tokens=[5])
     sample.append_response_tokens(tokens=[7, 8], log_probs=[0.0, 0.0], meta_info=answer(**kept))
     sample.append_response_tokens(tokens=[3], trainable=False)

@@ -79,6 +79,33 @@ def test_the_installed_server_checks_its_arguments(options: Callable[..., Any]) 
         launch.check(options(sglang_args={"mem_fraction_static": "much"}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout_top_p": 0.9}, ["--rollout-top-k -1", "--rollout-top-k 2 to 4096", "add --rollout-top-k 4096"]),
+        ({"rollout_top_k": 1}, ["--rollout-top-k 2 to 4096"]),
+        ({"rollout_top_k": 4097}, ["--rollout-top-k 2 to 4096"]),
+        (
+            {"rollout_top_k": 9, "sglang_args": {"sampling_mask_max_tokens": "8"}},
+            ["add --rollout-top-k 8", "--sglang-sampling-mask-max-tokens"],
+        ),
+        ({"rollout_top_k": 4096, "router": "sglang"}, ["drops return_sampling_mask", "add --router smg"]),
+    ],
+)
+def test_kept_tokens_that_the_servers_would_not_send_are_refused(
+    options: Callable[..., Any], changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch.check(options(**{"replay_kept_tokens": True, "router": "smg", **changes}))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("top_k", [2, 4096])
+def test_kept_tokens_of_a_bounded_number_are_not_refused(options: Callable[..., Any], top_k: int) -> None:
+    launch.check(options(replay_kept_tokens=True, router="smg", rollout_top_k=top_k))
+    launch.check(options(rollout_top_p=0.9))  # replayed by nobody
+
+
 @pytest.mark.parametrize("version", ["0.5.20", "0.6.0"])
 def test_a_server_with_another_protocol_is_refused(
     version: str, options: Callable[..., Any], sglang_python: Callable[..., str]

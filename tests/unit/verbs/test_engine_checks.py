@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.errors import ConfigError, DataError, EngineError, RolloutError
+from buffer_rl.errors import ConfigError, DataError, EngineError, PluginError, RolloutError
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.decoding import SglangRules
@@ -67,6 +67,21 @@ def test_evaluation_prompts_that_leave_no_room_are_named_with_their_lengths(mode
     assert "fewer than 30 tokens (the model's max_position_embeddings)" in text
     with pytest.raises(DataError, match=r"fewer than 20 tokens \(--rollout-max-context-len\)"):
         look(eval_options(model, [20], rollout_max_context_len=20))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"router_args": {"cache_treshold": "0.5"}}, ["--router-NAME: the router refuses", "--router-cache-treshold"]),
+        ({"router": "smgg"}, ["there is no router of that name", "smg"]),
+    ],
+)
+def test_what_the_router_of_the_run_refuses_is_named(model: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises((ConfigError, PluginError)) as caught:
+        look(options(model, **changes))
+    assert [word for word in words if word not in str(caught.value)] == []
+    with FakeEngine() as engine:
+        look(behind(engine, model, **changes))  # the run starts none
 
 
 def test_the_tokenizer_is_not_loaded_where_no_prompt_can_be_too_long(model: Path) -> None:
