@@ -67,14 +67,14 @@ def _payload(sample: Sample) -> dict[str, Any]:
 
 async def _ask(args: Any, payload: dict[str, Any], place: str, sample: Sample) -> Any:
     urls = _addresses(args, sample, place)
-    flag = "--rm-servers" if "rm_server" in sample.metadata else "--rm-url"
+    flag = "--rm-url" if sample.metadata.get("rm_server") is None else "--rm-servers"
     failure = "no answer"
     try:
         async with asyncio.timeout(DEADLINE_SHARE * args.rm_timeout_s), aiohttp.ClientSession() as session:
             for attempt in range(max(ATTEMPTS, len(urls))):
                 url = urls[attempt % len(urls)]
                 if attempt:
-                    await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+                    await asyncio.sleep(FIRST_PAUSE_S * 2 ** ((attempt - 1) // len(urls)) * random.uniform(0.5, 1.0))
                 try:
                     return await _post(session, url, payload, place)
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
@@ -91,7 +91,7 @@ async def _ask(args: Any, payload: dict[str, Any], place: str, sample: Sample) -
 def _addresses(args: Any, sample: Sample, place: str) -> list[str]:
     """Of the servers that the row's name stands for, each row beginning with another one; at least one address."""
     name = sample.metadata.get("rm_server")
-    if "rm_server" not in sample.metadata and args.rm_url:
+    if name is None and args.rm_url:
         return [args.rm_url]
     servers: dict[str, list[str]] = {}
     for entry in getattr(args, "rm_servers", ()):
@@ -100,7 +100,7 @@ def _addresses(args: Any, sample: Sample, place: str) -> list[str]:
     if name is None:
         expected = "--rm-url http://HOST:PORT/PATH, or metadata.rm_server with a name of --rm-servers"
         raise ConfigError("there is no address of a reward server", expected=expected)
-    if name not in servers:
+    if not isinstance(name, str) or name not in servers:
         expected = f"one of --rm-servers: {', '.join(servers) or 'none'}"
         raise RewardError(f"the row names the reward server {name!r:.80}", where=place, expected=expected)
     urls = servers[name]

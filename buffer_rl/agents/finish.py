@@ -49,6 +49,8 @@ class Finish:
             fault = f"it is {short_repr(value)}"
         elif wrong := [name for name in TEXTS if not isinstance(given.get(name) or "", str)]:
             fault = f"{wrong[0]} is {short_repr(given[wrong[0]])}"
+        elif given.get(TURN_REWARDS) is not None and all(given.get(name) is None for name in ENDS):
+            fault = f"it has {TURN_REWARDS} and no reward"
         elif (reward := given.get("reward")) is not None:
             try:
                 turns = _turn_rewards(given.get(TURN_REWARDS))

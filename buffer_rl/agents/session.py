@@ -7,10 +7,10 @@ became of the client that asked. A session ends with its attempt; what asks late
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -24,7 +24,7 @@ from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, turn_digest
 from buffer_rl.engines.protocol import SEED_BITS
 from buffer_rl.errors import BufferRLError, EngineError, RewardError, RolloutError, short_repr
-from buffer_rl.kinds.reward import unwrap_scalar
+from buffer_rl.kinds.reward import check_reward
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.requests import answer_for
@@ -357,10 +357,12 @@ class Session:
 
 def check_turn_reward(number: object) -> float:
     """The number. Raises RewardError for what is no finite one."""
-    value = unwrap_scalar(number)
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    raise RewardError(f"one of turn_rewards is {short_repr(number)}", expected="a finite number")
+    checked = None
+    with suppress(RewardError):
+        checked = check_reward(number, where="")
+    if not isinstance(checked, float):
+        raise RewardError(f"one of turn_rewards is {short_repr(number)}", expected="a finite number")
+    return checked
 
 
 def _seed_of(text: str) -> int:

@@ -86,7 +86,8 @@ class EvalSet(BaseModel):
         added = self._added_metadata()
         if not added:
             return row
-        own = {name: value for name, value in row.metadata.items() if name != "rewards" or "rm_type" not in added}
+        choices = {"rewards", "rm_type"}  # what the set says about rewards takes the place of all that a row says
+        own = {name: each for name, each in row.metadata.items() if name not in choices or not choices & added.keys()}
         return replace(row, metadata={**own, **added})
 
     def _added_metadata(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def reward_weights(metadata: Mapping[str, Any]) -> dict[str, float]:
     expected = 'rewards: {"NAME": weight, ...} with finite numbers, one of them not 0, and no rm_type beside it'
     weights = several if isinstance(several, Mapping) else {}
     numbers_only = all(
-        isinstance(name, str) and type(weight) in (int, float) and math.isfinite(weight)
+        isinstance(name, str) and type(weight) in (int, float) and abs(weight) <= FLOAT32_MAX
         for name, weight in weights.items()
     )
     if single or not numbers_only or not any(weights.values()):

@@ -143,7 +143,7 @@ class Sample:
     the sample, which have its reward and its place in a group; lowest_reward, whether it was cut at a limit, and gets
     the lowest reward of its group.
     turn_rewards: (response token, reward) of its row, with ``--turn-rewards`` (see ``TrainBatch``).
-    rewards: the reward of each name that the row chose (``rm_type``, ``rewards``), None if it abstained.
+    rewards_by_name: the reward of each name that the row chose (``rm_type``, ``rewards``), None if it abstained.
 
     Fields that functions written for slime set and read, and which nothing here reads: rollout_id (the parts of one
     sample differ in ``sample_index``), rollout_top_p_token_ids and -offsets, rollout_routed_experts,
@@ -194,7 +194,7 @@ class Sample:
     messages = cached_property(lambda self: list[dict[str, Any]]())
     parts = cached_property(lambda self: list[Sample]())
     lowest_reward = cached_property(lambda self: False)
-    rewards = cached_property(lambda self: dict[str, float | None]())
+    rewards_by_name = cached_property(lambda self: dict[str, float | None]())
     turn_rewards = cached_property(lambda self: list[tuple[int, float]]())
 
     def as_prompt(self, number: int = 0, copied: Callable[[Any], Any] = lambda value: value) -> Sample:

@@ -73,6 +73,8 @@ def set_baseline(args: Args, group: SampleGroup, greedy: SampleGroup) -> str:
     for status in (Status.ABORTED, Status.FAILED):
         if any(sample.status is status for sample in greedy):
             return f"baseline_{status}"
+    if any(sample.reward is None for sample in greedy):
+        return "baseline_abstained"
     rewards = np.asarray([sample.get_reward_value(args) for sample in greedy], dtype=np.float64)
     lengths = np.asarray([sample.response_length for sample in greedy])
     baseline = float(np.mean(shaped(args, rewards, lengths)))

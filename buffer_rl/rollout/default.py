@@ -49,10 +49,11 @@ if TYPE_CHECKING:
 
 REPORT_S = 0.02  # between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
-ABORTED, FAILED = "aborted", "generate_failed"
+ABORTED, FAILED, ABSTAINED = "aborted", "generate_failed", "abstained"
 _HINT = "the filter drops nearly everything: look at the rewards, or at the prompts' difficulty"
 _HINTS = {
     TOO_LONG: "most prompts have more tokens than --rollout-max-prompt-len: raise it, or take these rows out",
+    ABSTAINED: "the rewards abstain about most groups: look at what they say of the responses",
     ABORTED: "the generate function ends most groups as aborted, or without any reward",
     FAILED: "the generate function gives most groups the status failed",
 }
@@ -277,7 +278,7 @@ class _Run:
         # A sample that the generate function gave up may have no reward: it is masked, and the rest of the group stays.
         scored = [sample for sample in group if sample.reward is not None]
         if not scored:
-            return ABORTED
+            return ABSTAINED if any("rewards_by_name" in sample.__dict__ for sample in group) else ABORTED
         for each in greedy:
             if reason := set_baseline(self._args, group, each):
                 return reason

@@ -68,7 +68,7 @@ def _entries(rows: Iterable[Sample]) -> dict[str, list[float]]:
     """The numbers in the rewards of one sample's rows, by name, if they are mappings or of several rewards."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        chosen = row.__dict__.get("rewards", {})
+        chosen = row.__dict__.get("rewards_by_name", {})
         for name, value in (chosen | (row.reward if isinstance(row.reward, dict) else {})).items():
             if isinstance(value, int | float):
                 found[name].append(float(value))

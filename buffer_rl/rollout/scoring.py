@@ -97,6 +97,7 @@ class Scorer:
             return await self._score_together(samples)
         by_target: dict[RewardTarget, list[Sample]] = {}
         outcomes: dict[int, dict[RewardTarget, Outcome]] = {}
+        weights: dict[int, dict[str, float]] = {}
         failures: dict[int, RewardFailure] = {}
         for sample in samples:
             if sample.reward is None and self._args.use_opd and not self.scores(sample):
@@ -104,27 +105,36 @@ class Scorer:
             if sample.reward is not None:
                 self._set_reward(sample, "set by the generate function", Outcome(value=sample.reward), failures)
                 continue
+            targets = self.targets_of(sample, of_set)
             outcomes[id(sample)] = {}
-            for target in self.targets_of(sample, of_set):
+            if targets[0].of_several:
+                weights[id(sample)] = reward_weights(sample.metadata)
+            for target in targets:
                 by_target.setdefault(target, []).append(sample)
         for target, rows in by_target.items():
             for sample, outcome in zip(rows, await self._run(target, rows), strict=True):
                 outcomes[id(sample)][target] = outcome
         for sample in samples:
-            self._take_outcomes(sample, outcomes.get(id(sample), {}), failures)
+            self._take_outcomes(sample, outcomes.get(id(sample), {}), weights.get(id(sample), {}), failures)
         return [failures[id(sample)] for sample in samples if id(sample) in failures]
 
     def _take_outcomes(
-        self, sample: Sample, outcomes: Mapping[RewardTarget, Outcome], failures: dict[int, RewardFailure]
+        self,
+        sample: Sample,
+        outcomes: Mapping[RewardTarget, Outcome],
+        weights: Mapping[str, float],
+        failures: dict[int, RewardFailure],
     ) -> None:
-        """Set the reward of a sample from what its reward functions answered: of several, the weighted sum."""
+        """Set the reward of a sample from what its reward functions answered: of several, the sum with ``weights``."""
         if not outcomes:
             return
         target = next(iter(outcomes))
         if not target.of_several:
             self._set_reward(sample, repr(target.reference), outcomes[target], failures)
-            if self._args.row_rm_types and sample.reward is not None:
-                sample.rewards = {target.reference: sample.get_reward_value(self._args)}
+            if outcomes[target].kind is FailureKind.ABSTAINED:
+                sample.rewards_by_name = {target.reference: None}
+            elif self._args.row_rm_types and sample.reward is not None:
+                sample.rewards_by_name = {target.reference: sample.get_reward_value(self._args)}
             return
         rewards: dict[str, float | None] = {}
         for target, outcome in outcomes.items():
@@ -135,9 +145,9 @@ class Scorer:
             if sample.reward is None:
                 return
             rewards[target.reference] = sample.get_reward_value(self._args)
-        total = weighted_reward(reward_weights(sample.metadata), rewards)
+        total = weighted_reward(weights, rewards)
         key = self._args.reward_key
-        sample.rewards = rewards
+        sample.rewards_by_name = rewards
         sample.reward = {**rewards, key: total} if key and total is not None else total
         sample.remove_sample = sample.remove_sample or total is None
 
@@ -242,7 +252,10 @@ class Scorer:
         for sample, change in zip(samples, changes, strict=True):
             for name in change.get("removed", ()):
                 sample.metadata.pop(name, None)
-            sample.metadata |= change.get("set", {})
+            noted = change.get("set", {})
+            if self._args.custom_rm_path is None:  # else these would choose the rewards of another attempt
+                noted = {name: value for name, value in noted.items() if name not in ("rewards", "rm_type")}
+            sample.metadata |= noted
             for name, kind in change.get("not_json", {}).items():
                 if (target.reference, name) not in self._not_json:
                     self._not_json.add((target.reference, name))

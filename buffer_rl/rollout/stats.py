@@ -118,7 +118,7 @@ class RolloutStats:
         self.truncated += sample_means(indices, [sample.status is Status.TRUNCATED for sample in group])
         self.num_zero_std += bool(means) and equal_rewards(means)
         for sample in group:
-            for name, reward in sample.__dict__.get("rewards", {}).items():
+            for name, reward in sample.__dict__.get("rewards_by_name", {}).items():
                 for shown in {name, f"{name}/{group.data_set}" if group.data_set else name}:
                     self.by_name.setdefault(shown, []).append(reward)
 

@@ -202,9 +202,10 @@ class LogFunctions:
         data: dict[str, dict[str, list[Any]]] = {}
         for group in groups:
             own = data.setdefault(group.data_set or UNNAMED, {"rewards": [], "truncated": [], "samples": []})
-            own["rewards"] += [sample.get_reward_value(self._args) for sample in group]
-            own["truncated"] += [sample.status is Status.TRUNCATED for sample in group]
-            own["samples"] += group.samples
+            scored = [sample for sample in group if sample.reward is not None]  # the others' rewards abstain
+            own["rewards"] += [sample.get_reward_value(self._args) for sample in scored]
+            own["truncated"] += [sample.status is Status.TRUNCATED for sample in scored]
+            own["samples"] += scored
         return data
 
     def _kept(self, name: str) -> bool:

@@ -13,7 +13,7 @@ import random
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,11 +53,12 @@ class Allowance:
         self._left, self._at = float(per_minute), now()
 
     def take(self, amount: float) -> float:
-        """Take ``amount``, or the whole allowance if that is less; seconds to wait until it is there."""
+        """Take ``amount``; seconds to wait until it is there. One that is greater than the allowance waits until that
+        is full."""
         now = self._now()
-        self._left = min(self._size, self._left + (now - self._at) * self._rate) - min(amount, self._size)
+        self._left = min(self._size, self._left + (now - self._at) * self._rate) - amount
         self._at = now
-        return max(0.0, -self._left / self._rate)
+        return max(0.0, -(self._left + max(0.0, amount - self._size)) / self._rate)
 
     def give_back(self, amount: float) -> None:
         """Return what was taken and not used; less than 0 takes more."""
@@ -120,11 +121,11 @@ class JudgeClient:
         raise RewardError(f"the judge failed: {failure}", where=place)
 
     async def _wait_for_limits(self, body: Mapping[str, Any], left_s: float, place: str) -> None:
-        wait_s = max(
-            self._requests.take(1) if self._requests else 0.0,
-            self._tokens.take(_guess(body)) if self._tokens else 0.0,
-        )
+        taken = [(limit, amount) for limit, amount in ((self._requests, 1), (self._tokens, _guess(body))) if limit]
+        wait_s = max([0.0, *(limit.take(amount) for limit, amount in taken)])
         if wait_s >= left_s:
+            for limit, amount in taken:
+                limit.give_back(amount)
             what = f"the judge's limits per minute are used up for {wait_s:.1f} s, and the reward has {left_s:.1f} s"
             raise RewardError(what, where=place, hint="a greater --rm-timeout-s, or greater limits")
         await asyncio.sleep(wait_s)
@@ -161,14 +162,15 @@ class JudgeClient:
     def _known(self, digest: str) -> str | None:
         if self._cache is None or not self._cache.exists():
             return None
-        with closing(sqlite3.connect(self._cache, timeout=5.0)) as cache:
+        with suppress(sqlite3.Error), closing(sqlite3.connect(self._cache, timeout=5.0)) as cache:
             found = cache.execute("SELECT answer FROM answers WHERE digest = ?", (digest,)).fetchone()
-        return None if found is None else str(found[0])
+            return None if found is None else str(found[0])
+        return None  # it is being made
 
     def _keep(self, digest: str, answer: str) -> None:
         if self._cache is None:
             return
-        with closing(sqlite3.connect(self._cache, timeout=5.0)) as cache, cache:
+        with suppress(sqlite3.Error), closing(sqlite3.connect(self._cache, timeout=5.0)) as cache, cache:
             cache.execute("CREATE TABLE IF NOT EXISTS answers (digest TEXT PRIMARY KEY, answer TEXT NOT NULL)")
             cache.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (digest, answer))
 

@@ -85,7 +85,10 @@ def buffer_rl_configure(config: Any) -> None:
         raise ConfigError(f"the reward {chosen[0]!r} has no judge", expected="--judge-url http://HOST:PORT/v1")
     if config.judge_prompt is not None:
         prompt_of(config.judge_prompt)
-    _check_limits(config, pairwise="pairwise" in chosen[0])
+    pairwise = "pairwise" in chosen[0]
+    if pairwise:
+        _check_pairs(config)
+    _check_limits(config, pairwise=pairwise)
 
 
 def prompt_of(path: str) -> Template:
@@ -104,11 +107,28 @@ def prompt_of(path: str) -> Template:
     return template
 
 
+def _check_pairs(args: JudgeArgs) -> None:
+    """One response to a prompt has no other to be compared with."""
+    from buffer_rl.data.eval_sets import eval_sets_of  # its readers need packages that naming a plugin does not
+
+    evaluated = [each.n_samples_per_eval_prompt or args.n_samples_per_eval_prompt for each in eval_sets_of(args)]
+    alone = {
+        "--n-samples-per-prompt": args.n_samples_per_prompt == 1,
+        "--n-samples-per-eval-prompt": 1 in evaluated,
+        "--advantage-estimator remax": args.advantage_estimator == "remax",
+    }
+    for where, is_alone in alone.items():
+        if is_alone:
+            what = "judge_pairwise compares the responses to a prompt, and there is one"
+            raise ConfigError(what, where=where, expected="at least two", hint="or another reward")
+
+
 def _check_limits(args: JudgeArgs, *, pairwise: bool) -> None:
     """A step's rewards are asked for at about the same time, and each has ``--rm-timeout-s``."""
     limit = args.judge_requests_per_minute
-    each = 2 * args.judge_opponents if pairwise else 1
-    number = args.rollout_batch_size * args.n_samples_per_prompt * each
+    samples = args.n_samples_per_prompt
+    each = 2 * min(args.judge_opponents * samples, samples * (samples - 1) // 2) if pairwise else samples
+    number = args.rollout_batch_size * each
     if limit is not None and (seconds := 60 * number / limit) > args.rm_timeout_s:
         raise ConfigError(
             f"the {number} requests of a step take {seconds:.0f} s at --judge-requests-per-minute {limit}, and a "

@@ -110,7 +110,7 @@ class Pairwise(Judge):
 
     async def __call__(self, args: JudgeArgs, group: SampleGroup) -> list[float]:
         """``[num_samples]``. Each sample meets the ``--judge-opponents`` that follow it, in both orders; half a win for
-        a tie. One that did not end by itself loses without being asked about.
+        a tie. One that did not end by itself has 0, and loses without being asked about.
 
         Raises RewardError for a judge that fails or cannot be read, or abstains about all of a sample's comparisons."""
         number = len(group)
@@ -128,7 +128,10 @@ class Pairwise(Judge):
                 found[j].append(1.0 - share)
         if silent := [index for index, shares in enumerate(found) if not shares]:
             raise RewardError("the judge abstained", where=where(group[silent[0]], "judge_pairwise"))
-        return [math.fsum(shares) / len(shares) for shares in found]
+        return [
+            math.fsum(shares) / len(shares) if sample.status is Status.COMPLETED else 0.0
+            for sample, shares in zip(group, found, strict=True)
+        ]
 
     async def _compare(self, args: JudgeArgs, first: Sample, second: Sample) -> float | None:
         """The share of the first, over both orders; None if the judge abstains."""

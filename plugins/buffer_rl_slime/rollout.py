@@ -260,9 +260,10 @@ async def _rollout(args: Any, rollout_id: int, data_source: Any, evaluation: boo
     data: dict[str, dict[str, Any]] = {}
     for group in collected.groups:
         own = data.setdefault(group.data_set or UNNAMED, {"rewards": [], "truncated": [], "samples": []})
-        own["rewards"] += [sample.get_reward_value(current_context().args) for sample in group]
-        own["truncated"] += [sample.status is Status.TRUNCATED for sample in group]
-        own["samples"] += list(group)
+        scored = [sample for sample in group if sample.reward is not None]  # the others' rewards abstain
+        own["rewards"] += [sample.get_reward_value(current_context().args) for sample in scored]
+        own["truncated"] += [sample.status is Status.TRUNCATED for sample in scored]
+        own["samples"] += scored
     return RolloutFnEvalOutput(data=data, metrics=answer.metrics)
 
 

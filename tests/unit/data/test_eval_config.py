@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.data.eval_sets import eval_datasets, eval_sets_of, read_eval_config
+from buffer_rl.data.dataset import PromptRow
+from buffer_rl.data.eval_sets import EvalSet, eval_datasets, eval_sets_of, read_eval_config
 from buffer_rl.data.source import EvalSource
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose
@@ -181,3 +182,16 @@ def test_a_name_of_the_command_line_and_of_the_file_is_refused(tmp_path: Path) -
         eval_sets_of(options(eval_config=write(tmp_path), eval_prompt_data=["dev=x"]))
     with pytest.raises(ConfigError, match="cannot read the file"):
         eval_sets_of(options(eval_config=str(tmp_path / "absent.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("of_row", "of_set", "found"),
+    [
+        ({"rewards": {"f1": 1.0}, "level": 2}, {"rm_type": "math"}, {"rm_type": "math", "level": 2}),
+        ({"rm_type": "f1"}, {"metadata_overrides": {"rewards": {"math": 1}}}, {"rewards": {"math": 1}}),
+        ({"rm_type": "f1"}, {"metadata_overrides": {"level": 3}}, {"rm_type": "f1", "level": 3}),
+    ],
+)
+def test_what_a_set_says_about_rewards_takes_the_place_of_what_a_row_says(of_row: Any, of_set: Any, found: Any) -> None:
+    row = PromptRow(prompt="p", metadata=of_row, row=0, line=1)
+    assert EvalSet(name="dev", path="x.jsonl", **of_set).adapt(row).metadata == found

@@ -191,7 +191,7 @@ def test_an_allowance_fills_evenly_and_is_given_back() -> None:
     now[0] = 10.0  # 10 came, 3 of which are taken
     assert allowance.take(7) == 0.0
     assert allowance.take(100) == 60.0  # more than there ever is: all of it
-    allowance.give_back(60)
+    allowance.give_back(100)
     assert allowance.take(1) == 1.0
 
 
@@ -204,6 +204,31 @@ async def test_requests_beyond_the_limits_wait_or_say_so(tmp_path: Path) -> None
         (error,) = (answer for answer in found if isinstance(answer, RewardError))
         assert "limits per minute are used up for 30.0 s" in str(error)
         assert len(seen) == 2
+        many = [score(args, sample(f"town {i}")) for i in range(50)]
+        await asyncio.gather(*many, return_exceptions=True)
+        with pytest.raises(RewardError, match=r"used up for (29|30)\.\d s"):  # what was refused took nothing
+            await score(args, sample("village"))
+
+
+async def test_a_cache_that_is_being_made_holds_no_reward_up(tmp_path: Path) -> None:
+    (tmp_path / CACHE).touch()
+    async with judging(lambda text, _: "[[4]]") as (url, seen):
+        assert await Score()(options(url, tmp_path), sample()) == 0.4
+        assert await Score()(options(url, tmp_path), sample()) == 0.4
+        assert len(seen) == 1
+
+
+def test_pairs_need_two_responses_and_are_counted_once(tmp_path: Path) -> None:
+    pairwise = {"custom_group_rm_path": "judge_pairwise", "judge_requests_per_minute": 200}
+    url = "http://127.0.0.1:9/v1"
+    buffer_rl_configure(options(url, tmp_path, n_samples_per_prompt=2, **pairwise))  # 64 requests, 19.2 s
+    for alone, where in (
+        ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt"),
+        ({"eval_prompt_data": ["dev=x.jsonl"]}, "--n-samples-per-eval-prompt"),
+        ({"advantage_estimator": "remax"}, "remax"),
+    ):
+        with pytest.raises(ConfigError, match=f"{where}: judge_pairwise compares"):
+            buffer_rl_configure(options(url, tmp_path, **{"n_samples_per_prompt": 2, **pairwise, **alone}))
 
 
 def test_a_run_whose_judge_cannot_work_is_refused_before_it_starts(tmp_path: Path) -> None:

@@ -90,9 +90,13 @@ async def test_a_row_names_a_server_of_the_runs_and_goes_on_to_the_next_if_that_
         assert await score(own, sample(metadata={"rm_server": "proofs"})) == 2
         with pytest.raises(RewardError, match=r"names the reward server 'http://x'(.|\n)*sql, proofs"):
             await score(own, sample(metadata={"rm_server": "http://x"}))
+        with pytest.raises(RewardError, match="names the reward server"):
+            await score(own, sample(metadata={"rm_server": ["sql"]}))
         with pytest.raises(ConfigError, match="no address"):
             await score(own, sample())
-    assert (len(seen), len(others)) == (8, 1)
+        own.rm_url = second
+        assert await score(own, sample(metadata={"rm_server": None})) == 2
+    assert (len(seen), len(others)) == (8, 2)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

@@ -151,6 +151,12 @@ async def test_a_group_whose_greedy_response_was_given_up_is_dropped_with_the_re
     assert metrics[f"drop_baseline_{status}"] == 1.0
 
 
+async def test_a_group_whose_greedy_response_is_not_judged_is_dropped_with_the_reason(kit: Any) -> None:
+    buffer = buffer_of(kit, "greedy_abstains", "", wanted=1)
+    await roll(kit, kit.ScriptedEngine(), buffer, **REMAX)
+    assert [(group.uid.row, reason) for group, reason in buffer.rejected] == [(0, "baseline_abstained")]
+
+
 async def test_a_greedy_response_without_a_reward_puts_its_group_into_quarantine(kit: Any) -> None:
     buffer = buffer_of(kit, "greedy_raises", "", wanted=1)
     await roll(kit, kit.ScriptedEngine(), buffer, **REMAX)

@@ -33,13 +33,19 @@ def of_label(args, sample):  # text abstains, a number is the reward
 
 
 @rows_may_choose
+def notes(args, sample):  # under names that choose rewards
+    sample.metadata |= {"rewards": {"other": 1.0}, "rm_type": "other", "seen": True}
+    return 1.0
+
+
+@rows_may_choose
 async def length(args, sample):
     return {"length": float(len(sample.response)), "other": 100.0}
 
 
 @hookimpl
 def buffer_rl_provide(kind):
-    return {"of_label": of_label, "length": length} if kind == "reward" else {}
+    return {"of_label": of_label, "length": length, "notes": notes} if kind == "reward" else {}
 """
 
 
@@ -100,7 +106,7 @@ def chosen(kit: Any, labels: list[Any], **metadata: Any) -> Any:
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tmp_path / "two_rewards.py").write_text(TWO_PLUGINS)
     monkeypatch.syspath_prepend(tmp_path)
-    return {"plugin": ["two_rewards"], "row_rm_types": ["of_label", "length"], "reward_key": "length"}
+    return {"plugin": ["two_rewards"], "row_rm_types": ["of_label", "length", "notes"], "reward_key": "length"}
 
 
 async def test_several_rewards_of_a_row_are_summed_and_counted_by_name_and_data_set(
@@ -110,7 +116,7 @@ async def test_several_rewards_of_a_row_are_summed_and_counted_by_name_and_data_
     group = chosen(kit, [0.5, "abstain", "none"], rewards=weights)
     async with kit.opened(**options) as context:
         assert await context.scorer.score(group.samples) == []
-    assert [sample.rewards for sample in group] == [
+    assert [sample.rewards_by_name for sample in group] == [
         {"of_label": 0.5, "length": 4.0},
         {"of_label": None, "length": 4.0},
         {"of_label": None, "length": 4.0},
@@ -133,7 +139,22 @@ async def test_a_sample_that_nothing_judges_is_masked_and_its_siblings_stay(kit:
         async with kit.opened(**options) as context:
             assert await context.scorer.score(group.samples) == []
         assert [sample.remove_sample for sample in group] == [True, False]
+        stats = RolloutStats()
+        stats.count_kept(group, rewards_of(context.args, group))
+        assert stats.metrics_of_kept()["abstained"] == 1
         assert rewards_of(context.args, group) == [None, 1.0]
+
+
+@pytest.mark.parametrize("metadata", [{"rewards": {"notes": 1.0, "length": 0.0}}, {"rm_type": "notes"}])
+async def test_what_a_reward_notes_does_not_choose_rewards(kit: Any, options: dict[str, Any], metadata: Any) -> None:
+    group = chosen(kit, ["1"], **metadata)
+    async with kit.opened(**options) as context:
+        assert await context.scorer.score(group.samples) == []
+        assert group[0].metadata == {**metadata, "seen": True}
+        again = group.as_prompts()
+        again[0].response, again[0].status = "four", Status.COMPLETED
+        assert await context.scorer.score(again.samples) == []
+    assert rewards_of(context.args, group) == [1.0]
 
 
 async def test_a_reward_that_fails_is_named_and_is_no_number(kit: Any, options: dict[str, Any]) -> None:

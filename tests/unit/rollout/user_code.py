@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.kinds.marks import scoped
+from buffer_rl.kinds.reward import Abstain
 from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup, Status
 
 _SEEN: set[Any] = set()
@@ -301,7 +302,9 @@ async def reward_that_sets_a_status(args: Any, sample: Sample) -> float:
 
 
 async def length_async(args: Any, sample: Sample) -> float:
-    """The number of response tokens; behaves as the label ``greedy_raises`` says."""
+    """The number of response tokens; behaves as the labels ``greedy_raises`` and ``greedy_abstains`` say."""
+    if sample.label == "greedy_abstains" and sample.sample_index == 2:
+        raise Abstain("cannot tell")
     if sample.label == "greedy_raises" and sample.sample_index == 2:
         raise KeyError("no such answer")
     return float(sample.response_length)
