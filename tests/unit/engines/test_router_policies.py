@@ -129,7 +129,7 @@ async def test_round_robin_takes_the_engines_in_turns_whatever_the_keys_are(rout
 
 @pytest.mark.slow
 async def test_cache_aware_sends_a_prompt_where_it_was_unless_that_engine_has_much_more_to_do(routed: Any) -> None:
-    async with routed("cache_aware") as router:
+    async with routed("cache_aware", balance_abs_threshold=1000, balance_rel_threshold="1000") as router:
         assert len(set(await router.at_once(*((5, key) for key in KEYS)))) == 1
     async with routed("cache_aware", balance_abs_threshold=2, balance_rel_threshold="1.1") as router:
         assert len(set(await router.at_once(*((5, key) for key in KEYS)))) > 1
