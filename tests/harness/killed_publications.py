@@ -101,6 +101,7 @@ class SenderProcess:
             self._connection.send((self.folder, kill_at, method, arguments))
             answer, error = self._connection.recv()
         except (EOFError, OSError) as gone:
+            self._process.wait()  # its end of the pipe closes before it can be reaped
             raise WorkerDiedError("the sender was killed", where="the sender") from gone
         if error is not None:
             raise error
