@@ -115,6 +115,8 @@ async def test_equal_and_cut_responses_are_compared_without_a_request(tmp_path: 
     async with judging(lambda text, _: "[[A]]") as (url, seen):
         assert await Pairwise()(options(url, tmp_path), SampleGroup(uid=UID, samples=samples)) == [0.75, 0.75, 0.0]
         assert await Score()(options(url, tmp_path), samples[2]) == 0.0
+        cut = [sample("a" * i, i, status=Status.TRUNCATED if i else Status.COMPLETED) for i in range(3)]
+        assert await Pairwise()(options(url, tmp_path), SampleGroup(uid=UID, samples=cut)) == [1.0, 0.0, 0.0]
     assert seen == []
 
 

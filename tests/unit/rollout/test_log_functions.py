@@ -68,6 +68,17 @@ async def test_an_evaluation_function_sees_rewards_truncation_and_samples_of_eac
     assert await logged(kit, tmp_path, body, evaluation=True) == EVAL | {"eval/dev/best": 1.0}
 
 
+async def test_an_evaluation_function_does_not_see_samples_whose_rewards_abstain(kit: Any, tmp_path: Path) -> None:
+    body = "d = data['dev']; extra_metrics['seen'] = [len(d[n]) for n in ('rewards', 'truncated', 'samples')][0]"
+    (tmp_path / "log.py").write_text(f"def log(rollout_id, args, data, extra_metrics):\n    {body}\n")
+    options = {"custom_eval_rollout_log_function_path": f"{tmp_path / 'log.py'}:log"}
+    functions = LogFunctions(kit.make_args(**options), PluginRegistry())
+    groups = finished(kit)
+    groups[0][0].reward = None
+    metrics = await functions.metrics(kit.make_ticket(2, evaluation=True), groups, dict(EVAL), 1.5)
+    assert metrics["seen"] == 3
+
+
 async def test_true_leaves_only_what_progress_curve_and_early_stop_are_made_of(kit: Any, tmp_path: Path) -> None:
     assert await logged(kit, tmp_path, "return True") == {
         "rollout/raw_reward": 0.5,
