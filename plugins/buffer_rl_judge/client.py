@@ -103,9 +103,11 @@ class JudgeClient:
         return found
 
     async def _answer(self, body: dict[str, Any], place: str) -> str:
-        limit_s, failure, begun = DEADLINE_SHARE * self._args.rm_timeout_s, "no answer", time.monotonic()
+        limit_s, begun = DEADLINE_SHARE * self._args.rm_timeout_s, time.monotonic()
+        failure = f"no place among the requests of --judge-concurrency {self._args.judge_concurrency}"
         try:
             async with asyncio.timeout(limit_s), self._at_once:
+                failure = "no answer"
                 for attempt in range(ATTEMPTS):
                     await self._wait_for_limits(body, limit_s - (time.monotonic() - begun), place)
                     try:

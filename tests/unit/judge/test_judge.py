@@ -170,6 +170,10 @@ async def test_a_busy_judge_is_asked_again_and_a_stalled_or_absent_one_is_named(
     async with judging(lambda text, _: stalls()) as (url, _):
         with pytest.raises(RewardError, match=r"failed: no answer within 0\.45 s"):
             await Score()(options(url, tmp_path).model_copy(update={"rm_timeout_s": 0.5}), sample())
+        args = options(url, tmp_path, judge_concurrency=1).model_copy(update={"rm_timeout_s": 0.5})
+        score = Score()
+        found = await asyncio.gather(score(args, sample("a")), score(args, sample("b")), return_exceptions=True)
+        assert "no place among the requests of --judge-concurrency 1 within" in str(found[1])
     with pytest.raises(RewardError, match="the judge failed"):
         await Score()(options(url, tmp_path).model_copy(update={"rm_timeout_s": 1.0}), sample())
 
