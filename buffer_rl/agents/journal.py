@@ -12,7 +12,8 @@ anew, ``SampleGroup.version``. A turn of several versions is never replayed, and
 names the same weights until the run's processes start again from a checkpoint: step s + 1 may then have other bits. So
 turns belong to a ``RunStart``. Those of an earlier start are forgotten when a worker of the next one opens the file.
 Only those of the checkpoint's own step stay, if the start before wrote that checkpoint, or began with it. A worker of
-the earlier start that is still there, such as one whose driver was killed, changes nothing from then on.
+the earlier start that is still there changes nothing from then on. Nor does one after its driver's death, if it can see
+it: what fails there fails because the run's engines are gone.
 
 **Which deaths count.** A play that a worker began and never ended was killed with the worker. A play that is cancelled
 in a worker that lives (a sibling failed, the Buffer died, the rollout has enough groups) was not, nor one that ended
@@ -37,7 +38,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.turns import Turn
+from buffer_rl.buffer.ledger_audit import process_note
 from buffer_rl.buffer.ledger_file import check_local_disk, place_of
+from buffer_rl.cluster.locality import machine_id
 from buffer_rl.errors import ConfigError
 from buffer_rl.records.groups import Sample, VersionSpan
 from buffer_rl.rollout.context import RolloutContext, RunStart
@@ -105,6 +108,7 @@ class Journal:
 
     def __init__(self, path: Path, start: RunStart, save_interval: int | None = None) -> None:
         self._path, self._start, self._save_interval = path, start, save_interval
+        self._driver = start.driver if start.machine == machine_id() else ""
         self._newest = start.version
         self._has_old = True
         self._db: sqlite3.Connection | None = None
@@ -215,6 +219,8 @@ class Journal:
 
     def _write(self, statement: str, *values: Any) -> int:
         """Returns how many rows it changed. The last value of each statement is the start that the file must be of."""
+        if self._driver and process_note(int(self._driver.split()[0])) != self._driver:
+            return 0
         try:
             return 0 if self._db is None else self._db.execute(statement, (*values, self._start.name)).rowcount
         except sqlite3.Error as error:

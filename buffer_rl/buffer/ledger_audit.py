@@ -15,6 +15,7 @@ from buffer_rl.records.groups import GroupUid
 
 PID = "pid"
 """The ledger's note of the process that writes it, as ``process_note`` has it."""
+_DEAD = ("Z", "X")
 _STARTED = 19  # the 22nd field of /proc/PID/stat, counted from the third: the two before it may hold spaces
 
 # Each finds rows that contradict the accounting, as one line of text each.
@@ -269,12 +270,13 @@ def _transition(
 
 def process_note(process: int) -> str | None:
     """The process as ``ID START``, where START is when it began, in ticks since the machine did: the two are never
-    another process's. None where there is no such process, or no ``/proc``."""
+    another process's. None if it is gone or dead, and without ``/proc``."""
     try:
         status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return f"{process} {status.rpartition(')')[2].split()[_STARTED]}"
+    fields = status.rpartition(")")[2].split()
+    return None if fields[0] in _DEAD else f"{process} {fields[_STARTED]}"
 
 
 def ledger_writer(path: Path) -> int | None:

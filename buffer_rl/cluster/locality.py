@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from buffer_rl.errors import ConfigError
@@ -14,6 +15,16 @@ from buffer_rl.errors import ConfigError
 def has_memory_files() -> bool:
     """Whether this system has anonymous memory files, as Linux does."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def machine_id() -> str:
+    """What two processes share exactly if one sees the other in ``/proc``: the kernel's boot and process numbers. Empty
+    without ``/proc``."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def is_this_machine(host: str) -> bool:

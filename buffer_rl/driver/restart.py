@@ -11,13 +11,16 @@ Errors that code raised, deadlines and signals end the run.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from buffer_rl.buffer.ledger_audit import process_note
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
+from buffer_rl.cluster.locality import machine_id
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.folders import LINEAGE, START, later_checkpoint
 from buffer_rl.driver.local_roles import OWES_EVALUATION
@@ -81,7 +84,8 @@ class RunSession:
         """
         name, version = uuid4().hex, checkpoint.step if checkpoint is not None else 0
         of = self.lineage if checkpoint is None else checkpoint.facts.get(START, name)  # of an older one: unknown
-        return RunStart(name=name, version=version, origin=f"{of}:{version}")
+        driver = process_note(os.getpid()) or ""
+        return RunStart(name=name, version=version, origin=f"{of}:{version}", machine=machine_id(), driver=driver)
 
     def connect(self) -> None:
         """Connect to Ray, unless it was done before. Raises as ``ray_session``."""

@@ -33,11 +33,15 @@ class RunStart:
 
     name: differs from that of every other start. version: of the weights that it begins with. origin: which weights
     these are: ``NAME:VERSION`` of the start that wrote the checkpoint; without one, a text of the run's own.
+    machine, driver: where the driver is (``machine_id``), and its process (``process_note``). What its processes do
+    after its death is no part of the run. Empty if unknown.
     """
 
     name: str
     version: int
     origin: str
+    machine: str = ""
+    driver: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,12 +17,11 @@ import contextlib
 import errno
 import mmap
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from buffer_rl.cluster.locality import has_memory_files
+from buffer_rl.cluster.locality import has_memory_files, machine_id
 from buffer_rl.errors import ConfigError, EngineError, TrainError
 
 NAME = "buffer_rl_weights"
@@ -31,12 +30,6 @@ _MADV_POPULATE_READ = 22
 """Linux's ``madvise``: map all pages at once, for reading, rather than by one page fault each (linux/mman.h)."""
 _CUDA_BYTES = ("handle", "ref_counter_handle", "event_handle")
 _CUDA_NUMBERS = ("num_bytes", "offset", "ref_counter_offset")
-
-
-def machine_id() -> str:
-    """What two processes share exactly if one can open the other's memory: the kernel's boot and process numbers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 class SharedMemory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import runpy
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer_rl.args import CORE_SECTIONS
@@ -27,6 +25,7 @@ from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import compose
 from harness.agent_programs import CLIENT
+from harness.checkpoints import final_weights
 from harness.processes import descendants, holds_within, is_running
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
@@ -94,12 +93,6 @@ def run(options_of: Callable[..., Any], train: Callable[[Any], Any]) -> Run:
     return play
 
 
-def weights(folder: Path) -> dict[str, str]:
-    """A digest of each tensor: a difference of whole tensors takes minutes to be printed."""
-    tensors = load_file(folder / "hf" / "model.safetensors")
-    return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in tensors.items()}
-
-
 def values(metrics: list[dict[str, Any]], name: str) -> list[float]:
     return [line[name] for line in metrics if name in line]
 
@@ -111,7 +104,7 @@ def test_two_deterministic_runs_end_with_equal_bits_though_agents_ask_at_once(ru
     first, rows, folder = run("first", deterministic=True, **held_out)
     second, others, other_folder = run("second", deterministic=True, **held_out)
     assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"])
-    assert weights(folder) == weights(other_folder)
+    assert final_weights(folder) == final_weights(other_folder)
     assert max(values(first, "train/grad_norm")) > 0
     for name in ("rollout/agent/turns", "rollout/agent/rows", "rollout/raw_reward", "eval/heldout/score"):
         assert values(first, name) == values(second, name) != []
@@ -211,11 +204,11 @@ def test_the_same_program_as_function_command_and_elsewhere_ends_with_equal_bits
     with agents_elsewhere(tmp_path / "elsewhere" / "agents" / "worker_0.json", 4):
         found["elsewhere"] = run("elsewhere", **same, agent_path="remote", agent_heartbeat_s=2.0)
     found["started"] = run("started", **same, agent_path=f"{FUNCTIONS}:programs")
-    expected = weights(folder)
+    expected = final_weights(folder)
     assert min(values(metrics, "train/grad_norm")) > 0
     for door, (metrics, others, other_folder) in found.items():
         assert sorted(rows, key=lambda row: row["row"]) == sorted(others, key=lambda row: row["row"]), door
-        assert weights(other_folder) == expected, door
+        assert final_weights(other_folder) == expected, door
         assert values(metrics, "rollout/agent/failed") == [], door
         marks = {path.name.rpartition("_")[0] for path in (tmp_path / door).glob("*_[0-9]*")}
         if door != "command":
@@ -246,7 +239,7 @@ def test_a_run_whose_rollout_worker_buffer_or_driver_is_killed_in_each_phase_of_
     """What was answered before a death is replayed, and each death is only that of its play: five in a run, in a step
     each."""
     metrics, rows, whole = run("undisturbed", **DEADLY)
-    expected = weights(whole)
+    expected = final_weights(whole)
     assert sum(norm > 0 for norm in values(metrics, "train/grad_norm")) > 2  # else all bits stay those of the start
     for victim in ("worker", "buffer", "driver"):
         if victim == "driver":
@@ -258,7 +251,7 @@ def test_a_run_whose_rollout_worker_buffer_or_driver_is_killed_in_each_phase_of_
         assert {path.name for path in folder.glob("killed *")} == {f"killed {phase}" for phase in PHASES}
         # A Buffer that died has the rollout made again, whose rows are noted a second time.
         assert {json.dumps(row) for row in others} == {json.dumps(row) for row in rows}, victim
-        assert weights(folder) == expected, victim
+        assert final_weights(folder) == expected, victim
         assert len(values(metrics, "rollout/agent/replayed")) == len(PHASES)
         assert min(values(metrics, "rollout/agent/replayed")) > 0
         assert len(values(metrics, "rollout/agent/killed")) == (len(PHASES) if victim == "worker" else 0)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.files.checkpoint import opened_checkpoint
+from harness.checkpoints import final_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -179,10 +179,6 @@ def restarts(run_dir: Path) -> int:
     return int(LedgerAudit(run_dir / "ledger.sqlite").facts()["restarts"]) - 1
 
 
-def weights(run_dir: Path) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in load_file(run_dir / "hf" / "model.safetensors").items()}
-
-
 def check_accounts(run_dir: Path) -> None:
     """Every step's groups are trained, once, and nothing else is."""
     audit = LedgerAudit(run_dir / "ledger.sqlite")
@@ -229,7 +225,7 @@ def test_a_run_whose_buffer_dies_at_every_moment_of_a_step_ends_as_if_it_had_not
     lost = happened & {"in_generation", "after_close", "in_log_probs", "stopped", "storage"}
     said = "".join(capfd.readouterr())
     assert said.count("is produced again (") == len(lost), said
-    assert weights(disturbed) == weights(undisturbed)
+    assert final_weights(disturbed) == final_weights(undisturbed)
     check_accounts(disturbed)
     if "save" in options:
         with opened_checkpoint(disturbed.parent / "saves" / "step_000002") as checkpoint:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import compose
+from harness.checkpoints import final_weights
 from harness.processes import holds_within
 
 HERE = Path(__file__).parent
@@ -126,12 +126,9 @@ def test_deterministic_runs_end_with_equal_bits_also_if_a_rollout_worker_is_kill
     ):
         metrics, folder = run(name, deterministic=True, **held_out, **changes)
         rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-        weights = load_file(folder / "hf" / "model.safetensors")
         steps = [line["eval/heldout/steps"] for line in metrics if "eval/heldout/steps" in line]
         assert steps == [2.0]
-        found.append(
-            (sorted(rows, key=lambda row: row["row"]), {each: array.tobytes() for each, array in weights.items()})
-        )
+        found.append((sorted(rows, key=lambda row: row["row"]), final_weights(folder)))
         if name == "killed":
             assert total(metrics, "killed") > 0
             assert total(metrics, "replayed") > 0
@@ -151,7 +148,6 @@ def test_rewards_of_steps_train_the_same_in_both_schedules_and_matter(run: Run) 
     }.items():
         metrics, folder = run(name, **options, **changes)
         assert all(line["train/grad_norm"] > 0 for line in metrics if "train/grad_norm" in line)
-        weights = load_file(folder / "hf" / "model.safetensors")
-        found[name] = {key: array.tobytes() for key, array in weights.items()}
+        found[name] = final_weights(folder)
     assert found["lockstep"] == found["pipelined"]
     assert found["lockstep"] != found["at_the_end"]

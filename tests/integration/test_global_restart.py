@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.metrics import read_metrics
+from harness.checkpoints import final_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -131,13 +132,9 @@ def undisturbed(run: Run) -> Path:
     return run("undisturbed")
 
 
-def weights(run_dir: Path) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in load_file(run_dir / "hf" / "model.safetensors").items()}
-
-
 def check_equal(disturbed: Path, undisturbed: Path) -> None:
     """Equal parameters and metrics, and a ledger in which each step's groups are trained, once."""
-    assert weights(disturbed) == weights(undisturbed)
+    assert final_weights(disturbed) == final_weights(undisturbed)
     audit = LedgerAudit(disturbed / "ledger.sqlite")
     assert audit.faults() == []
     assert audit.commits() == [(step, step + 1, GROUPS) for step in range(STEPS)]

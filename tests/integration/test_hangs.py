@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.checkpoints import final_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -165,12 +165,8 @@ def undisturbed(run: Run) -> Path:
     return run("undisturbed")
 
 
-def weights(run_dir: Path) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in load_file(run_dir / "hf" / "model.safetensors").items()}
-
-
 def check_equal(disturbed: Path, undisturbed: Path) -> None:
-    assert weights(disturbed) == weights(undisturbed)
+    assert final_weights(disturbed) == final_weights(undisturbed)
     audit = LedgerAudit(disturbed / "ledger.sqlite")
     assert audit.faults() == []
     assert audit.commits() == [(step, step + 1, GROUPS) for step in range(STEPS)]

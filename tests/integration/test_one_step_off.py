@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
 
 from buffer_rl.driver.launch import _Run
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plugin.registry import PluginRegistry
+from harness.checkpoints import final_weights
 
 FUNCTIONS = """
 def some_a(args, group):
@@ -98,6 +98,5 @@ def test_one_step_off_ends_with_the_bits_of_the_same_work_one_after_another(
             assert train(args).steps == STEPS
         else:
             sequential(args)
-        arrays = load_file(tmp_path / name / "hf" / "model.safetensors")
-        weights.append({key: array.tobytes() for key, array in arrays.items()})
+        weights.append(final_weights(tmp_path / name))
     assert weights[0] == weights[1]

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
 
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.checkpoints import final_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -88,14 +88,13 @@ def run(train: Callable[[Any], Any], options_in: Any, tmp_path_factory: pytest.T
     return run
 
 
-def outcome(args: Any) -> tuple[dict[str, bytes], list[dict[str, float]]]:
+def outcome(args: Any) -> tuple[dict[str, str], list[dict[str, float]]]:
     """The final weights, and the metrics of each step without times."""
-    weights = load_file(Path(args.run_dir) / "hf" / "model.safetensors")
     timeless = [
         {name: value for name, value in step.items() if not name.startswith(("perf/", "time"))}
         for step in read_metrics(args.run_dir)
     ]
-    return {name: array.tobytes() for name, array in weights.items()}, timeless
+    return final_weights(Path(args.run_dir)), timeless
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from harness.checkpoints import final_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -78,10 +78,6 @@ def undisturbed(run: Callable[..., Path]) -> Path:
     return run("undisturbed")
 
 
-def weights(run_dir: Path) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in load_file(run_dir / "hf" / "model.safetensors").items()}
-
-
 def history(run_dir: Path) -> dict[tuple[str, str], int]:
     """How often each transition happened in the run."""
     with sqlite3.connect(run_dir / "ledger.sqlite") as ledger:
@@ -114,4 +110,4 @@ def test_ten_deaths_of_the_rollout_worker_change_no_bit_and_no_finished_group_is
         ("leased", "finished"): total,
         ("finished", "trained"): total,
     }
-    assert weights(disturbed) == weights(undisturbed)
+    assert final_weights(disturbed) == final_weights(undisturbed)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 from buffer_rl.agents import journal as module
 from buffer_rl.agents.journal import FILE_NAME, Journal, Play
 from buffer_rl.agents.turns import Turn
+from buffer_rl.buffer.ledger_audit import process_note
+from buffer_rl.cluster.locality import machine_id
 from buffer_rl.records.groups import VersionSpan
 from buffer_rl.rollout.context import RunStart
 from harness.agent_play import AgentEngine, session_of, user
@@ -147,6 +152,30 @@ def test_a_worker_that_outlives_its_start_changes_nothing(tmp_path: Path) -> Non
     assert [line for line in sqlite3.connect(path).iterdump() if line.startswith("INSERT")] == before
     assert worker.begin("s", 3) == (0, 1, True)
     assert has(path, of)
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_what_a_worker_of_this_machine_writes_after_its_drivers_death_is_not_kept(place: str, tmp_path: Path) -> None:
+    """What its agents fail of is that the run's engines are gone. A driver that cannot be seen is taken to live."""
+    path = tmp_path / FILE_NAME
+    driver = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    note = process_note(driver.pid)
+    assert note is not None
+    machine = machine_id() if place == "here" else "another"
+    journal = Journal(path, replace(start("a"), machine=machine, driver=note))
+    journal.begin("s", 3)
+    alive, late = play(journal), play(journal, sample="other")
+    alive.record(turn())
+    alive.fail()
+    driver.kill()
+    driver.wait()
+    late.record(turn())
+    alive.fail()
+    journal.close()
+    then = Journal(path, start("a"))
+    is_seen = place == "here"
+    assert then.begin("s", 3)[0] == (1 if is_seen else 2)
+    assert (play(then, sample="other").find((1, 2), DIGEST, 0) is None) is is_seen
 
 
 def test_a_worker_that_dies_in_a_play_is_seen_and_the_second_time_the_play_is_the_next_one(tmp_path: Path) -> None:

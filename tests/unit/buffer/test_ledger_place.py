@@ -106,6 +106,8 @@ def test_the_writer_is_the_process_that_the_ledger_notes_while_it_runs(tmp_path:
     assert ledger_writer(Path(place.path)) is None, "it is not there yet"
     ledger = Ledger(place.path, run=place.run)
     ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert process_note(ended.pid) is None, "it is dead, though nobody has asked for its status"
     ended.wait()
     own = process_note(os.getpid())
     assert own is not None

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from buffer_rl.cluster.locality import machine_id
 from buffer_rl.errors import EngineError
 from buffer_rl.weights.shared_bucket import SharedWeights, open_bucket
-from buffer_rl.weights.shared_memory import SharedMemory, machine_id, open_memory
+from buffer_rl.weights.shared_memory import SharedMemory, open_memory
 
 SHARE = """
 import torch
