@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart agent test test-all test-processors sglang-env test-sglang verifiers-env test-verifiers test-megatron test-harnesses test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env quickstart agent test test-all test-processors test-newer sglang-env test-sglang verifiers-env test-verifiers test-megatron test-harnesses test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -18,6 +18,7 @@ help:
 	@echo "make test         run the tests but the slow ones, in minutes (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-all     run all tests"
 	@echo "make test-processors  run the numerical tests as on processors without AVX-512 and without AVX"
+	@echo "make test-newer   run the numerical tests with torch 2.14.1 and 2.15.0 and transformers 5.24; installs them in environments of their own (11 GB)"
 	@echo "make test-sglang  run the tests against real SGLang servers on the CPU; installs them in $(VENV)-sglang (1.6 GB)"
 	@echo "make test-verifiers  run the tests against real tasksets of verifiers; installs it in $(VENV)-verifiers (0.6 GB)"
 	@echo "make test-megatron  run the tests of all layouts of Megatron ranks on the CPU"
@@ -69,6 +70,18 @@ test-all: $(VENV)/.stamp-dev
 # Twice, each with the kernels of another processor.
 test-processors: $(VENV)/.stamp-dev
 	$(BIN)/python tests/run.py --all --processors $(PYTEST_ARGS)
+
+# With newer packages than the pinned ones, each torch in an environment of its own (5.5 GB: a build for CUDA).
+$(VENV)-torch-%/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -v -e '^torch==' -e '^transformers==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c $(@D)/constraints.txt -e '.[dev]' torch==$* transformers==5.24.0
+	@touch $@
+
+test-torch-%: $(VENV)-torch-%/.stamp
+	$(VENV)-torch-$*/bin/python tests/run.py --all --processors $(PYTEST_ARGS)
+
+test-newer: test-torch-2.14.1 test-torch-2.15.0
 
 # Real servers, in an environment of their own (1.6 GB).
 $(VENV)-sglang/.stamp: plugins/buffer_rl_sglang/requirements-cpu.txt

@@ -65,7 +65,7 @@ def add_adapters(module: PreTrainedModel, args: Args) -> dict[str, torch.Tensor]
         try:
             module.add_adapter(config)
         except ValueError as error:
-            raise ConfigError(str(error), where="--target-modules") from error
+            raise ConfigError(str(error), where="--lora-rank and --target-modules") from error
     for name, weight in module.named_parameters():
         if PART in name:
             weight.data = weight.data.float()

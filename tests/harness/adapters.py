@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from buffer_rl.train.lora import write_adapter
+
+makes_adapters = pytest.mark.skipif(
+    Version(importlib.metadata.version("peft")) < Version(MIN_PEFT_VERSION),
+    reason=f"transformers {transformers.__version__} refuses peft before {MIN_PEFT_VERSION}",
+)
 
 
 def with_random_adapter(

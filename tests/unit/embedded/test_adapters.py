@@ -13,7 +13,9 @@ from buffer_rl.embedded.fallback import FallbackDecoder
 from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.embedded.scheduler import Scheduler
 from buffer_rl.errors import EngineError
-from harness.adapters import with_random_adapter
+from harness.adapters import makes_adapters, with_random_adapter
+
+pytestmark = makes_adapters
 
 PROMPTS = (1, 5, 17, 63)
 
