@@ -47,6 +47,7 @@ from buffer_rl_megatron.forward import (
 )
 from buffer_rl_megatron.model_shape import read_configuration
 from buffer_rl_megatron.optimizer import Optimizer, data_parallel
+from buffer_rl_megatron.routing import RoutingReplay
 
 if TYPE_CHECKING:
     from buffer_rl_megatron.options import MegatronArgs
@@ -72,6 +73,8 @@ class MegatronTrainer:
         self._bridge, chunks = self._built(folder, flag, value_head=objective.critic)
         if args.recompute_granularity is not None:
             keep_gradients_of_recomputed_layers(chunks)
+        replays = args.replay_routed_experts and not objective.critic
+        self._replay = RoutingReplay(chunks, self._bridge.config) if replays else None
         self._chunks = data_parallel(args, self._bridge.config, chunks)
         self._optimizer = Optimizer(args, self._chunks)
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
@@ -118,7 +121,9 @@ class MegatronTrainer:
             if options.has_auxiliary_loss(self._args):
                 auxiliary = AuxiliaryLossWeights(micros, self._objective)
             before = None if auxiliary is None else auxiliary.apply
-            found = run_schedule(self._chunks, micros, compute, backward=True, before_backward=before)
+            found = run_schedule(
+                self._chunks, micros, compute, backward=True, before_backward=before, replay=self._replay
+            )
         return Sums.of(found[number] for number in sorted(found))
 
     def zero_grad(self) -> None:
@@ -214,7 +219,8 @@ class MegatronTrainer:
         micros = self._micros(batch)
         for chunk in chunks:
             chunk.eval()
-        found = run_schedule(chunks, micros, compute, backward=False) if micros else {}
+        replay = self._replay if chunks is self._chunks else None
+        found = run_schedule(chunks, micros, compute, backward=False, replay=replay) if micros else {}
         for chunk in self._chunks:
             chunk.train()
         if not parallel_state.is_pipeline_last_stage():
@@ -309,6 +315,7 @@ def _overrides(args: MegatronArgs) -> dict[str, Any]:
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         "moe_grouped_gemm": args.moe_grouped_gemm,
         "deallocate_pipeline_outputs": True,
+        **({"moe_router_fusion": False} if args.replay_routed_experts else {}),  # the fused kernel replays nothing
     }
 
 
