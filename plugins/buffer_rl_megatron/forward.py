@@ -48,7 +48,7 @@ from buffer_rl_megatron import compat
 from buffer_rl_megatron.attention import Share, packed_rows, share_of
 from buffer_rl_megatron.layers import ValueHead
 from buffer_rl_megatron.options import has_auxiliary_loss
-from buffer_rl_megatron.routing import RoutingReplay, places_of_experts
+from buffer_rl_megatron.routing import RoutingReplay, places_of_experts, without_experts
 from buffer_rl_megatron.vocabulary import log_probs_and_entropies
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _multiples(args: MegatronArgs) -> tuple[int, int]:
 def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows one after another, each padded for its chunks, and a row of padding where sequence parallelism needs another
     length."""
-    batch = collate(rows, device) if indices else no_rows(device)
+    batch = collate(without_experts(rows), device) if indices else no_rows(device)
     of_row, of_all = _multiples(args)
     real = np.asarray(rows.lengths if indices else [1], dtype=np.int64)
     lengths = -(-real // of_row) * of_row
@@ -144,7 +144,7 @@ def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatc
 
 def _padded(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows padded on the right, where no token of the row sees it."""
-    batch = collate(rows, device) if indices else no_rows(device)
+    batch = collate(without_experts(rows), device) if indices else no_rows(device)
     num_rows, width = batch.tokens_bl.shape
     padding = -width % _multiples(args)[1]
     size, rank = args.context_parallel_size, parallel_state.get_context_parallel_rank()

@@ -14,7 +14,7 @@ Suffix legend: ``_t`` is ``[num_tokens]``, the tokens of this rank's routers in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -25,7 +25,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 from buffer_rl.errors import ConfigError, DataError
+from buffer_rl.kinds.token_loss import Reduction, Sums, Total
 from buffer_rl.records.groups import TrainBatch
+from buffer_rl_megatron.compat import current_device
 
 if TYPE_CHECKING:
     from buffer_rl_megatron.forward import Micro
@@ -53,6 +55,11 @@ def places_of_experts(args: MegatronArgs, rows: TrainBatch, row_t: np.ndarray, s
     return place_t
 
 
+def without_experts(rows: TrainBatch) -> TrainBatch:
+    """The rows without the column, which ``collate`` would copy to the device for all micro-batches at once."""
+    return replace(rows, columns={name: column for name, column in rows.columns.items() if name != COLUMN})
+
+
 class RoutingReplay:
     """Replays the column ``routed_experts`` of micro-batches in the routers of one model.
 
@@ -60,6 +67,7 @@ class RoutingReplay:
     that chooses them in another way than by their scores."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: Any) -> None:
+        self._counts = torch.zeros(2)
         self._recomputes = config.recompute_granularity is not None
         self._choices: dict[torch.nn.Module, list[_Choice]] = {}
         for chunk in map(unwrap_model, chunks):
@@ -89,9 +97,20 @@ class RoutingReplay:
             experts = experts_of(micro.rows, micro.routed, layers, **self._sizes)
             replayed = torch.from_numpy(experts).to(micro.is_padding.device).unbind(1)
         for choice, experts in zip(choices, replayed, strict=True):
-            choice.experts = experts
+            choice.experts, choice.counts = experts, None if again else self._counts
+
+    def differing(self) -> Sums:
+        """The metric ``routed_experts_differ`` of the passes since the replay was entered: of the tokens and layers with
+        experts to replay the share that the routers would have sent to others. Collective over the ranks of a replica.
+        """
+        for group in (parallel_state.get_context_parallel_group(), parallel_state.get_model_parallel_group()):
+            dist.all_reduce(self._counts, group=group)
+        num_other, num_given = self._counts.tolist()
+        share = Total(Reduction.MEAN, num_other, num_given)
+        return Sums(metrics={"routed_experts_differ": share} if num_given else {})
 
     def __enter__(self) -> Self:
+        self._counts = torch.zeros(2, dtype=torch.int64, device=current_device())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,37 +129,25 @@ def experts_of(
     Raises DataError for a row whose experts are not those of its tokens in such a model."""
     parts = []
     for row_id, length, experts in zip(rows.row_ids, rows.lengths, rows.columns[COLUMN], strict=True):
-        if len(experts) >= length or experts.shape[1:] != (num_layers, k):
+        fits = len(experts) < length and experts.shape[1:] == (num_layers, k)
+        if not fits or (experts.size and not 0 <= experts.min() <= experts.max() < num_experts):
             raise DataError(
-                f"{COLUMN} has the shape {experts.shape}",
+                f"{COLUMN} has the shape {experts.shape}, and numbers up to {experts.max(initial=0)}",
                 where=str(row_id),
-                expected=f"at most {length - 1} tokens, {num_layers} layers with experts, {k} experts each",
+                expected=f"at most {length - 1} tokens, {num_layers} layers with experts, in each {k} of {num_experts}",
                 hint="engine and trainer must have the same model",
             )
-        own = experts[:, list(layers)]
-        if own.size and not (own.min() >= 0 and own.max() < num_experts and _differ(own)):
-            raise DataError(
-                f"{COLUMN} has a token whose experts are not {k} of the {num_experts}",
-                where=str(row_id),
-                expected=f"different numbers from 0 to {num_experts - 1} for each token and layer",
-                hint="an engine that has not kept the experts of a cached prefix may answer zeros",
-            )
-        parts.append(own.astype(np.int16))
+        parts.append(experts[:, list(layers)].astype(np.int16))
     has = place_t != NONE
     found = np.full((len(place_t), len(layers), k), NONE, dtype=np.int16)
     found[has] = np.concatenate(parts)[place_t[has]]
     return found
 
 
-def _differ(experts: np.ndarray) -> bool:
-    """Whether the numbers of the last dimension differ from each other everywhere."""
-    columns = np.ascontiguousarray(np.moveaxis(experts, -1, 0))
-    return not any((one == other).any() for one, other in combinations(columns, 2))
-
-
 class _Choice:
     """Chooses the experts in one router, whose attribute ``router_replay`` it becomes. experts: those that the tokens
-    of the running pass must have, ``[num_tokens, k]`` int16; None where the router chooses."""
+    of the running pass must have, ``[num_tokens, k]`` int16; None where the router chooses. counts: what the tokens are
+    added to, ``[2]`` int64: those that the router would have sent to others, and all with experts."""
 
     def __init__(self, router: torch.nn.Module, layer: int) -> None:
         if not isinstance(router, TopKRouter) or router.routing_type == "sinkhorn" or router.config.moe_router_fusion:
@@ -151,6 +158,7 @@ class _Choice:
             )
         self.layer = layer
         self.experts: torch.Tensor | None = None
+        self.counts: torch.Tensor | None = None
         router.router_replay = self
 
     def get_replay_topk(
@@ -171,4 +179,7 @@ class _Choice:
         with torch.no_grad():
             _, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         replayed = torch.where(self.experts == NONE, chosen, self.experts.to(chosen.dtype))
+        if self.counts is not None:
+            is_other = (chosen[:, :, None] != replayed[:, None, :]).all(-1).any(-1)
+            self.counts += torch.stack([is_other.sum(), (self.experts[:, 0] != NONE).sum()])
         return scores.gather(1, replayed), replayed

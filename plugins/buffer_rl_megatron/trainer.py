@@ -82,6 +82,11 @@ class MegatronTrainer:
         self._place_in_rollout = (-1, 0)
         self._written: Callable[[], bool] = lambda: True
 
+    @property
+    def replays_experts(self) -> bool:
+        """Whether ``--replay-routed-experts`` is what is done here; not for a critic."""
+        return self._replay is not None
+
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
         """Log-probabilities of the response tokens under ``model``: "actor", "ref" or "teacher". Per row
         ``[response_length]`` float32, in nats, at the sampling temperature; None on ranks of other pipeline stages than
@@ -124,7 +129,8 @@ class MegatronTrainer:
             found = run_schedule(
                 self._chunks, micros, compute, backward=True, before_backward=before, replay=self._replay
             )
-        return Sums.of(found[number] for number in sorted(found))
+        parts = [found[number] for number in sorted(found)]
+        return Sums.of(parts if self._replay is None else [*parts, self._replay.differing()])
 
     def zero_grad(self) -> None:
         """Forget what ``accumulate`` summed since the last step."""

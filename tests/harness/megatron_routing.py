@@ -101,8 +101,11 @@ def log_probs_of_columns(args: Any, batch: TrainBatch, columns: Sequence[list[np
     return found
 
 
-def by_hand(args: Any, batch: TrainBatch, *, replays: bool = True) -> Found:
-    """What a step of the whole batch, whose column the model replays, gives in float64."""
+def by_hand(args: Any, batch: TrainBatch, *, replays: bool = True, balance: float = 0.0) -> Found:
+    """What a step of the whole batch, whose column the model replays, gives in float64.
+
+    balance: weight of the auxiliary loss (Fedus et al. 2022, arXiv:2101.03961, equation 4) of all rows together, in
+    which the experts of a token are those of its highest scores."""
     from transformers import AutoModelForCausalLM
 
     objective = Objective(args, PluginRegistry.from_flags([]))
@@ -110,11 +113,12 @@ def by_hand(args: Any, batch: TrainBatch, *, replays: bool = True) -> Found:
     objective.compute_advantages(batch)
     experts = [np.asarray(row, dtype=np.int64) for row in batch.columns[COLUMN]] if replays else [None] * len(batch)
     lengths = batch.columns["response_length"]
-    rows = [_outputs(model, *each) for each in zip(batch.columns["tokens"], lengths, experts, strict=True)]
+    scores: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
+    rows = [_outputs(model, scores, *each) for each in zip(batch.columns["tokens"], lengths, experts, strict=True)]
     log_probs_bt, entropy_bt = (torch.nn.utils.rnn.pad_sequence(each, True) for each in zip(*rows, strict=True))
     loss, sums = objective(log_probs_bt, entropy_bt, batch)
     sums = sums.resolved()
-    loss.backward()
+    (loss + balance * sums.divisor * sum(map(_imbalance, scores))).backward()
     gradients = {name: weight.grad / sums.divisor for name, weight in model.named_parameters()}
     moved = {
         name: weight.detach() - gradients[name] / (1 + gradients[name].abs())
@@ -124,18 +128,20 @@ def by_hand(args: Any, batch: TrainBatch, *, replays: bool = True) -> Found:
     outputs = [row.detach().float().numpy() for row, _ in rows]
     return Found(
         outputs=dict(zip(batch.row_ids, outputs, strict=True)),
-        steps=[sums.means() | {"grad_norm": norm}],
+        steps=[sums.means() | {"grad_norm": norm, "routed_experts_differ": _differing(scores, experts)}],
         weights={name: tensor.float() for name, tensor in _split_experts(moved)},
     )
 
 
 def _outputs(
-    model: Any, tokens: np.ndarray, length: int, experts: np.ndarray | None
+    model: Any, scores: list[list[torch.Tensor]], tokens: np.ndarray, length: int, experts: np.ndarray | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies ``[length]`` of a row's response tokens."""
+    """Log-probabilities and entropies ``[length]`` of a row's response tokens. scores: those of each layer's router,
+    ``[num_tokens, EXPERTS]``, are appended."""
     for number, layer in enumerate(model.model.layers):
+        seen = scores[number]
         own = None if experts is None else torch.from_numpy(experts[:, number])
-        layer.mlp.forward = _experts_of(layer.mlp, own)
+        layer.mlp.forward = _experts_of(layer.mlp, own, seen)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = _norm_of(module)
@@ -147,17 +153,39 @@ def _outputs(
     return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
+def _differing(scores: Sequence[Sequence[torch.Tensor]], experts: Sequence[np.ndarray | None]) -> float:
+    """The share of tokens and layers whose experts are not those of the highest scores, of those with experts."""
+    differ = [
+        set(row.topk(K).indices.tolist()) != set(given.tolist())
+        for layer, of_rows in enumerate(scores)
+        for whole, column in zip(of_rows, experts, strict=True)
+        if column is not None
+        for row, given in zip(whole, column[:, layer], strict=False)
+    ]
+    return sum(differ) / max(1, len(differ))
+
+
 def _norm_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: module.weight * x * (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
 
 
-def _experts_of(block: Any, given: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _imbalance(scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of one layer, whose ``scores`` are ``[num_tokens, EXPERTS]`` of each row."""
+    of_all = torch.cat(list(scores))
+    chosen = torch.zeros_like(of_all).scatter(1, of_all.topk(K).indices, 1.0)
+    return EXPERTS * (chosen.mean(0) / K * of_all.mean(0)).sum()
+
+
+def _experts_of(
+    block: Any, given: torch.Tensor | None, seen: list[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """given: the experts ``[num_given, k]`` of the first tokens; those of the others, and of all without them, are those
-    of highest score."""
+    of highest score. seen: the scores are appended to it."""
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         x = hidden[0]
         scores = (x @ block.gate.weight.T).softmax(-1)
+        seen.append(scores)
         chosen = scores.topk(K).indices
         if given is not None:
             chosen = torch.cat([given, chosen[len(given) :]])

@@ -60,7 +60,11 @@ def test_log_probs_and_gradients_are_those_of_the_rows_experts(
     changes: dict[str, Any], model: str, expected: Found, ranks: RankPool
 ) -> None:
     case = Case(args=replay_args(model, **changes), batches=[with_experts(make_rows())])
-    assert beyond(run_case(ranks, case), expected) == {}
+    found = run_case(ranks, case)
+    assert beyond(found, expected) == {}
+    share = expected.steps[0]["routed_experts_differ"]
+    assert found.steps[0]["routed_experts_differ"] == pytest.approx(share, abs=2e-3)  # ties
+    assert 0.9 < share < 1
 
 
 @pytest.mark.slow
@@ -151,12 +155,11 @@ def test_a_tokens_experts_are_found_by_its_row_and_place() -> None:
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        (numbered(3), r"shape \(3, 2, 2\).*at most 2 tokens, 2 layers with experts, 2 experts each"),
+        (numbered(3), r"shape \(3, 2, 2\), .*at most 2 tokens, 2 layers with experts, in each 2 of 8"),
         (numbered(2)[:, :1], r"shape \(2, 1, 2\)"),
         (numbered(2)[..., :1], r"shape \(2, 2, 1\)"),
-        (numbered(1) * 4 + 8, "not 2 of the 8"),
-        (numbered(1).astype(np.int16) - 1, "not 2 of the 8"),
-        (np.zeros((2, 2, 2), dtype=np.uint8), "different numbers from 0 to 7"),
+        (numbered(1) + 8, "numbers up to 9"),
+        (numbered(1).astype(np.int16) - 1, "numbers up to 0"),
     ],
 )
 def test_experts_of_another_model_are_refused(experts: np.ndarray, said: str) -> None:
