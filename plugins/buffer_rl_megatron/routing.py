@@ -25,8 +25,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 from buffer_rl.errors import ConfigError, DataError
-from buffer_rl.kinds.token_loss import Reduction, Sums, Total
+from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.records.groups import TrainBatch
+from buffer_rl.train.routing_replay import Differing
 from buffer_rl_megatron.compat import current_device
 
 if TYPE_CHECKING:
@@ -94,20 +95,16 @@ class RoutingReplay:
             replayed: Sequence[torch.Tensor | None] = [None] * len(choices)
         else:
             layers = [choice.layer for choice in choices]
-            experts = experts_of(micro.rows, micro.routed, layers, **self._sizes)
-            replayed = torch.from_numpy(experts).to(micro.is_padding.device).unbind(1)
+            chosen = torch.from_numpy(experts_of(micro.rows, micro.routed, layers, **self._sizes))
+            replayed = chosen.to(micro.is_padding.device).unbind(1)
         for choice, experts in zip(choices, replayed, strict=True):
             choice.experts, choice.counts = experts, None if again else self._counts
 
     def differing(self) -> Sums:
-        """The metric ``routed_experts_differ`` of the passes since the replay was entered: of the tokens and layers with
-        experts to replay the share that the routers would have sent to others. Collective over the ranks of a replica.
-        """
+        """The metric of the passes since the replay was entered. Collective over the ranks of a replica."""
         for group in (parallel_state.get_context_parallel_group(), parallel_state.get_model_parallel_group()):
             dist.all_reduce(self._counts, group=group)
-        num_other, num_given = self._counts.tolist()
-        share = Total(Reduction.MEAN, num_other, num_given)
-        return Sums(metrics={"routed_experts_differ": share} if num_given else {})
+        return Differing(num_other=self._counts[0], num_given=self._counts[1]).sums()
 
     def __enter__(self) -> Self:
         self._counts = torch.zeros(2, dtype=torch.int64, device=current_device())

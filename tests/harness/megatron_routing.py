@@ -18,15 +18,14 @@ from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.objective import Objective
 from harness.megatron_rows import CHARACTERS, make_args, make_rows
 from harness.megatron_steps import Found
+from harness.replayed_experts import NUM_EXPERTS, NUM_LAYERS, SIZES, TOP_K
 
-LAYERS, EXPERTS, K = 4, 8, 2
 COLUMN = "routed_experts"
 
 
 def make_moe(folder: Any, **changes: Any) -> str:
     """A random Qwen3-MoE model of four layers, with eight experts of which a token has two."""
-    shape = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": K, "norm_topk_prob": True}
-    return make_tiny_model(folder, "qwen3_moe", characters=CHARACTERS, init_scale=0.2, **shape | changes)
+    return make_tiny_model(folder, "qwen3_moe", characters=CHARACTERS, **{"init_scale": 0.2, **SIZES, **changes})
 
 
 def replay_args(model: str, **changes: Any) -> Any:
@@ -41,8 +40,8 @@ def with_experts(batch: TrainBatch, seed: int = 0) -> TrainBatch:
     rng = np.random.default_rng(seed)
     missing = [1 if row % 3 else min(3, length) for row, length in enumerate(batch.lengths)]
     counts = [length - each for length, each in zip(batch.lengths, missing, strict=True)]
-    scores = [rng.random((count, LAYERS, EXPERTS)) for count in counts]
-    batch.columns[COLUMN] = [np.argsort(each, -1)[..., :K].astype(np.uint8) for each in scores]
+    scores = [rng.random((count, NUM_LAYERS, NUM_EXPERTS)) for count in counts]
+    batch.columns[COLUMN] = [np.argsort(each, -1)[..., :TOP_K].astype(np.uint8) for each in scores]
     return batch
 
 
@@ -55,38 +54,6 @@ def equal_rows() -> TrainBatch:
     batch.columns["loss_mask"] = [np.ones(4, dtype=np.float32) for _ in range(8)]
     batch.columns["rollout_log_probs"] = [-rng.random(4).astype(np.float32) for _ in range(8)]
     return with_experts(batch)
-
-
-def shifted(column: list[np.ndarray]) -> list[np.ndarray]:
-    """Each token has the experts of the token before it."""
-    return [np.roll(row, 1, axis=0) for row in column]
-
-
-def of_other_layers(column: list[np.ndarray]) -> list[np.ndarray]:
-    """Each layer has the experts of the next one."""
-    return [np.roll(row, 1, axis=1) for row in column]
-
-
-def of_other_rows(column: list[np.ndarray]) -> list[np.ndarray]:
-    """Each row has the experts of another one, from its beginning on; its own where that is shorter."""
-    found = [row.copy() for row in column]
-    for mine, other in zip(found, column[1:] + column[:1], strict=True):
-        both = min(len(mine), len(other))
-        mine[:both] = other[:both]
-    return found
-
-
-def renumbered(column: list[np.ndarray]) -> list[np.ndarray]:
-    """Each expert is the next one: all that is required of the numbers is still true."""
-    return [(row + 1) % EXPERTS for row in column]
-
-
-MUTANTS: tuple[Callable[[list[np.ndarray]], list[np.ndarray]], ...] = (
-    shifted,
-    of_other_layers,
-    of_other_rows,
-    renumbered,
-)
 
 
 def log_probs_of_columns(args: Any, batch: TrainBatch, columns: Sequence[list[np.ndarray]]) -> list[list[np.ndarray]]:
@@ -113,7 +80,7 @@ def by_hand(args: Any, batch: TrainBatch, *, replays: bool = True, balance: floa
     objective.compute_advantages(batch)
     experts = [np.asarray(row, dtype=np.int64) for row in batch.columns[COLUMN]] if replays else [None] * len(batch)
     lengths = batch.columns["response_length"]
-    scores: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
+    scores: list[list[torch.Tensor]] = [[] for _ in range(NUM_LAYERS)]
     rows = [_outputs(model, scores, *each) for each in zip(batch.columns["tokens"], lengths, experts, strict=True)]
     log_probs_bt, entropy_bt = (torch.nn.utils.rnn.pad_sequence(each, True) for each in zip(*rows, strict=True))
     loss, sums = objective(log_probs_bt, entropy_bt, batch)
@@ -137,7 +104,7 @@ def _outputs(
     model: Any, scores: list[list[torch.Tensor]], tokens: np.ndarray, length: int, experts: np.ndarray | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies ``[length]`` of a row's response tokens. scores: those of each layer's router,
-    ``[num_tokens, EXPERTS]``, are appended."""
+    ``[num_tokens, NUM_EXPERTS]``, are appended."""
     for number, layer in enumerate(model.model.layers):
         seen = scores[number]
         own = None if experts is None else torch.from_numpy(experts[:, number])
@@ -156,7 +123,7 @@ def _outputs(
 def _differing(scores: Sequence[Sequence[torch.Tensor]], experts: Sequence[np.ndarray | None]) -> float:
     """The share of tokens and layers whose experts are not those of the highest scores, of those with experts."""
     differ = [
-        set(row.topk(K).indices.tolist()) != set(given.tolist())
+        set(row.topk(TOP_K).indices.tolist()) != set(given.tolist())
         for layer, of_rows in enumerate(scores)
         for whole, column in zip(of_rows, experts, strict=True)
         if column is not None
@@ -170,23 +137,23 @@ def _norm_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _imbalance(scores: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of one layer, whose ``scores`` are ``[num_tokens, EXPERTS]`` of each row."""
+    """Of one layer, whose ``scores`` are ``[num_tokens, NUM_EXPERTS]`` of each row."""
     of_all = torch.cat(list(scores))
-    chosen = torch.zeros_like(of_all).scatter(1, of_all.topk(K).indices, 1.0)
-    return EXPERTS * (chosen.mean(0) / K * of_all.mean(0)).sum()
+    chosen = torch.zeros_like(of_all).scatter(1, of_all.topk(TOP_K).indices, 1.0)
+    return NUM_EXPERTS * (chosen.mean(0) / TOP_K * of_all.mean(0)).sum()
 
 
 def _experts_of(
     block: Any, given: torch.Tensor | None, seen: list[torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """given: the experts ``[num_given, k]`` of the first tokens; those of the others, and of all without them, are those
-    of highest score. seen: the scores are appended to it."""
+    """given: the experts ``[num_given, k]`` of the first tokens; the others go to those of highest score, as all do
+    without it. seen: the scores are appended to it."""
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         x = hidden[0]
         scores = (x @ block.gate.weight.T).softmax(-1)
         seen.append(scores)
-        chosen = scores.topk(K).indices
+        chosen = scores.topk(TOP_K).indices
         if given is not None:
             chosen = torch.cat([given, chosen[len(given) :]])
         weights = scores.gather(1, chosen)

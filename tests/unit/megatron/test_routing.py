@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from buffer_rl.errors import DataError
+from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-from harness.megatron_ranks import HAS_MEGATRON, REASON, RankPool
+from buffer_rl.testing.tiny import make_tiny_model
+from harness.megatron_ranks import HAS_MEGATRON, REASON, RankError, RankPool
 from harness.megatron_steps import LIMITS, Case, Found, beyond, differences, run_case
 
 if not HAS_MEGATRON:
@@ -18,7 +21,6 @@ if not HAS_MEGATRON:
 
 from harness.megatron_routing import (
     COLUMN,
-    MUTANTS,
     by_hand,
     equal_rows,
     log_probs_of_columns,
@@ -27,6 +29,7 @@ from harness.megatron_routing import (
     replay_args,
     with_experts,
 )
+from harness.replayed_experts import MUTANTS, NUM_EXPERTS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -87,18 +90,25 @@ def test_the_reference_goes_where_its_own_routers_send_it(model: str, ranks: Ran
 
 @pytest.mark.slow
 def test_other_experts_give_other_log_probs(model: str, expected: Found, ranks: RankPool) -> None:
-    """Experts of the token before, the next layer, another row, and others of the same number are noticed."""
+    """Those that a wrong layer, token or row, or a permutation, would replay."""
     batch = with_experts(make_rows())
     column = batch.columns[COLUMN]
-    columns = [column, *(mutant(column) for mutant in MUTANTS)]
-    (found,) = ranks.run(1, log_probs_of_columns, replay_args(model), batch, columns)
-    own, *others = (
-        [np.abs(row - expected.outputs[row_id]).max(initial=0) for row_id, row in zip(batch.row_ids, rows, strict=True)]
+    mutants = {name: mutant(column) for name, mutant in MUTANTS.items()}
+    mutants["experts numbered from 1"] = [(experts + 1) % NUM_EXPERTS for experts in column]
+    (found,) = ranks.run(1, log_probs_of_columns, replay_args(model), batch, [column, *mutants.values()])
+    gaps = [
+        np.array(
+            [
+                np.abs(row - expected.outputs[row_id]).max(initial=0)
+                for row_id, row in zip(batch.row_ids, rows, strict=True)
+            ]
+        )
         for rows in found
-    )
-    assert max(own) < LIMITS["outputs"]
-    for mutant, gaps in zip(MUTANTS, others, strict=True):
-        assert np.median(gaps) > 1e4 * LIMITS["outputs"], mutant.__name__
+    ]
+    assert gaps[0].max() < LIMITS["outputs"]
+    has_some = batch.columns["response_length"] > 0
+    for name, gap in zip(mutants, gaps[1:], strict=True):
+        assert (gap[has_some] > 100 * LIMITS["outputs"]).mean() > 0.8, name
 
 
 @pytest.mark.slow
@@ -121,6 +131,20 @@ def test_without_the_option_the_routers_choose(model: str, ranks: RankPool) -> N
     assert beyond(column, by_hand(args, with_experts(make_rows()), replays=False)) == {}
 
 
+@pytest.mark.slow
+def test_a_model_whose_layers_have_no_routers_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    dense = make_tiny_model(tmp_path, "qwen3")
+    with pytest.raises(RankError, match="the model has no experts"):
+        run_case(ranks, Case(args=replay_args(dense), batches=[]))
+
+
+def test_a_router_that_does_not_ask_is_refused() -> None:
+    from buffer_rl_megatron.routing import _Choice
+
+    with pytest.raises(ConfigError, match="the router Linear of layer 3 does not ask"):
+        _Choice(torch.nn.Linear(1, 1), 3)
+
+
 def rows_of(*experts: np.ndarray, lengths: tuple[int, ...] = (3, 1, 3)) -> TrainBatch:
     tokens = [np.zeros(length, dtype=np.int32) for length in lengths]
     row_ids = [RowId(GroupUid("data", row, 0), 0) for row in range(len(lengths))]
@@ -128,7 +152,7 @@ def rows_of(*experts: np.ndarray, lengths: tuple[int, ...] = (3, 1, 3)) -> Train
 
 
 def numbered(num_tokens: int, start: int = 0) -> np.ndarray:
-    """Token t has in layer l the experts ``2 (start + t)`` and ``2 (start + t) + 1``, in the second layer in reverse."""
+    """Token t has the experts ``2 (start + t)`` and ``2 (start + t) + 1``, in the second of two layers in reverse."""
     even = 2 * np.arange(start, start + num_tokens, dtype=np.uint8)
     return np.stack([np.stack([even, even + 1], -1), np.stack([even + 1, even], -1)], 1)
 
