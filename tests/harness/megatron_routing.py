@@ -25,7 +25,7 @@ COLUMN = "routed_experts"
 
 def make_moe(folder: Any, **changes: Any) -> str:
     """A random Qwen3-MoE model of four layers, with eight experts of which a token has two."""
-    return make_tiny_model(folder, "qwen3_moe", characters=CHARACTERS, **{"init_scale": 0.2, **SIZES, **changes})
+    return make_tiny_model(folder, "qwen3_moe", characters=CHARACTERS, init_scale=0.2, **SIZES | changes)
 
 
 def replay_args(model: str, **changes: Any) -> Any:

@@ -115,18 +115,24 @@ def test_replayed_experts_bring_a_half_precision_engine_and_trainer_closer(
     engine_dtype: str, train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path
 ) -> None:
     """An engine in the trainer's number format chooses as the trainer does, and loses nothing."""
-    mixture = make_moe(tmp_path / "model", init_scale=0.3)
-    own = {"hf_checkpoint": mixture, "engine_dtype": engine_dtype, "num_rollout": 2, "max_logprob_diff": None}
-    layout = {"num_train_ranks": 2, PP: 2, "use_kl_loss": True, "max_tokens_per_gpu": 40}
+    mixture = make_moe(tmp_path / "model")
+    own = {
+        "hf_checkpoint": mixture,
+        "engine_dtype": engine_dtype,
+        "max_logprob_diff": None,
+        "num_rollout": 1,
+        "rollout_max_response_len": 24,
+    }
+    layout = {"num_train_ranks": 2, PP: 2, "use_kl_loss": True, "max_tokens_per_gpu": 80}
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     gaps, differ = {}, {}
     for replays in (False, True):
         folder = tmp_path / str(replays)
         train(options(folder, **own, **layout, **recomputed, replay_routed_experts=replays))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        (first, *_) = [line for line in lines if line["kind"] == "train"]
-        gaps[replays] = first["train/train_rollout_logprob_abs_diff"]
-        differ[replays] = first.get("train/routed_experts_differ")
+        (step,) = [line for line in lines if line["kind"] == "train"]
+        gaps[replays] = step["train/train_rollout_logprob_abs_diff"]
+        differ[replays] = step.get("train/routed_experts_differ")
     print(engine_dtype, gaps, differ)
     assert differ[False] is None
     if engine_dtype == "bfloat16":
