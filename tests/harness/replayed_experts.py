@@ -68,7 +68,8 @@ def written_log_probs(
         }
         x = _norm(hidden, own["input_layernorm.weight"], config)
         q, k, v = (
-            (x @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, dim).transpose(0, 1) for name in ("q", "k", "v")
+            (x @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, dim).transpose(0, 1)
+            for name in ("q", "k", "v")
         )
         q = _turned(_norm(q, own["self_attn.q_norm.weight"], config), angles)
         k = _turned(_norm(k, own["self_attn.k_norm.weight"], config), angles)
