@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.errors import ConfigError
 from buffer_rl.testing.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

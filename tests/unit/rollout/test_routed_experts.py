@@ -189,7 +189,7 @@ def test_what_is_no_array_of_experts_of_its_tokens_is_refused(wrong: Any, kit: A
 def test_one_expert_twice_is_no_choice(kit: Any) -> None:
     twice = np.array([[[3, 4]], [[5, 5]]], dtype=np.uint8)
     sizes = ExpertSizes(num_experts=8, top_k=2, layers=(0,), num_layers=1)
-    with pytest.raises(RolloutError, match="holds something else(.|\n)*2 different numbers"):
+    with pytest.raises(RolloutError, match=r"holds something else(.|\n)*2 different numbers"):
         encode(kit, scored(kit, twice), sizes=sizes)
 
 
