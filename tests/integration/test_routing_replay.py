@@ -77,7 +77,8 @@ def test_experts_of_retracted_requests_are_counted(
     args = make_options(
         **{"hf_checkpoint": mixture, **COMMON, "num_rollout": 6},
         **{"schedule": "async", "use_tis": True, "replay_routed_experts": True, "replay_recomputed_experts": True},
-        rollout_max_response_len=200,
+        rollout_max_response_len=400,
+        engine_context_length=512,
     )
     assert train(args).steps == 6
     counts = [line["rollout/experts_recomputed"] for line in metrics_of(args.run_dir)]
