@@ -93,7 +93,8 @@ class RoutingReplay:
                 raise DataError(
                     f"its experts have the shape {list(experts.shape)}, and numbers up to {found}",
                     where=str(row_id),
-                    expected=f"[tokens, {len(self._names)} layers, …], and numbers below {self._num_experts}, as the model has",
+                    expected=f"[tokens, {len(self._names)} layers, …], and numbers below {self._num_experts}",
+                    hint="were these rows recorded with another model?",
                 )
 
     @contextmanager
