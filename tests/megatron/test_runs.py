@@ -136,7 +136,7 @@ def test_replayed_experts_bring_a_half_precision_engine_and_trainer_closer(
     print(engine_dtype, gaps, differ)
     assert differ[False] is None
     if engine_dtype == "bfloat16":
-        assert gaps[True] < 0.7 * gaps[False]
+        assert gaps[True] < 0.9 * gaps[False]
         assert 0 < differ[True] < 0.5
     else:
         assert max(gaps.values()) < 1e-5
