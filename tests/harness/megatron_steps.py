@@ -20,7 +20,7 @@ class Case:
     made of. critic: train a value model. scale: a factor of the gradient, 1 where it is right. sleeps: the trainer
     sleeps and wakes up between the steps. load, save: folders of checkpoints before the first and after the last step.
     last: rows whose outputs after the last step are asked for, in place of those
-    of the first batch before the first one."""
+    of the first batch before the first one. model: whose they are."""
 
     args: Any
     batches: Sequence[TrainBatch]
@@ -31,6 +31,7 @@ class Case:
     load: str | None = None
     save: str | None = None
     last: TrainBatch | None = None
+    model: str = "actor"
 
 
 @dataclass(kw_only=True)
@@ -81,7 +82,7 @@ def steps_of_rank(case: Case) -> dict[str, Any]:
         place = trainer.topology
 
         def outputs_of(batch: TrainBatch) -> dict[Any, Any]:
-            rows = trainer.values(batch) if case.critic else trainer.log_probs("actor", batch)
+            rows = trainer.values(batch) if case.critic else trainer.log_probs(case.model, batch)
             return dict(zip(batch.row_ids, rows or [], strict=True)) if place.is_head else {}
 
         def share(whole: TrainBatch) -> TrainBatch:
