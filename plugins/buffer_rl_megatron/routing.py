@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
-from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
 
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.kinds.token_loss import Sums

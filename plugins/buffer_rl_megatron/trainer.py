@@ -257,23 +257,28 @@ class MegatronTrainer:
 
     def _built(self, folder: str | None, flag: str, *, value_head: bool = False) -> tuple[Bridge, list[Any]]:
         """A model of this rank, filled from ``folder``."""
-        args = self._args
         if folder is None:
             raise ConfigError("no model was named", where=flag, expected="a Hugging Face folder")
         with compat.cpu_devices():
-            bridge = load_bridge(
-                folder,
-                sequence_parallel=args.sequence_parallel,
-                transformer_impl=args.transformer_impl,
-                dtype=torch.bfloat16 if args.bf16 else torch.float32,
-                overrides=_overrides(args),
-                core_attention=CausalAttention,
-                trust_remote_code=args.trust_remote_code,
-            )
+            bridge = self.make_bridge(folder)
             chunks = bridge.build(value_head=value_head, provider=self._provider)
             bridge.load(chunks, folder)
         gather_before_selecting(chunks)
         return bridge, chunks
+
+    def make_bridge(self, folder: str) -> Bridge:
+        """What builds, fills and exports the models of a Hugging Face folder. A trainer of yours may return another
+        with ``config``, ``build``, ``load`` and ``export`` (docs/add_a_model.md)."""
+        args = self._args
+        return load_bridge(
+            folder,
+            sequence_parallel=args.sequence_parallel,
+            transformer_impl=args.transformer_impl,
+            dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            overrides=_overrides(args),
+            core_attention=CausalAttention,
+            trust_remote_code=args.trust_remote_code,
+        )
 
     def _before_step(self, rollout_id: int) -> None:
         rollout, step = self._place_in_rollout
