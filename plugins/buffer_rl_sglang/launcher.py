@@ -7,10 +7,12 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.process import ServerProcess, key_environment
+from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.engines.client import passes_fields
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.files.hf_config import max_positions
@@ -106,12 +108,31 @@ def _check_kept_tokens(args: SglangArgs) -> None:
             expected=f"--rollout-top-k 2 to {most}, with or without --rollout-top-p and --rollout-min-p",
             hint=f"add --rollout-top-k {most}; --sglang-sampling-mask-max-tokens raises the bound",
         )
+    for where, top_k in _eval_top_ks(args):
+        if top_k > most:
+            raise ConfigError(
+                "SGLang sends the tokens that sampling kept for a bounded number of them alone, and is asked for them "
+                "by evaluations too",
+                where=f"--replay-kept-tokens and {where} {top_k}",
+                expected=f"at most {most}, or -1 for all tokens, of which none are sent",
+                hint=f"lower it to {most}; --sglang-sampling-mask-max-tokens raises the bound",
+            )
     if not passes_fields(args):
         raise ConfigError(
             "this router drops return_sampling_mask, by which SGLang is asked for the tokens that sampling kept",
             where=f"--replay-kept-tokens and --router {args.router}",
             hint="add --router smg",
         )
+
+
+def _eval_top_ks(args: SglangArgs) -> Iterator[tuple[str, int]]:
+    """What gives evaluations a ``top_k`` of their own, and that; those of temperature 0 have another, 1."""
+    warm = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
+    if args.eval_top_k is not None and warm > 0:
+        yield "--eval-top-k", args.eval_top_k
+    for chosen in eval_sets_of(args):
+        if chosen.top_k is not None and (warm if chosen.temperature is None else chosen.temperature) > 0:
+            yield f"--eval-config {args.eval_config}, the set {chosen.name!r}, top_k", chosen.top_k
 
 
 def _arguments(args: SglangArgs, index: int, port: int) -> list[str]:
