@@ -15,6 +15,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options.help import FlagParser, add_options, given_flags, normalise_flags, take_items
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve
+from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl_sglang.launcher import launch
 from buffer_rl_sglang.options import SglangOptions, buffer_rl_configure, server_arguments
 
@@ -120,6 +121,19 @@ def test_evaluations_ask_for_kept_tokens_too_and_greedy_ones_for_one(
     with pytest.raises(ConfigError, match=r"the set 'a', top_k 5000") if refused else contextlib.nullcontext():
         launch.check(args)
     launch.check(args.model_copy(update={"eval_config": None, "eval_top_k": 5000, "eval_temperature": 0.0}))
+
+
+def test_routed_experts_want_a_model_that_has_some_and_a_router_that_forwards_the_field(
+    options: Callable[..., Any], tmp_path: Path
+) -> None:
+    mixture = make_tiny_model(tmp_path / "hf", "qwen3_moe")
+    launch.check(options(replay_routed_experts=True, router="smg", hf_checkpoint=mixture))
+    with pytest.raises(ConfigError, match="drops return_routed_experts") as caught:
+        launch.check(options(replay_routed_experts=True, router="sglang", hf_checkpoint=mixture))
+    assert "--replay-routed-experts and --router sglang" in str(caught.value)
+    assert caught.value.hint == "add --router smg"
+    with pytest.raises(ConfigError, match="no mixture of experts"):
+        launch.check(options(replay_routed_experts=True, router="smg"))
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.6.0"])
