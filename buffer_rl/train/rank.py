@@ -404,7 +404,7 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
         raise ConfigError(
             f"the trainer {name!r} sends tokens to the experts that its own routers choose",
             where="--replay-routed-experts",
-            expected="--train-backend torch or megatron, or a trainer with replays_experts (see "
+            expected="--train-backend torch, or a trainer with replays_experts (see "
             "buffer_rl.kinds.trainer.ReplaysExperts)",
             hint="take --replay-routed-experts out",
         )

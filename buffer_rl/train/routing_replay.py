@@ -80,7 +80,7 @@ class RoutingReplay:
                 where="--replay-routed-experts",
                 expected="a mixture-of-experts model of transformers, each of whose routers is one module that returns "
                 "numbers of all experts, the chosen ones and their weights",
-                hint="take it out, or another trainer, such as --train-backend megatron",
+                hint="take it out, or another trainer",
             )
         return cls(names, _sizes(model).num_experts)
 
