@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ from buffer_rl.weights.disk import DiskTransport
 from buffer_rl_sglang.options import SglangOptions
 from harness.publications import Versions, answers_while_published, publisher_of
 
-from .conftest import TIMEOUT_S
+from .conftest import ROOT, TIMEOUT_S, command, metrics_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(TIMEOUT_S)]
 PROMPT = [5, 6, 7, 8, 9, 20, 21, 22]
@@ -195,3 +196,33 @@ async def test_after_a_retraction_all_experts_are_those_of_the_newest_weights(
         assert differing(answer.experts, chosen_by(versions.module(newest), ids)[:-1]) < TIES
         assert differing(answer.experts, chosen_by(versions.module(oldest), ids)[:-1]) > OTHERS
         assert num_recomputed(answer.spans) == answer.spans[-1].start > 0
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [(), ("--schedule", "async", "--max-staleness", "2", "--use-tis", "--replay-recomputed-experts")],
+    ids=["lockstep", "async"],
+)
+@pytest.mark.usefixtures("nothing_left")
+def test_a_run_replays_the_servers_experts(schedule: tuple[str, ...], sglang_python: str, tmp_path: Path) -> None:
+    pytest.importorskip("smg")
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text("".join(f'{{"prompt": "{number}+1", "label": "{number + 1}"}}\n' for number in range(64)))
+    flags = ["--hf-checkpoint", mixture(tmp_path / "hf"), "--prompt-data", str(rows), "--rm-type", "exact_match"]
+    flags += ["--num-rollout", "4", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"]
+    flags += ["--rollout-max-response-len", "48", "--lr", "1e-3", "--run-dir", str(folder), "--progress", "plain"]
+    flags += ["--engine-device", "cpu", "--train-device", "cpu", "--engine-context-length", "200"]
+    flags += ["--rollout-engine", "sglang", "--sglang-python", sglang_python, "--router", "smg"]
+    run = subprocess.run(
+        command("train", *flags, "--replay-routed-experts", *schedule),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    differ = metrics_of(folder, "train/routed_experts_differ")
+    assert len(differ) == 4
+    if not schedule:
+        assert max(differ) < TIES
+        assert max(metrics_of(folder, "train/train_rollout_logprob_abs_diff")) < 1e-4
