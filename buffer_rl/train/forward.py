@@ -168,6 +168,8 @@ def passes(
     if replay is None and "routed_experts" in batch.columns:
         columns = {name: column for name, column in batch.columns.items() if name != "routed_experts"}
         batch = dataclasses.replace(batch, columns=columns)
+    if replay is not None:
+        replay.check(batch)
     packed = is_packed(model)
     blocks = row_blocks(args, batch, objective.unit, packed=packed) if len(batch) else []
     blocks += [[] for _ in range(num_passes(len(blocks)) - len(blocks))]

@@ -22,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from buffer_rl.embedded.routers import NUM_TOKENS, find_routers, recorded_experts
-from buffer_rl.errors import ConfigError, TrainError
+from buffer_rl.errors import ConfigError, DataError, TrainError
 from buffer_rl.files.hf_config import text_config
 from buffer_rl.kinds.token_loss import Reduction, Sums, Total
 from buffer_rl.plugin.calls import contained
 from buffer_rl.records.experts import ExpertSizes
+from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.packing import TOLERANCE, TOLERANCE_OF_HALVES, probe_of
 
 if TYPE_CHECKING:
@@ -83,6 +84,18 @@ class RoutingReplay:
                 hint="take it out, or another trainer",
             )
         return cls(names, _sizes(model).num_experts)
+
+    def check(self, batch: TrainBatch) -> None:
+        """Raises DataError for a row with experts that the model does not have."""
+        for row_id, experts in zip(batch.row_ids, batch.columns.get("routed_experts", ()), strict=False):
+            found = int(experts.max(initial=0))
+            if experts.shape[1:2] != (len(self._names),) or found >= self._num_experts:
+                raise DataError(
+                    f"its experts have the shape {list(experts.shape)}, and numbers up to {found}",
+                    where=str(row_id),
+                    expected=f"[tokens, {len(self._names)} layers, …], and numbers below {self._num_experts}",
+                    hint="were these rows recorded with another model?",
+                )
 
     @contextmanager
     def within(self, model: PreTrainedModel, given: torch.Tensor | None) -> Iterator[Differing]:

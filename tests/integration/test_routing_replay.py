@@ -26,9 +26,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(folder, "qwen3_moe", characters="abcdefgh=", init_scale=0.3, **MIXTURE)
 
 
-def metrics_of(run_dir: str) -> list[dict[str, Any]]:
+def metrics_of(run_dir: str, kind: str = "train") -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
+    return [line for line in lines if line["kind"] == kind]
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,11 @@ def test_experts_of_retracted_requests_are_counted(
     args = make_options(
         **{"hf_checkpoint": mixture, **COMMON, "num_rollout": 6},
         **{"schedule": "async", "use_tis": True, "replay_routed_experts": True, "replay_recomputed_experts": True},
-        rollout_max_response_len=200,
+        rollout_max_response_len=400,
+        engine_context_length=512,
     )
     assert train(args).steps == 6
-    counts = [line["rollout/experts_recomputed"] for line in metrics_of(args.run_dir)]
-    print(counts)
-    assert counts[0] >= 0
+    counts = [line["rollout/experts_recomputed"] for line in metrics_of(args.run_dir, "rollout")]
+    assert len(counts) == 6
+    assert counts[0] == 0  # nothing was published before
     assert sum(counts) > 0

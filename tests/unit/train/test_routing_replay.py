@@ -217,6 +217,15 @@ def test_experts_of_another_row_or_model_are_an_error_that_names_the_row(wrong: 
     assert caught.value.where == str(batch.row_ids[1])
 
 
+@pytest.mark.parametrize("wrong", [lambda own: own + 6, lambda own: np.concatenate([own, own], axis=1)])
+def test_experts_that_the_model_does_not_have_are_refused_before_a_pass(
+    wrong: Any, make_replaying: Any, batch: TrainBatch
+) -> None:
+    column = [wrong(own) for own in batch.columns["routed_experts"]]
+    with pytest.raises(DataError, match="its experts have the shape"):
+        make_replaying().accumulate(with_column(batch, column))
+
+
 def test_models_without_known_routers_and_trainers_without_replay_are_refused(
     make_args: Callable[..., Any], mixture: str
 ) -> None:
