@@ -203,7 +203,6 @@ async def test_after_a_retraction_all_experts_are_those_of_the_newest_weights(
     [(), ("--schedule", "async", "--max-staleness", "2", "--use-tis", "--replay-recomputed-experts")],
     ids=["lockstep", "async"],
 )
-@pytest.mark.usefixtures("nothing_left")
 def test_a_run_replays_the_servers_experts(schedule: tuple[str, ...], sglang_python: str, tmp_path: Path) -> None:
     pytest.importorskip("smg")
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
