@@ -41,13 +41,13 @@ from safetensors.numpy import load_file
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.session import ray_session
-from buffer_rl.driver.checks import check_role_options
 from buffer_rl.driver.launch import launch_training
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.train.options import check_role_options
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
 WORDS = ("cat", "dog", "tree", "house", "water", "green", "stone", "light", "paper", "night", "river", "cloud")

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from buffer_rl.agents.options import AgentOptions
-    from buffer_rl.algo.options import AlgorithmOptions
+    from buffer_rl.algo.options import AlgorithmOptions, LossOptions
     from buffer_rl.cluster.options import BufferOptions, EngineOptions, PlacementOptions
     from buffer_rl.data.options import DataOptions
     from buffer_rl.driver.options import DebugOptions, ObserveOptions, RunOptions
     from buffer_rl.options.section import Options
     from buffer_rl.rollout.options import EvalOptions, RewardOptions, RolloutOptions
-    from buffer_rl.train.options import CriticOptions, LoraOptions, LossOptions, OptimizerOptions, TrainOptions
+    from buffer_rl.train.options import CriticOptions, LoraOptions, OptimizerOptions, TrainOptions
     from buffer_rl.weights.options import WeightOptions
 
     class Args(
@@ -55,7 +55,7 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.train.options:OptimizerOptions",
     "buffer_rl.train.options:LoraOptions",
     "buffer_rl.train.options:CriticOptions",
-    "buffer_rl.train.options:LossOptions",
+    "buffer_rl.algo.options:LossOptions",
     "buffer_rl.algo.options:AlgorithmOptions",
     "buffer_rl.weights.options:WeightOptions",
     "buffer_rl.driver.options:ObserveOptions",

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from typing import Any, ClassVar, Literal
 
+from buffer_rl.agents.template_reader import TemplateReader
+from buffer_rl.args import Args
+from buffer_rl.options.checks import given, refuse
 from buffer_rl.options.section import Section, option
+
+REMOTE = "remote"
+"""The name of agents elsewhere, for ``--agent-path``."""
 
 
 class AgentOptions(Section):
@@ -75,3 +83,48 @@ class AgentOptions(Section):
         "RUN/agents. Set it in the --config file or as BUFFER_RL_AGENT_API_KEY, never as a flag",
         metavar="KEY",
     )
+
+    @staticmethod
+    def check(args: Args) -> None:
+        fault = "" if args.agent_command is None else _command_fault(args, args.agent_command)
+        refuse(fault, "{}", "--agent-command", expected="a program and its arguments, without a shell")
+        unread = args.agent_path != REMOTE and given(args, "agent_host", "agent_port", "agent_api_key")
+        refuse(unread, "no agents lease samples of this run", "{}", hint="--agent-path remote")
+        chosen = [flag for name in AGENTS if (flag := given(args, name))]
+        if not chosen:
+            return
+        what, hint = "a run has one agent", "take one of them out"
+        if "--environment" in chosen:
+            what = "an environment is played by the built-in agent, and its methods are the tools"
+        elif "--tools-path" in chosen:
+            what, hint = "an agent of yours calls tools itself", "--tools-path alone is the built-in agent"
+        refuse(len(chosen) > 1, what, " and ".join(chosen), hint=hint)
+        for name, why in REFUSED_WITH_AGENTS.items():
+            refuse(given(args, name), why, f"{chosen[0]} and {{}}", hint="take {} out")
+        if args.response_template:
+            TemplateReader(args.response_template)  # refuses what is none
+        once, deadline = args.agent_timeout_s, args.rollout_timeout_s
+        what = f"a sample may be played twice, {once:g} s each, and the rollout ends after {deadline:g} s"
+        expected = "a rollout's deadline of at least twice a sample's"
+        where = "--agent-timeout-s and --rollout-timeout-s"
+        refuse(2 * once > deadline, what, where, expected)
+
+
+AGENTS = ("agent_path", "agent_command", "tools_path", "environment")
+REFUSED_WITH_AGENTS = {
+    "custom_generate_function_path": "an agent takes its place",
+    "custom_convert_samples_to_train_data_path": "it returns values per row, and an agent's sample may be several",
+    "partial_rollout": "an answer that was aborted is asked for again",
+}
+
+
+def _command_fault(args: Args, command: str) -> str:
+    """What is wrong with ``--agent-command``; empty if nothing is. Other nodes may have other programs."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return f"it cannot be split into words: {error}"
+    if not words:
+        return "it is empty"
+    is_here = args.ray_address is not None or shutil.which(words[0])
+    return "" if is_here else f"there is no program {words[0]!r} here"

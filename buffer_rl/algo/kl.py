@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from buffer_rl.algo.losses import MAX_LOG_RATIO
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import required
 from buffer_rl.plan.algorithm import is_supervised, uses_critic
 
@@ -86,38 +87,22 @@ def check_kl_target(args: Args) -> None:
         return
     in_loss = args.use_kl_loss and args.kl_loss_coef and not is_supervised(args)
     in_rewards = args.kl_coef and not is_supervised(args)
-    if not in_loss and not in_rewards:
-        raise ConfigError(
-            "there is no KL coefficient that could be adapted",
-            where="--kl-target",
-            expected="the coefficient to begin with, above 0",
-            hint="add --use-kl-loss --kl-loss-coef C, or --kl-coef C",
-        )
-    if in_loss and in_rewards:
-        raise ConfigError(
-            "there are two KL coefficients, and one target",
-            where="--kl-target, --kl-coef and --kl-loss-coef",
-            hint="take one of the coefficients out",
-        )
-    if in_rewards and args.num_advantage_workers:
-        raise ConfigError(
-            "only the trainer, which measures the KL divergence, knows the adapted coefficient of token rewards",
-            where="--kl-target and --num-advantage-workers",
-            hint="take --num-advantage-workers out, or have the penalty in the loss: --use-kl-loss --kl-loss-coef C",
-        )
-    if in_rewards and args.stream_gradients and uses_critic(args):
-        raise ConfigError(
-            "only the policy's trainer knows the adapted coefficient of token rewards, which the critic streams too",
-            where="--kl-target and --stream-gradients",
-            hint="take one of them out, or have the penalty in the loss: --use-kl-loss --kl-loss-coef C",
-        )
-    least = MAX_ERROR * _samples(args)
-    if args.kl_horizon <= least:
-        raise ConfigError(
-            f"the KL coefficient would be multiplied by {1 - least / args.kl_horizon:g} after a rollout without any",
-            where="--kl-horizon",
-            expected=f"more than {least:g}: a fifth of --rollout-batch-size times --n-samples-per-prompt",
-        )
+    expected, hint = "the coefficient to begin with, above 0", "add --use-kl-loss --kl-loss-coef C, or --kl-coef C"
+    absent, what = not in_loss and not in_rewards, "there is no KL coefficient that could be adapted"
+    refuse(absent, what, "--kl-target", expected, hint)
+    what, where = "there are two KL coefficients, and one target", "--kl-target, --kl-coef and --kl-loss-coef"
+    refuse(in_loss and in_rewards, what, where, hint="take one of the coefficients out")
+    hint = "or have the penalty in the loss: --use-kl-loss --kl-loss-coef C"
+    where = "--kl-target and --num-advantage-workers"
+    what = "only the trainer, which measures the KL divergence, knows the adapted coefficient of token rewards"
+    refuse(in_rewards and args.num_advantage_workers, what, where, hint=f"take --num-advantage-workers out, {hint}")
+    what = "only the policy's trainer knows the adapted coefficient of token rewards, which the critic streams too"
+    streams = in_rewards and args.stream_gradients and uses_critic(args)
+    refuse(streams, what, "--kl-target and --stream-gradients", hint=f"take one of them out, {hint}")
+    least, horizon = MAX_ERROR * _samples(args), args.kl_horizon
+    what = f"the KL coefficient would be multiplied by {1 - least / horizon:g} after a rollout without any"
+    expected = f"more than {least:g}: a fifth of --rollout-batch-size times --n-samples-per-prompt"
+    refuse(horizon <= least, what, "--kl-horizon", expected)
 
 
 def _samples(args: Args) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from buffer_rl.args import Args
+from buffer_rl.options.checks import given, refuse
 from buffer_rl.options.section import Section, option
+from buffer_rl.plan.schedule import Schedule
 
 
 class PlacementOptions(Section):
@@ -66,6 +69,20 @@ class PlacementOptions(Section):
         gt=0,
     )
     placement_timeout_s: float = option(300.0, "deadline for free devices on the cluster, in seconds", gt=0)
+
+    @staticmethod
+    def check(args: Args) -> None:
+        """For memory that trainer and engines need at the same time, or in which the run has no say."""
+        schedule = Schedule.of(args)
+        what = "engines generate while the trainer or roles work, so that both need their memory at the same time"
+        where, hint = f"{{}} and --schedule {args.schedule}", "--schedule lockstep, or take {} out"
+        if schedule.streams or schedule.max_staleness:
+            refuse(given(args, "offload_train", "offload_rollout"), what, where, hint=hint)
+        what, where = "the run does not start these engines, and others may use them", "--offload-rollout and {}"
+        expected = "engines that the run starts, on the devices of its trainer"
+        hint = "take --offload-rollout out; --offload-train alone goes with any engines"
+        if args.offload_rollout:
+            refuse(given(args, "router_url", "rollout_external_engine_addrs"), what, where, expected, hint)
 
 
 class EngineOptions(Section):

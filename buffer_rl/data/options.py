@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from buffer_rl.args import Args
+from buffer_rl.data.difficulty import PoolWeights
+from buffer_rl.options.checks import first, refuse
 from buffer_rl.options.section import Section, option
+from buffer_rl.plan.algorithm import is_supervised
+from buffer_rl.plan.schedule import rollout_only, train_only
+
+TEMPLATE_KWARGS = ("conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
+"""Arguments of the chat template that the package sets."""
 
 
 class DataOptions(Section):
@@ -73,3 +82,52 @@ class DataOptions(Section):
     )
     rollout_shuffle: bool = option(True, "shuffle the rows in each epoch")
     rollout_seed: int = option(42, "seed of the order of rows and of sampling")
+
+    @staticmethod
+    def check(args: Args) -> None:
+        if args.prompt_data and args.data_source_path is None:
+            check_sources(args)
+        if args.prompt_order == "difficulty":  # the Buffer's own order, of rows that it reads, learnt from rewards
+            others = {
+                "--data-source-path": args.data_source_path,
+                "recorded rollouts": train_only(args),
+                "--debug-rollout-only": rollout_only(args),
+                "supervised fine-tuning, which has no rewards": is_supervised(args),
+            }
+            hint = "take it out; a data source of your own decides about its order by itself"
+            refuse(first(others), "it does not go with {}", "--prompt-order difficulty", hint=hint)
+        check_template_kwargs(args.apply_chat_template_kwargs)
+
+
+def check_sources(options: DataOptions) -> None:
+    """Raises ConfigError if no source is named, or if the weights do not fit the sources. Reads no file."""
+    sources, weights, where = options.prompt_data or (), options.prompt_data_weights, "--prompt-data-weights"
+    refuse(not sources, "there are no training prompts", "--prompt-data")
+    pool_weights(options)
+    if weights is not None:
+        expected = "one weight for each source of --prompt-data, in its order"
+        what = f"there are {len(weights)} weights and {len(sources)} sources"
+        refuse(len(weights) != len(sources), what, where, expected)
+        hint = "leave out the source that nothing should come from"
+        refuse(min(weights) <= 0, f"the weights are {weights}", where, "numbers greater than 0", hint)
+
+
+def pool_weights(options: DataOptions) -> PoolWeights | None:
+    """The weights of an order by difficulty; None for another order. Raises ConfigError."""
+    if options.prompt_order == "difficulty":
+        return PoolWeights.parse(options.difficulty_weights)
+    what = f"--prompt-order {options.prompt_order} has no pools"
+    refuse(options.difficulty_weights, what, "--difficulty-weights", hint="add --prompt-order difficulty")
+    return None
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What ``--apply-chat-template-kwargs`` gives. Raises ConfigError for a name that is not the user's to set, and
+    for a truth value that is text, which every template takes for true."""
+    where = "--apply-chat-template-kwargs"
+    for name, value in (kwargs or {}).items():
+        refuse(name in TEMPLATE_KWARGS, f"{name!r} is set by buffer_rl", where, f"other names than {TEMPLATE_KWARGS}")
+        is_word = isinstance(value, str) and value.lower() in ("true", "false", "none", "null")
+        expected = f"JSON with true, false or null without quotes, for example '{{\"{name}\": false}}'"
+        refuse(is_word, f"{name} is the text {value!r}, which a template takes for true", where, expected)
+    return dict(kwargs or {})

@@ -14,50 +14,14 @@ from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
 from buffer_rl.data.difficulty import DifficultyIterator, Pool, PoolWeights
 from buffer_rl.data.eval_sets import eval_sets_of
-from buffer_rl.data.options import DataOptions
+from buffer_rl.data.options import DataOptions, check_sources, pool_weights
 from buffer_rl.data.order import Cursor, JoinedOrder, MakeIterator, RowOrder, WeightedOrder, seed_of_source
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.errors import CheckpointError, ConfigError, DataError
+from buffer_rl.errors import CheckpointError, DataError
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, prompt_copies
 
 STATE_FORMAT = 2
-
-
-def check_sources(options: DataOptions) -> None:
-    """Raises ConfigError if no source is named, or if the weights do not fit the sources. Reads no file."""
-    if not options.prompt_data:
-        raise ConfigError("there are no training prompts", where="--prompt-data")
-    pool_weights(options)
-    weights = options.prompt_data_weights
-    if weights is None:
-        return
-    if len(weights) != len(options.prompt_data):
-        raise ConfigError(
-            f"there are {len(weights)} weights and {len(options.prompt_data)} sources",
-            where="--prompt-data-weights",
-            expected="one weight for each source of --prompt-data, in its order",
-        )
-    if any(weight <= 0 for weight in weights):
-        raise ConfigError(
-            f"the weights are {weights}",
-            where="--prompt-data-weights",
-            expected="numbers greater than 0",
-            hint="leave out the source that nothing should come from",
-        )
-
-
-def pool_weights(options: DataOptions) -> PoolWeights | None:
-    """The weights of an order by difficulty; None for another order. Raises ConfigError."""
-    if options.prompt_order == "difficulty":
-        return PoolWeights.parse(options.difficulty_weights)
-    if options.difficulty_weights is not None:
-        raise ConfigError(
-            f"--prompt-order {options.prompt_order} has no pools",
-            where="--difficulty-weights",
-            hint="add --prompt-order difficulty",
-        )
-    return None
 
 
 def read_sources(options: DataOptions) -> list[PromptDataset]:

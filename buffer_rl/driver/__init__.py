@@ -8,10 +8,7 @@ runtime      calls on Ray actors and on objects of this process
 local_roles  roles in this process: checkpoints, files of rollouts
 launch       the parts of a run: how each starts, is ready, watched and stopped
 offload      who has the memory of shared devices, and when
-checks       options that contradict each other; notices about options
-algorithm_checks  those of estimator, loss, critic, teacher, rewards
-async_checks  those of runs that train on samples of older weights, and what such a run says at its start
-role_checks  the same, for what depends on imported plugins
+role_checks  checks of options that depend on imported plugins
 restart      when and how a run's processes are started again, and what it keeps then
 folders      locks of the folders that only one driver may write to
 provenance   versions, plugins, code and data of a run; what differs from the run that wrote the checkpoint

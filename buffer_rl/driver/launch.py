@@ -32,7 +32,6 @@ from buffer_rl.cluster.hangs import HangWatch
 from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
-from buffer_rl.driver.async_checks import staleness_notice
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, START, check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints, replayed_columns
@@ -70,6 +69,7 @@ from buffer_rl.plan.schedule import (
     train_only,
     workers_per_ticket,
 )
+from buffer_rl.plan.staleness import staleness_notice
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source

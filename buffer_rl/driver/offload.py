@@ -20,18 +20,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl.driver.tasks import all_of, unbroken
 from buffer_rl.engines.protocol import CACHE, WEIGHTS
-from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.trainer import Memory
-from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import ACTOR
-from buffer_rl.plan.schedule import RolePlan, RunPlan, Schedule
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
+from buffer_rl.plan.schedule import RolePlan, RunPlan
 
 ENGINES = "engines"
 """The holder that is no trained role."""
@@ -70,27 +65,6 @@ HELD: Mapping[Phase, Row] = MappingProxyType(
 def begins_asleep(roles: RolePlan) -> bool:
     """Whether trained roles hold nothing when a run under ``--offload-train`` begins."""
     return len(roles.trained) > 1
-
-
-def check_offload(args: Args) -> None:
-    """Raises ConfigError where trainer and engines need their memory at the same time, or the run has no say in that of
-    the engines."""
-    given = [flag_of(name) for name in ("offload_train", "offload_rollout") if getattr(args, name)]
-    schedule = Schedule.of(args)
-    if given and (schedule.streams or schedule.max_staleness):
-        raise ConfigError(
-            "engines generate while the trainer or roles work, so that both need their memory at the same time",
-            where=f"{given[0]} and --schedule {args.schedule}",
-            hint=f"--schedule lockstep, or take {given[0]} out",
-        )
-    others = ("router_url", "rollout_external_engine_addrs")
-    if args.offload_rollout and (found := [flag_of(name) for name in others if getattr(args, name)]):
-        raise ConfigError(
-            "the run does not start these engines, and others may use them",
-            where=f"--offload-rollout and {found[0]}",
-            expected="engines that the run starts, on the devices of its trainer",
-            hint="take --offload-rollout out; --offload-train alone goes with any engines",
-        )
 
 
 @dataclass(slots=True)

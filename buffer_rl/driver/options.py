@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from buffer_rl.options.section import Section, option
+from buffer_rl.args import Args
+from buffer_rl.data.eval_sets import eval_sets_of
+from buffer_rl.options.checks import given, needs, refuse
+from buffer_rl.options.section import Section, did_you_mean, flag_of, option
+from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, train_only
+from buffer_rl.plan.staleness import async_notices, check_async
+from buffer_rl.rollout.options import whole_rollout_functions
+
+PLACEHOLDER = "{rollout_id}"
 
 
 class RunOptions(Section):
@@ -93,6 +102,54 @@ class RunOptions(Section):
     )
     plugin: list[str] = option([], "pluggy plugins to load; no:NAME blocks one", metavar="NAME", short="-p")
 
+    @staticmethod
+    def check(args: Args) -> None:
+        _check_required(args)
+        # A name that is an option has a meaning for the run, which what functions see on ``args`` never changes.
+        name = next((name for name in sorted(args.custom_config_path or ()) if name in type(args).model_fields), "")
+        expected, hint = "names that no option has", f"take it out of there and give {flag_of(name)}"
+        refuse(name, "{} is an option of the run, and no name of your own", "--custom-config-path", expected, hint)
+        check_async(args)
+        if args.early_stop is not None:
+            _check_evaluated(args, parse_early_stop(args.early_stop).metric, "--early-stop")
+        needs(args, "save", "there is no folder to save to", "save_interval", "async_save", "keep_last", "keep_best")
+        needs(args, "keep_last", "all checkpoints are kept", "keep_best")
+        if args.keep_best is not None:
+            _check_evaluated(args, args.keep_best.removeprefix("-"), "--keep-best")
+
+    @staticmethod
+    def notices(args: Args) -> Iterator[str]:
+        whole = [(what, flag_of(name)) for name, what in whole_rollout_functions(args).items()]
+        if Schedule.of(args).streams and not rollout_only(args):
+            for what, flag in whole:
+                yield (
+                    f"--schedule {args.schedule} overlaps nothing with generation here: with {flag}, {what} sees the "
+                    "whole rollout, so no group is finished before all are"
+                )
+        yield from async_notices(args, [flag for _, flag in whole])
+
+
+def _check_required(args: Args) -> None:
+    """What no run can be without comes before everything that may be wrong with the rest."""
+    hint = "add --hf-checkpoint PATH, or 'hf_checkpoint: PATH' in the file of --config"
+    refuse(not args.hf_checkpoint, "there is no model to train", "--hf-checkpoint", hint=hint)
+    no_data = not args.prompt_data and not train_only(args) and args.data_source_path is None
+    hint = "add --prompt-data PATH, or 'prompt_data: PATH' in the file of --config"
+    hint += "; or your own data source, with --data-source-path"
+    refuse(no_data, "there are no training prompts", "--prompt-data", hint=hint)
+    endless, hint = args.num_rollout is None and args.num_epoch is None, "add --num-rollout N or --num-epoch N"
+    refuse(endless, "the length of the run is not given", "--num-rollout", hint=hint)
+
+
+def _check_evaluated(args: Args, metric: str, flag: str) -> None:
+    """Raises ConfigError if no evaluation during the run gives the metric that an option names."""
+    metrics = [f"eval/{eval_set.name}" for eval_set in eval_sets_of(args)]
+    is_known = any(metric == known or metric.startswith(f"{known}/") for known in metrics)
+    expected = "eval/NAME with a NAME of --eval-prompt-data" + (f": {', '.join(metrics)}" if metrics else "")
+    what, hint = f"the metric {metric!r} is of no evaluation set", "" if is_known else did_you_mean(metric, metrics)
+    refuse(not is_known, what, flag, expected, hint)
+    refuse(args.eval_interval is None, "it needs evaluations during the run", flag, hint="add --eval-interval N")
+
 
 class DebugOptions(Section):
     """Generation or training alone."""
@@ -111,6 +168,31 @@ class DebugOptions(Section):
     load_debug_rollout_data: str | None = option(
         None, "read the rows of each rollout from here, do not generate; implies --debug-train-only", metavar="PATH"
     )
+
+    @staticmethod
+    def check(args: Args) -> None:
+        """For a half run that lacks what it works on, or that could not do what it is asked to."""
+        for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
+            template = getattr(args, name)
+            expected = f"a path with {PLACEHOLDER}, such as 'rollouts/{PLACEHOLDER}.safetensors'"
+            what, is_one = f"{template!r} names one file for all rollouts", template and PLACEHOLDER not in template
+            refuse(bool(is_one), what, flag_of(name), expected)
+        if train_only(args):
+            hint = "add --load-debug-rollout-data PATH, written by --save-debug-rollout-data"
+            absent = not args.load_debug_rollout_data
+            refuse(absent, "there are no rollouts to train on", "--debug-train-only", hint=hint)
+            both = "--debug-rollout-only and --load-debug-rollout-data"
+            refuse(rollout_only(args), "nothing is left of the run", both)
+            unknown = args.num_rollout is None and (args.data_source_path is not None or not args.prompt_data)
+            what, hint = "the number of recorded rollouts is not known", "add --num-rollout N"
+            refuse(unknown, what, "--num-rollout", hint=hint)
+            found = given(args, "save_debug_rollout_data", "early_stop", "keep_best")
+            what = "{} needs rollouts, and none are generated"
+            refuse(found, what, "{}", hint="take {} out")
+        found = given(args, "save", "load")
+        hint = "to generate with a checkpoint's weights: --hf-checkpoint CHECKPOINT/hf"
+        what, where = "there is no trainer to save or to resume", "--debug-rollout-only and {}"
+        refuse(rollout_only(args) and found, what, where, hint=hint)
 
 
 class ObserveOptions(Section):

@@ -1,17 +1,10 @@
 """Checks before a run starts that roles have work, that gradients can be streamed, and that an advantage estimator sees
-the rows and the fields that it reads.
-
-What the options alone tell is checked with the others (``buffer_rl.driver.checks``); what depends on the plugins that
-they name, here, once these are imported.
-"""
+the rows and the fields that it reads: what depends on imported plugins, and so is in no section's check."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.driver.checks import STREAM
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.kind import absent_of
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of, unit_of
@@ -35,12 +28,10 @@ from buffer_rl.plan.counts import replicas_of, roles_in_resource
 from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, PLACED, ROLES, worker_counts
 from buffer_rl.plan.schedule import Schedule, rollout_only
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.train.options import STREAM
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-
-TESTED_TRANSFORMERS = (5, 23)
-"""Their shards, and the plans by which they are made, are of this version."""
 
 
 def check_roles(args: Args, registry: PluginRegistry) -> None:
@@ -55,9 +46,6 @@ def check_roles(args: Args, registry: PluginRegistry) -> None:
     if not rollout_only(args):
         _check_loss(args, registry)
         _check_trainer(args, registry)
-        _check_memory_options(args)
-        if args.fsdp_size != 1:
-            _check_sharding(args)
 
 
 def _check_own_roles(args: Args, registry: PluginRegistry) -> None:
@@ -145,8 +133,6 @@ def _check_loss(args: Args, registry: PluginRegistry) -> None:
 def _check_trainer(args: Args, registry: PluginRegistry) -> None:
     """A trainer that holds the reference model must be able to load it again, and one of a critic to compute values. (A
     factory's product is not known.)"""
-    if args.ref_update_interval is not None and not uses_reference(args):
-        raise ConfigError("there is no reference model", where="--ref-update-interval", hint="add --use-kl-loss")
     needed: list[tuple[type[Any], str, str, str]] = []
     if args.ref_update_interval is not None and not args.num_ref_workers:
         what, flag = "cannot update its reference model", "--ref-update-interval"
@@ -166,101 +152,6 @@ def _check_trainer(args: Args, registry: PluginRegistry) -> None:
                 where=f"{flag} and --train-backend",
                 hint=f"add {other}, or the method (see buffer_rl.kinds.trainer.{power.__name__})",
             )
-
-
-def _check_memory_options(args: Args) -> None:
-    """What of the trainer's memory its backend decides, or a model of the user's own does not know."""
-    if args.train_backend == "torch" and args.recompute_granularity == "selective":
-        raise ConfigError(
-            "the torch trainer recomputes whole layers",
-            where="--recompute-granularity",
-            expected="full",
-        )
-    own = {
-        "--custom-model-provider-path": args.custom_model_provider_path,
-        "--model-converter-path": args.model_converter_path,
-    }
-    given = [name for name, value in own.items() if value]
-    if args.train_backend == "torch" and args.bf16 and given:
-        raise ConfigError(
-            f"a model of {given[0]} is trained in its own number format, float32",
-            where="--bf16",
-            hint=f"take it out, or {given[0]}",
-        )
-    if args.lora_dropout:
-        raise ConfigError(
-            "two passes over the same tokens would have other probabilities, so that no ratio begins at 1",
-            where=f"--lora-dropout {args.lora_dropout:g}",
-            hint="take it out",
-        )
-    if args.lora_publish == "adapter":
-        _check_adapter_publication(args)
-    if not args.lora_rank:
-        if args.lora_adapter_path is not None:
-            raise ConfigError("all weights would be trained", where="--lora-adapter-path", hint="add --lora-rank")
-        return
-    if given:
-        raise ConfigError(
-            f"adapters do not go with {given[0]}", where="--lora-rank", hint=f"take it out, or {given[0]}"
-        )
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            "adapters are made by peft, which is not installed",
-            where="--lora-rank",
-            hint="pip install 'buffer-rl[scale]'",
-        )
-
-
-def _check_adapter_publication(args: Args) -> None:
-    """What engines that keep their base, and read adapters from a folder, do not go with."""
-    where = "--lora-publish adapter"
-    if not args.lora_rank:
-        raise ConfigError("all weights would be trained, and no adapter", where=where, hint="add --lora-rank")
-    refused = {
-        f"--weight-sync-mode {args.weight_sync_mode}": args.weight_sync_mode != "disk",
-        "--offload-rollout": args.offload_rollout,
-        "--check-weight-update-equal": args.check_weight_update_equal,
-    }
-    reasons = ("engines read adapters from a folder", "an engine's base goes with its memory", "the base is not sent")
-    for (flag, is_given), reason in zip(refused.items(), reasons, strict=True):
-        if is_given:
-            hint = f"take {flag} out, or {where}"
-            raise ConfigError(f"{reason}: it does not go with {flag}", where=where, hint=hint)
-
-
-def _check_sharding(args: Args) -> None:
-    """What a model that is split over ranks needs, and what does not know that it is."""
-    size = args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
-    if not size or args.num_train_ranks % size:
-        raise ConfigError(
-            f"{args.num_train_ranks} ranks cannot be split into copies of {size}",
-            where="--fsdp-size and --num-train-ranks",
-            expected="a divisor of the number of ranks, or -1 for all of them",
-        )
-    others = {
-        "--custom-model-provider-path": args.custom_model_provider_path,
-        "--model-converter-path": args.model_converter_path,
-        "a critic": estimator_of(args)[0] if uses_critic(args) else None,
-    }
-    if refused := [name for name, value in others.items() if value is not None]:
-        raise ConfigError(
-            f"a model that is split over ranks does not go with {', '.join(refused)}",
-            where="--fsdp-size",
-            hint="take it out, or --fsdp-size: each rank then has the whole model",
-        )
-    if size > 1 and importlib.util.find_spec("accelerate") is None:
-        raise ConfigError(
-            "transformers reads a part of a model with accelerate, which is not installed",
-            where="--fsdp-size",
-            hint="pip install 'buffer-rl[scale]'",
-        )
-    version = importlib.metadata.version("transformers")
-    if tuple(map(int, version.split(".")[:2])) < TESTED_TRANSFORMERS:
-        raise ConfigError(
-            f"transformers {version} is older than what models were split with",
-            where="--fsdp-size",
-            expected=f"{'.'.join(map(str, TESTED_TRANSFORMERS))} or later",
-        )
 
 
 def _converts(args: Args) -> bool:

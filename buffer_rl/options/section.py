@@ -44,6 +44,16 @@ class Section(BaseModel):
         field = cls.model_fields.get(info.field_name or "")
         return [value] if isinstance(value, str) and field is not None and _is_list(field.annotation) else value
 
+    @staticmethod
+    def check(args: Args) -> None:
+        """Raises ConfigError for options of this section that contradict each other or others of the run. Nothing has
+        started, and no plugin is imported (``buffer_rl.options.checks`` has short forms)."""
+
+    @staticmethod
+    def notices(args: Args) -> Iterable[str]:
+        """One text for each thing to know about these options, which ``check`` accepts."""
+        return ()
+
 
 class Options(Section):
     """Base of the classes that ``compose`` makes: ``args`` is an ``Options`` and each of its sections.

@@ -6,5 +6,6 @@ algorithms  the table of algorithms: estimator, loss, normalisation of rewards
 counts      how many processes each role has; how many optimizer steps a rollout has, and of how many samples
 layout      ranks in pipeline, data, context and tensor parallelism
 schedule    what may overlap with generation
+staleness   checks and notices of runs that train on samples of older weights
 flops       what a model computes on a row, and the metrics of a step's speed
 """

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from buffer_rl.options.section import Section, option
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
+from buffer_rl.algo.rewards import reward_bounds, rewards_kind
+from buffer_rl.args import Args
+from buffer_rl.data.eval_sets import eval_sets_of
+from buffer_rl.options.checks import first, given, needs, refuse
+from buffer_rl.options.redaction import mask_url
+from buffer_rl.options.section import Section, flag_of, option
+from buffer_rl.plan.algorithm import estimator_of, is_supervised, loss_of
+from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, Rewards
+from buffer_rl.plan.schedule import Schedule, rollout_only, train_only
 
 
 class RolloutOptions(Section):
@@ -110,6 +116,98 @@ class RolloutOptions(Section):
         ge=0,
     )
 
+    @staticmethod
+    def check(args: Args) -> None:
+        size, in_flight = args.rollout_batch_size, args.over_sampling_batch_size
+        where = "--over-sampling-batch-size and --rollout-batch-size"
+        what = f"{in_flight} groups in flight cannot give {size} a step"
+        refuse(in_flight is not None and in_flight < size, what, where, expected=f"at least {size}")
+        _check_partial_rollout(args)
+        wrong = [token for token in args.rollout_stop_token_ids if token < 0]
+        refuse(str(wrong[0]) if wrong else "", "{} is no token id", "--rollout-stop-token-ids", expected="0 or more")
+        _check_top_k(args)
+        _check_replay(args)
+
+    @staticmethod
+    def notices(args: Args) -> Iterator[str]:
+        trains = args.num_rollout != 0 and not rollout_only(args) and not is_supervised(args)
+        if trains and (cut := _truncating(args)) and not args.replay_kept_tokens:
+            yield (
+                f"{', '.join(f'{flag_of(name)} {value}' for name, value in cut)}: training samples come from a part of "
+                "the distribution, but log-probabilities, the engine's and the trainer's, are of the whole; nothing "
+                "corrects for it, so gradients are biased towards the tokens that are kept (--replay-kept-tokens "
+                "renormalises both over these tokens; the same flags with --eval- touch evaluations only)"
+            )
+        built_in = is_built_in_rollout(args)
+        if trains and built_in and not train_only(args) and _is_alone_in_its_group(args):
+            yield (
+                "--n-samples-per-prompt 1: a reward minus the mean of its group is 0 where the group has one sample, "
+                "so every advantage is 0 and rewards change nothing (take more samples a prompt, or "
+                "--custom-reward-post-process-path or --custom-advantage-function-path of your own)"
+            )
+        generates = not train_only(args) and not (args.num_rollout == 0 and args.eval_function_path)
+        if args.multimodal_keys and generates and built_in and generate_path(args) is None:
+            yield (
+                f"--multimodal-keys {', '.join(args.multimodal_keys)}: the built-in generate function sends the "
+                "prompt's text alone to the engine, so the model does not see these fields; rewards and filters do (a "
+                "function of --custom-generate-function-path can send them)"
+            )
+
+
+def _check_partial_rollout(args: Args) -> None:
+    what = "there are no older tokens to mask: without --partial-rollout, a response is generated in one rollout"
+    needs(args, "partial_rollout", what, "mask_offpolicy_in_partial_rollout")
+    unmasked = args.partial_rollout and not args.mask_offpolicy_in_partial_rollout
+    what = f"a continued response has tokens of older weights, and --schedule {args.schedule} trains on tokens of "
+    hint = "add --mask-offpolicy-in-partial-rollout: older tokens are then context, with a loss mask of 0"
+    exact = unmasked and Schedule.of(args).max_staleness == 0
+    refuse(exact, f"{what}exactly the weights that it updates", "--partial-rollout", hint=hint)
+
+
+def _check_top_k(args: Args) -> None:
+    """What an engine refuses at the first request: SGLang also a top-k of 0, which other libraries read as "all"."""
+    found = {"--rollout-top-k": args.rollout_top_k, "--eval-top-k": args.eval_top_k}
+    found |= {f"--eval-config {args.eval_config}, the set {s.name!r}": s.top_k for s in eval_sets_of(args)}
+    zero = first({where: top_k == 0 for where, top_k in found.items()})
+    refuse(zero, "top_k is 0", "{}", expected="-1 for all tokens, or at least 1", hint="write -1")
+
+
+_TRUNCATING = ("rollout_top_p", "rollout_top_k", "rollout_min_p")
+
+
+def _truncating(args: Args) -> list[tuple[str, float]]:
+    """The options that cut off a part of the distribution that training samples come from, and their values."""
+    cut = [(name, getattr(args, name)) for name in _TRUNCATING if given(args, name)]
+    return cut if args.rollout_temperature > 0 and not is_supervised(args) else []
+
+
+def _check_replay(args: Args) -> None:
+    expected = "--rollout-top-p, --rollout-top-k or --rollout-min-p, and a temperature above 0"
+    uncut = args.replay_kept_tokens and not _truncating(args)
+    what = "no tokens are cut off when training samples are drawn"
+    refuse(uncut, what, "--replay-kept-tokens", expected, "take it out")
+    needs(args, "replay_routed_experts", "no experts are replayed", "replay_recomputed_experts")
+    if not args.replay_routed_experts:
+        return
+    what, where = "no engine computes the tokens of supervised fine-tuning", "--replay-routed-experts"
+    refuse(is_supervised(args), what, where, hint="take it out")
+    schedule = Schedule.of(args)
+    refuse(
+        schedule.mixes_versions and not schedule.drains and not args.replay_recomputed_experts,
+        "a publication retracts running requests, and their tokens go through the new weights again: the experts "
+        "that come with the answer are not those of the weights that sampled the tokens before it",
+        f"{where} and --schedule {args.schedule}",
+        hint="add --publication drain, or --replay-recomputed-experts to replay these all the same",
+    )
+
+
+def _is_alone_in_its_group(args: Args) -> bool:
+    """Whether the built-in normalisation, estimator and loss, which nothing replaces, get groups of one sample."""
+    own = given(args, "custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+    built_in = loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS
+    by_group = rewards_kind(args) is not Rewards.RAW and not args.use_opd
+    return args.n_samples_per_prompt == 1 and built_in and by_group and not own
+
 
 class RewardOptions(Section):
     """Reward functions, reward models and normalisation."""
@@ -192,6 +290,43 @@ class RewardOptions(Section):
     reward_clip: list[float] = option([], "clip rewards to [-C, C], or to two bounds, before scaling and normalisation")
     reward_scale: float = option(1.0, "factor for rewards, applied before normalisation", gt=0)
 
+    @staticmethod
+    def check(args: Args) -> None:
+        if not train_only(args):
+            _check_scores(args)
+        reward_bounds(args)
+        shaping = ("overlong_buffer_len", "length_penalty", "reward_clip", "reward_scale")
+        unread = is_supervised(args) and given(args, *shaping)
+        refuse(unread, "the supervised loss reads no rewards", "{}", hint="take it out")
+        length, most = args.overlong_buffer_len, args.rollout_max_response_len
+        what, expected = f"a buffer of {length} of at most {most} tokens", "at most --rollout-max-response-len"
+        refuse(length > most, what, "--overlong-buffer-len", expected)
+        path = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+        expected = "rewards that the framework normalises"
+        replaced = path and given(args, *shaping, "disable_rewards_normalization")
+        refuse(replaced, f"{path} makes the rewards to train on", "{}", expected)
+
+
+def _check_scores(args: Args) -> None:
+    """A rollout or generate function of the user's own may score for itself; the built-in ones cannot. With a teacher a
+    sample that nothing scores has the reward 0, but an evaluation of such samples would say nothing."""
+    needs(args, "rm_model", "there is no reward model", "num_reward_workers")
+    for server in args.rm_servers:
+        name, _, url = server.partition("=")
+        bad = not name or not url.startswith(("http://", "https://"))
+        what = f"{mask_url(server)!r} is no server with a name"
+        refuse(bad, what, "--rm-servers", expected="NAME=http://HOST:PORT/PATH")
+    scores = given(args, "rm_type", "row_rm_types", "custom_rm_path", "custom_group_rm_path", "rm_model")
+    others = not is_built_in_rollout(args) or generate_path(args) is not None or is_supervised(args)
+    distils = args.use_opd and all(s.rm_type for s in eval_sets_of(args))
+    hint = "add --custom-rm-path module:fn (your function), --rm-type NAME (a registered one) or --rm-model PATH"
+    refuse(
+        not scores and not others and not distils,
+        "nothing scores the samples",
+        "--rm-type and --custom-rm-path",
+        hint=hint,
+    )
+
 
 class EvalOptions(Section):
     """Evaluation on held-out prompts."""
@@ -223,6 +358,16 @@ class EvalOptions(Section):
     eval_min_p: float | None = option(None, "--rollout-min-p for evaluation", ge=0, le=1)
     eval_max_response_len: int | None = option(None, "--rollout-max-response-len for evaluation", ge=1)
 
+    @staticmethod
+    def check(args: Args) -> None:
+        sets = eval_sets_of(args)
+        what, hint = "--eval-interval has nothing to evaluate", "add --eval-prompt-data NAME=PATH"
+        refuse(args.eval_interval is not None and not sets, what, "--eval-prompt-data", hint=hint)
+        named = next((s.name for s in sets if s.rm_type), "")
+        found, where = named and given(args, "custom_rm_path", "custom_group_rm_path"), "--eval-config and {}"
+        what = f"the evaluation set {named!r} names an rm_type, but {{}} scores every sample"
+        refuse(found, what, where, hint="take one of them out")
+
 
 PLAY = "buffer_rl.agents.play:play"
 """The generate function of agents."""
@@ -242,3 +387,9 @@ def is_built_in_rollout(args: Args) -> bool:
     """Whether ``--rollout-function-path`` is as it is where nothing is said."""
     default = RolloutOptions.model_fields["rollout_function_path"].default
     return bool(args.rollout_function_path == default)
+
+
+def whole_rollout_functions(args: Args) -> dict[str, str]:
+    """Plugins of the run that see all groups of a rollout before any is finished: what each is, by its option."""
+    seeing = {"rollout_sample_filter_path": "a sample filter", "rollout_all_samples_process_path": "this function"}
+    return {name: what for name, what in seeing.items() if given(args, name)}

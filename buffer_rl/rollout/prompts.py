@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.errors import BufferRLError, ConfigError, DataError, RolloutError
+from buffer_rl.data.options import check_template_kwargs
+from buffer_rl.errors import BufferRLError, DataError, RolloutError
 from buffer_rl.records.groups import Prompt, Sample
 from buffer_rl.records.sample import RenderedPrompt
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 _DECODED = "a template that takes arguments of tool calls as text, not as objects, wants --no-decode-json"
 TOO_LONG = "prompt_too_long"  # why a training group is rejected; see --rollout-max-prompt-len
-OWN_KWARGS = ("conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
 CACHE_SIZE = 4096  # prompts; a rollout asks for each prompt n_samples_per_prompt times in close succession
 
 
@@ -42,22 +42,6 @@ def load_tokenizer(path: str | None, flag: str = "--hf-checkpoint", *, trust_rem
         # Where the folder holds a model only, transformers makes an empty tokenizer of the model's usual class.
         raise RolloutError("there is no tokenizer in the folder", where=where, expected=expected)
     return tokenizer
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What ``--apply-chat-template-kwargs`` gives. Raises ConfigError for a name that is not the user's to set, and
-    for a truth value that is text, which every template takes for true."""
-    where = "--apply-chat-template-kwargs"
-    for name, value in (kwargs or {}).items():
-        if name in OWN_KWARGS:
-            raise ConfigError(f"{name!r} is set by buffer_rl", where=where, expected=f"other names than {OWN_KWARGS}")
-        if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
-            raise ConfigError(
-                f"{name} is the text {value!r}, which a template takes for true",
-                where=where,
-                expected=f"JSON with true, false or null without quotes, for example '{{\"{name}\": false}}'",
-            )
-    return dict(kwargs or {})
 
 
 @contextmanager

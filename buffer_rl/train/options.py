@@ -1,10 +1,36 @@
-"""Options of the trainer, the optimizer and the loss."""
+"""Options of the trainer, its roles, the optimizer, adapters and the critic."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from buffer_rl.options.section import Section, option
+from buffer_rl.args import Args
+from buffer_rl.options.checks import given, needs, refuse
+from buffer_rl.options.section import Section, flag_of, option
+from buffer_rl.plan.algorithm import (
+    estimator_of,
+    frozen_models,
+    frozen_models_of_trainer,
+    is_supervised,
+    loss_of,
+    uses_critic,
+    uses_reference,
+)
+from buffer_rl.plan.algorithms import ALGORITHMS
+from buffer_rl.plan.counts import optimizer_steps
+from buffer_rl.plan.roles import worker_counts
+from buffer_rl.plan.schedule import Schedule, rollout_only, train_only
+from buffer_rl.rollout.options import generate_path, is_built_in_rollout, whole_rollout_functions
+
+FULL_TRAINING_LR = 1e-6
+"""The default of ``--lr``."""
+STREAM = "--stream-gradients"
+TESTED_TRANSFORMERS = (5, 23)
+"""Their shards, and the plans by which they are made, are of this version."""
+OWN_MODEL = ("custom_model_provider_path", "model_converter_path")
 
 
 class TrainOptions(Section):
@@ -126,6 +152,102 @@ class TrainOptions(Section):
     )
     train_timeout_s: float = option(3600.0, "deadline for one call to the trainer, in seconds", gt=0)
 
+    @staticmethod
+    def check(args: Args) -> None:
+        steps, groups = args.num_steps_per_rollout, args.rollout_batch_size
+        what, where = f"{steps} optimizer steps on {groups} groups", "--num-steps-per-rollout and --rollout-batch-size"
+        refuse(steps > groups, what, where, expected="at least one group for each step")
+        _check_distillation(args)
+        check_role_options(args)
+        if not rollout_only(args):
+            check_model_options(args)
+
+
+def _check_distillation(args: Args) -> None:
+    """For a teacher that nothing reads, or none."""
+    needs(args, "use_opd", "nothing is distilled", "opd_teacher_load", "opd_kl_coef")
+    if not args.use_opd:
+        return
+    loss = loss_of(args)
+    what, hint = f"{loss} reads no advantages, which the teacher is a part of", "take it out, or take another loss"
+    refuse(loss in ("sft_loss", "dpo"), what, "--use-opd", hint=hint)
+    replaced = given(
+        args,
+        "opd_teacher_load",
+        "custom_rm_path",
+        "custom_group_rm_path",
+        "custom_reward_post_process_path",
+        "custom_convert_samples_to_train_data_path",
+    )
+    absent = not replaced and not generate_path(args) and is_built_in_rollout(args) and not train_only(args)
+    hint = "add --opd-teacher-load PATH, or a function of your own that sets teacher_log_probs of each sample"
+    refuse(absent, "there is no teacher", "--use-opd", hint=hint)
+
+
+def check_role_options(args: Args) -> None:
+    """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as far as options tell."""
+    hints = {"ref": "add --use-kl-loss", "teacher": "add --use-opd --opd-teacher-load PATH"}
+    for model, name in {"ref": "reference", "teacher": "teacher's"}.items():
+        unused = worker_counts(args)[model] and model not in frozen_models(args)
+        what = f"no {name} log-probabilities are needed"
+        refuse(unused, what, f"--num-{model}-workers", hint=f"{hints[model]}, or take it out")
+    unread, where = args.num_advantage_workers and is_supervised(args), "--num-advantage-workers"
+    refuse(unread, "the supervised loss has no advantages", where, hint="take it out")
+    fixed = args.ref_update_interval is not None and not uses_reference(args) and not rollout_only(args)
+    refuse(fixed, "there is no reference model", "--ref-update-interval", hint="add --use-kl-loss")
+    if args.stream_gradients:
+        _check_streaming(args)
+
+
+def _check_streaming(args: Args) -> None:
+    what = "the critic computes the advantages that it streams gradients of"
+    where = f"{STREAM} and --num-advantage-workers"
+    refuse(args.num_advantage_workers and uses_critic(args), what, where, hint="take one of them out")
+    for name, model in (("kl_coef", "ref"), ("use_opd", "teacher")):
+        late = uses_critic(args) and model in frozen_models_of_trainer(args) and given(args, name)
+        what = f"the critic needs log-probabilities of the model {model!r} for each group, which the policy's trainer "
+        refuse(late, f"{what}computes too late", f"{STREAM} and {{}}", hint=f"add --num-{model}-workers 1")
+    what, hint = f"--schedule {args.schedule} starts training after the last group", "add --schedule pipelined"
+    refuse(not Schedule.of(args).streams, what, STREAM, hint=hint)
+    steps = optimizer_steps(args)
+    several = "--num-steps-per-rollout" if args.num_steps_per_rollout > 1 else "--num-passes-per-rollout"
+    what = f"{steps} optimizer steps a rollout: the first could start only at the end, with the groups that it takes"
+    refuse(steps > 1, what, f"{STREAM} and {several}", expected=f"{several} 1")
+    for name, seeing in whole_rollout_functions(args).items():
+        what = f"{seeing} sees the whole rollout, so no group is finished before all are"
+        where = f"{STREAM} and {flag_of(name)}"
+        refuse(name, what, where, hint="take one of them out")
+
+
+def check_model_options(args: Args) -> None:
+    """Raises ConfigError for what a model that is split over ranks, or is the user's own, does not go with, and for
+    what the torch trainer cannot do."""
+    if args.train_backend == "torch":
+        selective, what = args.recompute_granularity == "selective", "the torch trainer recomputes whole layers"
+        refuse(selective, what, "--recompute-granularity", expected="full")
+        own, what = args.bf16 and given(args, *OWN_MODEL), "a model of {} is trained in its own number format, float32"
+        refuse(own, what, "--bf16", hint="take it out, or {}")
+    if args.fsdp_size != 1:
+        _check_sharding(args)
+
+
+def _check_sharding(args: Args) -> None:
+    ranks, where = args.num_train_ranks, "--fsdp-size"
+    size = ranks if args.fsdp_size == -1 else args.fsdp_size
+    expected = "a divisor of the number of ranks, or -1 for all of them"
+    what = f"{ranks} ranks cannot be split into copies of {size}"
+    refuse(not size or ranks % size, what, "--fsdp-size and --num-train-ranks", expected)
+    other = given(args, *OWN_MODEL) or ("a critic" if uses_critic(args) else "")
+    hint = "take it out, or --fsdp-size: each rank then has the whole model"
+    refuse(other, "a model that is split over ranks does not go with {}", where, hint=hint)
+    absent = size > 1 and importlib.util.find_spec("accelerate") is None
+    what = "transformers reads a part of a model with accelerate, which is not installed"
+    refuse(absent, what, where, hint="pip install 'buffer-rl[scale]'")
+    version = importlib.metadata.version("transformers")
+    expected = f"{'.'.join(map(str, TESTED_TRANSFORMERS))} or later"
+    is_old = tuple(map(int, version.split(".")[:2])) < TESTED_TRANSFORMERS
+    refuse(is_old, f"transformers {version} is older than what models were split with", where, expected)
+
 
 class OptimizerOptions(Section):
     """AdamW and its learning-rate schedule."""
@@ -150,6 +272,24 @@ class OptimizerOptions(Section):
         False, "keep Adam's moments in the host's memory, but for the optimizer step: slower steps, more free memory"
     )
 
+    @staticmethod
+    def check(args: Args) -> None:
+        _check_decay(args, args.lr, args.lr_warmup_iters)
+
+
+def _check_decay(args: Args, lr: float, warmup: int, whose: str = "") -> None:
+    """The critic's learning rate has the policy's end, and its own peak and warm-up. whose: "critic", or empty."""
+    if args.lr_decay_style == "constant":
+        return
+    prefix, owner = (f"--{whose}-", f"the {whose}'s") if whose else ("--", "the")
+    what = f"{owner} learning rate would rise from {lr:g} to {args.min_lr:g}"
+    refuse(args.min_lr > lr, what, f"{prefix}lr and --min-lr")
+    end = args.lr_decay_iters
+    where = f"--lr-decay-iters and {prefix}lr-warmup-iters"
+    hint = "--lr-decay-iters counts the warm-up too"
+    what = f"the decay ends at step {end}, {owner} warm-up at step {warmup}"
+    refuse(end is not None and end <= warmup, what, where, hint=hint)
+
 
 class LoraOptions(Section):
     """Adapters in place of full training, with the torch trainer."""
@@ -169,6 +309,41 @@ class LoraOptions(Section):
     lora_adapter_path: str | None = option(
         None, "initial adapters, a folder in peft's format; if not set: new ones, which begin with 0", metavar="PATH"
     )
+
+    @staticmethod
+    def check(args: Args) -> None:
+        if rollout_only(args):
+            return
+        what = "two passes over the same tokens would have other probabilities, so that no ratio begins at 1"
+        refuse(args.lora_dropout, what, f"--lora-dropout {args.lora_dropout:g}", hint="take it out")
+        if args.lora_publish == "adapter":
+            _check_adapter_publication(args)
+        needs(args, "lora_rank", "all weights would be trained", "lora_adapter_path")
+        own = args.lora_rank and given(args, *OWN_MODEL)
+        refuse(own, "adapters do not go with {}", "--lora-rank", hint="take it out, or {}")
+        absent, hint = args.lora_rank and importlib.util.find_spec("peft") is None, "pip install 'buffer-rl[scale]'"
+        refuse(absent, "adapters are made by peft, which is not installed", "--lora-rank", hint=hint)
+
+    @staticmethod
+    def notices(args: Args) -> Iterator[str]:
+        if args.lora_rank and args.lr < 5 * FULL_TRAINING_LR:
+            yield (
+                f"--lr {args.lr:g} is one of full training: adapters learn with 5 to 20 times as much, "
+                f"{5 * FULL_TRAINING_LR:g} or more"
+            )
+
+
+def _check_adapter_publication(args: Args) -> None:
+    """What engines that keep their base, and read adapters from a folder, do not go with."""
+    where, mode = "--lora-publish adapter", f"--weight-sync-mode {args.weight_sync_mode}"
+    refuse(not args.lora_rank, "all weights would be trained, and no adapter", where, hint="add --lora-rank")
+    refused = {
+        "engines read adapters from a folder": mode if args.weight_sync_mode != "disk" else "",
+        "an engine's base goes with its memory": given(args, "offload_rollout"),
+        "the base is not sent": given(args, "check_weight_update_equal"),
+    }
+    for why, found in refused.items():
+        refuse(found, f"{why}: it does not go with {{}}", where, hint=f"take {{}} out, or {where}")
 
 
 class CriticOptions(Section):
@@ -192,69 +367,19 @@ class CriticOptions(Section):
     )
     num_freeze_actor_steps: int = option(0, "another name of --num-critic-only-steps", ge=0, one_of="critic_only_steps")
 
-
-class LossOptions(Section):
-    """Loss, advantage estimator, clipping, KL penalty, importance weights."""
-
-    heading: ClassVar[str] = "Loss"
-
-    loss_type: str | None = option(
-        None, "loss by registered name; if not set: the loss of --advantage-estimator", kind="loss", one_of="loss"
-    )
-    custom_loss_function_path: str | None = option(
-        None, "your loss, in place of --loss-type", kind="loss", one_of="loss"
-    )
-    advantage_estimator: str = option(
-        "grpo", "advantage estimator, for example grpo, rloo or ppo", kind="advantage", one_of="advantage", common=True
-    )
-    custom_advantage_function_path: str | None = option(
-        None, "your advantage estimator, in place of --advantage-estimator", kind="advantage", one_of="advantage"
-    )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = option(
-        "token-mean", "aggregation of token losses to one number"
-    )
-    eps_clip: float = option(0.2, "lower clip range of the probability ratio", ge=0, le=1)
-    eps_clip_high: float | None = option(None, "upper clip range of the ratio; if not set: --eps-clip", ge=0)
-    eps_clip_c: float | None = option(
-        None, "dual clip: bound the loss of a negative advantage A by this times |A|; if not set: no bound", gt=1
-    )
-    decoupled_behave_cap: float | None = option(
-        None, "decoupled_ppo: maximum weight from the engine's policy to the proximal one; if not set: no bound", gt=0
-    )
-    decoupled_behave_mode: Literal["clamp", "mask"] = option(
-        "clamp", "decoupled_ppo: give a token above the cap the cap as its weight (clamp) or the weight 0 (mask)"
-    )
-    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", gt=0)
-    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for negative and zero advantages", gt=0)
-    dpo_beta: float = option(0.1, "dpo: strength of the KL constraint to the reference", gt=0)
-    use_rollout_logprobs: bool = option(False, "use the engine's log-probabilities as the old ones")
-    use_tis: bool = option(False, "weight the loss by importance ratios of trainer to engine log-probabilities")
-    allow_uncorrected: bool = option(
-        False, "train on tokens of older weights though nothing corrects for that (--schedule one-step-off, async)"
-    )
-    tis_clip: float = option(2.0, "upper bound of the weights of --use-tis", gt=0)
-    tis_clip_low: float = option(0.0, "lower bound of the weights of --use-tis", ge=0)
-    tis_mode: Literal["truncate", "token", "sequence", "geometric"] = option(
-        "truncate",
-        "outside the bounds, truncate a weight, or set it to 0: per token (IcePop), or per row by the product "
-        "(sequence) or geometric mean (geometric) of its weights",
-        one_of="correction",
-    )
-    custom_tis_function_path: str | None = option(
-        None, "your weights, in place of --tis-mode", kind="correction", one_of="correction"
-    )
-    use_kl_loss: bool = option(False, "add a KL penalty to the loss, weighted by --kl-loss-coef")
-    kl_loss_coef: float = option(0.0, "weight of the KL penalty of --use-kl-loss", ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"] = option(
-        "k3", "estimator of the KL penalty; k1+ and k3+ have the gradient of k2"
-    )
-    kl_target: float | None = option(
-        None,
-        "after each rollout, adapt --kl-coef or --kl-loss-coef towards this KL divergence from the reference, in "
-        "nats per token; if not set: no adaptation",
-        gt=0,
-    )
-    kl_horizon: float = option(
-        10000, "with --kl-target: number of samples above the target that raise the coefficient by at most 20%", gt=0
-    )
-    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
+    @staticmethod
+    def check(args: Args) -> None:
+        """For options of a critic that is not there, and for a critic whose values nothing reads: either would change
+        nothing."""
+        if uses_critic(args):
+            flag, name = estimator_of(args)
+            expected = "--advantage-estimator ppo, or a function of your own that reads the column 'values'"
+            what, unread = f"the advantage {name!r} reads no values", name in ALGORITHMS and name not in ("gae", "ppo")
+            refuse(unread, what, f"--use-critic and {flag}", expected)
+            _check_decay(
+                args, args.lr if args.critic_lr is None else args.critic_lr, args.critic_lr_warmup_iters, "critic"
+            )
+            return
+        found = given(args, *CriticOptions.model_fields)
+        refuse(is_supervised(args) and found, "the supervised loss has no critic", "{}", hint="take it out")
+        refuse(found, "there is no critic", "{}", hint="add --advantage-estimator ppo, or --use-critic")

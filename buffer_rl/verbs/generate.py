@@ -14,6 +14,7 @@ from buffer_rl.args import Args
 from buffer_rl.cluster.environment import direct_variables, variables
 from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.dataset import RowKeys
+from buffer_rl.data.options import check_template_kwargs
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.checkpoint import opened_checkpoint
@@ -25,7 +26,7 @@ from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.plan.counts import with_counts
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, prompt_copies
-from buffer_rl.rollout.prompts import PromptEncoder, check_template_kwargs, load_tokenizer
+from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.verbs.engine_checks import check_engines
 from buffer_rl.verbs.preflight import check_folders, with_local_paths
 from buffer_rl.verbs.row_sources import RowSource, encode_row

@@ -25,7 +25,6 @@ from buffer_rl.agents.tools import check_environment, check_tools
 from buffer_rl.args import CORE_SECTIONS, Args
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
 from buffer_rl.data.dataset import PromptDataset
-from buffer_rl.driver.checks import check_options, notices
 from buffer_rl.driver.folders import LOCK_NAME, folder_lock, with_start
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError, Stopped, all_of
@@ -33,6 +32,7 @@ from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.kinds.marks import is_for_rows
 from buffer_rl.observe.startup import StartUp
+from buffer_rl.options.checks import check_options, notices
 from buffer_rl.options.help import add_config_flag, add_help, add_options
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Section, dump_args, plugin_kind_of

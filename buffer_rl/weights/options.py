@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from buffer_rl.args import Args
+from buffer_rl.cluster.locality import require_local_engines
+from buffer_rl.engines.external import urls_of
 from buffer_rl.options.section import Section, option
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 class WeightOptions(Section):
@@ -40,6 +40,10 @@ class WeightOptions(Section):
         600.0, "deadline for one call to the engines in a publication, in seconds; three times that in total", gt=0
     )
     check_weight_update_equal: bool = option(False, "after a publication, compare checksums of the engines' weights")
+
+    @staticmethod
+    def check(args: Args) -> None:
+        require_local_engines(args.weight_sync_mode, [*args.engine_urls, *urls_of(args)])
 
 
 def engines_may_differ(args: Args) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.agents import command, command_watch, play
-from buffer_rl.driver.algorithm_checks import check_agents
+from buffer_rl.agents.options import AgentOptions
 from buffer_rl.errors import ConfigError, RolloutError
 from buffer_rl.records.groups import Status
 from harness.agent_play import AgentEngine, make_args, roll
@@ -275,8 +275,8 @@ json.dump(first, open({str(note)!r}, "w"))
 )
 def test_options_of_commands_that_cannot_be_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        check_agents(make_args(**{"agent_path": None, **options}))
-    check_agents(make_args(agent_path=None, agent_command="true x"))
+        AgentOptions.check(make_args(**{"agent_path": None, **options}))
+    AgentOptions.check(make_args(agent_path=None, agent_command="true x"))
 
 
 def test_a_machine_has_some_processes_for_each_core() -> None:

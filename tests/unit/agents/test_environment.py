@@ -18,9 +18,9 @@ import pytest
 
 from buffer_rl.agents import environment as module
 from buffer_rl.agents import play
+from buffer_rl.agents.options import AgentOptions
 from buffer_rl.agents.tools import check_environment, tools_of
 from buffer_rl.cli import main
-from buffer_rl.driver.algorithm_checks import check_agents
 from buffer_rl.errors import ConfigError, RolloutError
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.plugin.registry import PluginRegistry
@@ -597,7 +597,7 @@ def test_one_without_step_and_without_tools_that_have_a_schema_is_refused(name: 
 @pytest.mark.parametrize("other", [{"agent_path": "a:b"}, {"agent_command": "true"}, {"tools_path": ["a:b"]}])
 def test_an_environment_and_another_agent_are_refused_by_both_names(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="an environment is played by the built-in agent") as caught:
-        check_agents(make_args(**{"agent_path": None, "environment": "c:D", **other}))
+        AgentOptions.check(make_args(**{"agent_path": None, "environment": "c:D", **other}))
     (name,) = other
     assert caught.value.where == f"--{name.replace('_', '-')} and --environment"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.agents.options import AgentOptions
 from buffer_rl.agents.tools import MOST_ERROR_TEXT, ToolAgent
 from buffer_rl.cli import main
-from buffer_rl.driver.algorithm_checks import check_agents
 from buffer_rl.errors import ConfigError
 from buffer_rl.records.groups import Status
 from harness.agent_play import AgentEngine, make_args, roll
@@ -150,13 +150,13 @@ def test_two_tools_of_one_name_and_a_tool_without_a_schema_are_refused() -> None
 )
 def test_options_that_contradict_an_agent_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
-        check_agents(make_args(**{"agent_path": None, **options}))
+        AgentOptions.check(make_args(**{"agent_path": None, **options}))
     assert "--" in caught.value.where
 
 
 def test_options_without_an_agent_and_those_of_an_agent_pass() -> None:
-    check_agents(make_args(agent_path=None, custom_generate_function_path="e:f"))
-    check_agents(make_args(rollout_timeout_s=100.0, agent_timeout_s=50.0))
+    AgentOptions.check(make_args(agent_path=None, custom_generate_function_path="e:f"))
+    AgentOptions.check(make_args(rollout_timeout_s=100.0, agent_timeout_s=50.0))
 
 
 COMMANDS = [

@@ -9,9 +9,9 @@ import pytest
 
 from buffer_rl.agents.finish import Finish
 from buffer_rl.algo.gae import gae
+from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.reinforce import reinforce_plus_plus
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.algorithm_checks import check_algorithm
 from buffer_rl.errors import ConfigError, RolloutError
 from buffer_rl.options.section import compose
 from buffer_rl.plan.algorithm import estimator_needs
@@ -121,7 +121,7 @@ def test_advantages_of_ppo_by_hand() -> None:
 def test_estimators_with_a_baseline_of_the_group_refuse_them_with_the_reason(estimator: str) -> None:
     args = compose(CORE_SECTIONS)(turn_rewards=True, advantage_estimator=estimator)
     with pytest.raises(ConfigError, match=r"reinforce_plus_plus, gae, ppo(.|\n)*how many turns a sample has is the"):
-        check_algorithm(args)
+        AlgorithmOptions.check(args)
 
 
 def test_an_estimator_waits_for_the_column_if_it_is_on() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from buffer_rl.algo.corrections import truncated_weights
-from buffer_rl.driver.algorithm_checks import _check_correction
+from buffer_rl.algo.options import LossOptions
 from buffer_rl.errors import ConfigError, PluginError, TrainError
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
@@ -177,11 +177,11 @@ def test_a_step_whose_tokens_are_all_rejected_has_no_gradient(mode: str) -> None
 )
 def test_options_that_contradict_a_correction_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        _check_correction(loss_args(**options))
+        LossOptions.check(loss_args(**options))
 
 
 def test_a_correction_of_a_policy_loss_is_accepted() -> None:
-    _check_correction(loss_args(use_tis=True, tis_mode="token", tis_clip_low=0.5, tis_clip=5.0))
+    LossOptions.check(loss_args(use_tis=True, tis_mode="token", tis_clip_low=0.5, tis_clip=5.0))
 
 
 def test_token_loss_is_the_only_answer_of_a_loss() -> None:

@@ -10,14 +10,13 @@ from typing import Any, get_args
 import pytest
 
 from buffer_rl.algo.corrections import TOKEN_MODES
-from buffer_rl.algo.options import AlgorithmOptions
+from buffer_rl.algo.options import AlgorithmOptions, LossOptions
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.checks import check_options
 from buffer_rl.kinds.marks import needs_of, scope_of, unit_of
+from buffer_rl.options.checks import check_options
 from buffer_rl.options.help import FlagParser, add_options, given_flags
 from buffer_rl.options.section import compose, flag_of
 from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, REFERENCES
-from buffer_rl.train.options import LossOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "algorithms.md"

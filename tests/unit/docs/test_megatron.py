@@ -12,7 +12,7 @@ import torch
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
-from buffer_rl.driver.checks import check_options
+from buffer_rl.options.checks import check_options
 from buffer_rl.options.help import FlagParser, add_options, given_flags, take_items
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.checks import check_options
+from buffer_rl.options.checks import check_options
 from buffer_rl.options.help import FlagParser, given_flags, normalise_flags, take_items
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve

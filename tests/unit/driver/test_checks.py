@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.checks import check_options
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import check_options
 from buffer_rl.options.section import compose
 from buffer_rl.plan.algorithms import LOSSES
 from buffer_rl.plan.schedule import EarlyStop, parse_early_stop

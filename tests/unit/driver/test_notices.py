@@ -7,7 +7,7 @@ import pytest
 
 from buffer_rl.algo.rewards import normalized
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.checks import notices
+from buffer_rl.options.checks import notices
 from buffer_rl.options.section import compose
 from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.checks import check_role_options
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.kinds.marks import Scope, declared_scope, scope_of, scoped
@@ -17,6 +16,7 @@ from buffer_rl.plan.algorithm import old_log_probs_pass, own_roles
 from buffer_rl.plan.counts import with_steps
 from buffer_rl.plan.schedule import role_plan
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.train.options import check_role_options
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}

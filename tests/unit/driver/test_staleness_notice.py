@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.async_checks import slots_text, staleness_notice, store_text
 from buffer_rl.options.section import compose
+from buffer_rl.plan.staleness import slots_text, staleness_notice, store_text
 
 
 def args_of(**options: Any) -> Any:

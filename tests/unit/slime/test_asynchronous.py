@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.async_checks import check_async
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.help import FlagParser, add_options, flags_of, given_flags, take_items
 from buffer_rl.options.section import compose, flag_of
 from buffer_rl.options.sources import take_unknown
 from buffer_rl.plan.schedule import Schedule
+from buffer_rl.plan.staleness import check_async
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl_slime.scripts import flags as slime_flags
 from buffer_rl_slime.scripts import peers

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.checks import notices
-from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.options.checks import notices
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.forward import batch_outputs
 from buffer_rl.train.lora import layers_with_adapter
 from buffer_rl.train.objective import Objective
+from buffer_rl.train.options import LoraOptions
 from buffer_rl.train.packing import is_packed
 from buffer_rl.train.pretrained import load_model
 from buffer_rl.train.rank import build_trainer
@@ -119,7 +119,7 @@ def test_a_run_begins_with_an_adapter_and_its_reference_stays_there(model: str, 
         with pytest.raises(ConfigError, match=words):
             make_trainer(args.model_copy(update=changes))
     with pytest.raises(ConfigError, match=r"--lora-adapter-path: all weights would be trained"):
-        check_roles(args.model_copy(update={"lora_rank": 0}), PluginRegistry())
+        LoraOptions.check(args.model_copy(update={"lora_rank": 0}))
 
 
 def test_a_checkpoint_has_the_adapters_alone_and_belongs_to_its_base(model: str, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_run_that_asks_for_adapters_never_trains_all_weights(model: str) -> No
     )
     for changes, words in refused:
         with pytest.raises(ConfigError, match=words):
-            check_roles(options(model, **changes), PluginRegistry())
+            LoraOptions.check(options(model, **changes))
 
 
 def test_a_quantized_base_is_refused(model: str, tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_a_learning_rate_of_full_training_is_said() -> None:
 )
 def test_what_does_not_go_with_adapters_alone_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"--lora-publish adapter: .*{words}"):
-        check_roles(options("m", lora_publish="adapter", **changes), PluginRegistry())
-    check_roles(options("m", lora_publish="adapter"), PluginRegistry())
+        LoraOptions.check(options("m", lora_publish="adapter", **changes))
+    LoraOptions.check(options("m", lora_publish="adapter"))
 
 
 def test_adapters_alone_are_written_and_the_policy_without_them_is_the_base(model: str, tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose
-from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
+from buffer_rl.train.options import check_model_options
 from buffer_rl.train.sharding import fsdp_modules, layers_of
 from harness.backend_ranks import groups_of, largest_difference, run_ranks
 from harness.recorded_rows import recorded_rows
@@ -264,4 +263,4 @@ def test_on_one_rank_each_layer_is_gathered_by_itself(tmp_path: Path) -> None:
 )
 def test_what_split_models_and_trainers_do_not_do_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_roles(compose(CORE_SECTIONS)(**changes), PluginRegistry())
+        check_model_options(compose(CORE_SECTIONS)(**changes))

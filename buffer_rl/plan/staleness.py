@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import refuse
 from buffer_rl.plan.algorithm import is_supervised, loss_flag, loss_of
 from buffer_rl.plan.algorithms import LOSSES
 from buffer_rl.plan.counts import optimizer_steps
@@ -27,38 +27,31 @@ def check_async(args: Args) -> None:
     schedule = Schedule.of(args)
     if not schedule.max_staleness or train_only(args):
         return
-    where = f"--schedule {args.schedule}"
-    if args.partial_rollout:
-        raise ConfigError(
-            "requests that a publication stops continue by themselves, with their tokens; tokens that are kept in the "
-            "queue beside that would be older than the bound",
-            where=f"--partial-rollout and {where}",
-            hint="take --partial-rollout out",
-        )
-    in_flight = args.over_sampling_batch_size or args.rollout_batch_size
-    if in_flight > args.rollout_batch_size:
-        raise ConfigError(
-            f"the tickets in production already have {schedule.target * args.rollout_batch_size} more groups in flight "
-            "than a step takes",
-            where=f"--over-sampling-batch-size and {where}",
-            expected=f"at most --rollout-batch-size {args.rollout_batch_size}",
-            hint="take it out; --target-staleness sets how many tickets are in production (--schedule async)",
-        )
-    if args.deterministic and schedule.mode is not Mode.ONE_STEP_OFF:
-        raise ConfigError(
-            "which groups a step trains on, and which weights sampled each token, depends on how long each takes",
-            where=f"--deterministic and {where}",
-            hint="--schedule one-step-off, whose samples are of one version each, or take --deterministic out",
-        )
-    if _is_uncorrected(args) and loss_of(args) in LOSSES and not args.allow_uncorrected:
-        steps = f"{schedule.max_staleness} step" + "s" * (schedule.max_staleness > 1)
-        raise ConfigError(
-            f"tokens may be sampled by weights that are {steps} older than those that are trained, and with "
-            f"{loss_flag(args)} {loss_of(args)} nothing corrects for it",
-            where=where,
-            expected=CORRECTIONS,
-            hint="add one of these, or --allow-uncorrected to train without a correction",
-        )
+    where, size = f"--schedule {args.schedule}", args.rollout_batch_size
+    refuse(
+        args.partial_rollout,
+        "requests that a publication stops continue by themselves, with their tokens; tokens that are kept in the "
+        "queue beside that would be older than the bound",
+        f"--partial-rollout and {where}",
+        hint="take --partial-rollout out",
+    )
+    what = f"the tickets in production already have {schedule.target * size} more groups in flight than a step takes"
+    hint = "take it out; --target-staleness sets how many tickets are in production (--schedule async)"
+    more, both = (args.over_sampling_batch_size or size) > size, f"--over-sampling-batch-size and {where}"
+    refuse(more, what, both, f"at most --rollout-batch-size {size}", hint)
+    what = "which groups a step trains on, and which weights sampled each token, depends on how long each takes"
+    hint = "--schedule one-step-off, whose samples are of one version each, or take --deterministic out"
+    varies = args.deterministic and schedule.mode is not Mode.ONE_STEP_OFF
+    refuse(varies, what, f"--deterministic and {where}", hint=hint)
+    steps = f"{schedule.max_staleness} step" + "s" * (schedule.max_staleness > 1)
+    refuse(
+        _is_uncorrected(args) and loss_of(args) in LOSSES and not args.allow_uncorrected,
+        f"tokens may be sampled by weights that are {steps} older than those that are trained, and with "
+        f"{loss_flag(args)} {loss_of(args)} nothing corrects for it",
+        where,
+        expected=CORRECTIONS,
+        hint="add one of these, or --allow-uncorrected to train without a correction",
+    )
 
 
 def async_notices(args: Args, whole_rollout_flags: Sequence[str] = ()) -> list[str]:

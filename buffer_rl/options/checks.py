@@ -1,0 +1,66 @@
+"""Checks of options before a run starts, in short form: what ``Section.check`` of each section is written with.
+
+Example:
+    @staticmethod
+    def check(args: Args) -> None:
+        needs(args, "use_tis", "nothing is corrected", "custom_tis_function_path")
+        refuse(args.min_lr > args.lr, "the learning rate would rise", "--lr and --min-lr")
+        refuse(given(args, "save", "load"), "there is no trainer", "--debug-rollout-only and {}", hint="take {} out")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from buffer_rl.args import Args
+from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import declared, flag_of, load_section
+from buffer_rl.plugin.calls import call
+
+
+def check_options(args: Args) -> None:
+    """Every section's check, in the order of the sections. Raises ConfigError naming the flags that contradict each
+    other or that a training run lacks. No plugin is imported, and no file is read but that of ``--eval-config``.
+
+    args: the flat options of a training run, with every core section."""
+    for reference in type(args).section_references:
+        call("section", reference, load_section(reference).check, args, at="check", error_class=ConfigError)
+
+
+def notices(args: Args) -> list[str]:
+    """One text for each thing to know about options that ``check_options`` accepts; a run starts all the same."""
+    found: list[str] = []
+    for reference in type(args).section_references:
+        found += call("section", reference, lambda section: [*section.notices(args)], load_section(reference))
+    return found
+
+
+def refuse(found: object, what: str, where: str, expected: str = "", hint: str = "") -> None:
+    """Raises ConfigError if ``found``.
+
+    found: a condition; or text, such as a flag, which replaces each ``{}`` of the other texts."""
+    if isinstance(found, str):
+        what, where, expected, hint = (text.replace("{}", found) for text in (what, where, expected, hint))
+    if found:
+        raise ConfigError(what, where=where, expected=expected, hint=hint)
+
+
+def needs(args: Args, other: str, what: str, *names: str, hint: str = "") -> None:
+    """Raises ConfigError for options that only a run with the option ``other`` reads, if that is not given. hint: what
+    to do, if it is neither to add ``other`` nor to take the option out."""
+    if not getattr(args, other):
+        field = type(args).model_fields[other]
+        value = declared(field, "metavar") or ("" if field.annotation is bool else "N")
+        hint = hint or f"{f'add {flag_of(other)} {value}'.rstrip()}, or take it out"
+        refuse(given(args, *names), what, "{}", hint=hint)
+
+
+def given(args: Args, *names: str) -> str:
+    """The flag of the first of these options that has another value than its default; empty if all have theirs."""
+    fields = type(args).model_fields
+    return next((flag_of(name) for name in names if getattr(args, name) != fields[name].default), "")
+
+
+def first(conditions: Mapping[str, object]) -> str:
+    """The first name with a true value; empty if there is none."""
+    return next((name for name, is_so in conditions.items() if is_so), "")
