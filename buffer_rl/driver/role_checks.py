@@ -9,6 +9,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.kind import absent_of
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.kinds.trainer import HasValues, ReloadsReference, ReplaysExperts, Sleeps
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import (
     estimator_needs,
@@ -51,19 +52,13 @@ def check_roles(args: Args, registry: PluginRegistry) -> None:
 def _check_own_roles(args: Args, registry: PluginRegistry) -> None:
     """Roles of ``--role-path`` wait for fields that come before theirs, and roles that are fused have processes; those
     of ``--resource`` are there."""
-    own = own_roles(args, registry)
-    if own and rollout_only(args):
-        raise ConfigError("no trainer reads what these roles add", where="--role-path and --debug-rollout-only")
-    if unknown := roles_in_resource(args).keys() - own.keys():
-        raise ConfigError(
-            f"there is no role {min(unknown)!r}",
-            where="--resource",
-            expected=f"roles among {', '.join(['actor', CRITIC, 'rollout (the engines)', *PLACED, *own])}",
-            hint="--role-path adds a role of your own",
-        )
-    if CRITIC in replicas_of(args) and not uses_critic(args):
-        hint = "add --use-critic, or take it out"
-        raise ConfigError(f"the role {CRITIC!r} is counted, and there is none", where="--resource", hint=hint)
+    own, where = own_roles(args, registry), "--role-path and --debug-rollout-only"
+    refuse(own and rollout_only(args), "no trainer reads what these roles add", where)
+    unknown = min(roles_in_resource(args).keys() - own.keys(), default="")
+    expected = f"roles among {', '.join(['actor', CRITIC, 'rollout (the engines)', *PLACED, *own])}"
+    refuse(unknown, "there is no role '{}'", "--resource", expected, "--role-path adds a role of your own")
+    what, hint = f"the role {CRITIC!r} is counted, and there is none", "add --use-critic, or take it out"
+    refuse(CRITIC in replicas_of(args) and not uses_critic(args), what, "--resource", hint=hint)
     counts = process_counts(args, own)
     fused_roles(args, counts)
     added = {field for role in counts if role in ROLES for field in ROLES[role].fields}
@@ -80,12 +75,12 @@ def _check_own_roles(args: Args, registry: PluginRegistry) -> None:
             del waiting[name]
             added.update(fields[name])
     for reference, row in (own[name] for name in waiting if name in own):
+        expected = f"fields among {', '.join(sorted(added)) or 'none, as there is no such role'}; columns of the "
         raise ConfigError(
             f"the role {reference!r} needs {sorted(set(row.needs) - added)}, which no role with processes of its own "
             "adds before it",
             where="--role-path",
-            expected=f"fields among {', '.join(sorted(added)) or 'none, as there is no such role'}; columns of the "
-            "rollout are there without being named",
+            expected=f"{expected}rollout are there without being named",
             hint="give the role that adds it processes: --num-ref-workers 1, or --role-path",
         )
 
@@ -94,20 +89,13 @@ def _check_estimator(args: Args, registry: PluginRegistry) -> None:
     flag, reference = estimator_of(args)
     estimator = registry.resolve("advantage", reference)
     for asked, other in ((args.num_advantage_workers, "--num-advantage-workers"), (args.stream_gradients, STREAM)):
-        if asked and args.normalize_advantages:
-            raise ConfigError(
-                "advantages are normalised over a whole rollout, which is not there when they are computed",
-                where=f"{other} and --normalize-advantages",
-                hint="take one of the two out",
-            )
-        if asked and scope_of(estimator) is Scope.ROLLOUT:
-            raise ConfigError(
-                f"the advantage {reference!r} has scope 'rollout': it may need all groups of a rollout together",
-                where=f"{other} and {flag}",
-                expected="scope 'group' or 'row'",
-                hint="if it reads nothing beyond the rows of one prompt, declare it: "
-                "@buffer_rl.kinds.marks.scoped('group')",
-            )
+        what = "advantages are normalised over a whole rollout, which is not there when they are computed"
+        where = f"{other} and --normalize-advantages"
+        refuse(asked and args.normalize_advantages, what, where, hint="take one of the two out")
+        what = f"the advantage {reference!r} has scope 'rollout': it may need all groups of a rollout together"
+        hint = "if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.kinds.marks.scoped('group')"
+        whole = asked and scope_of(estimator) is Scope.ROLLOUT
+        refuse(whole, what, f"{other} and {flag}", "scope 'group' or 'row'", hint)
     declared = needs_of(estimator)
     for name in sorted(estimator_needs(args, estimator)):
         who = f"the advantage {reference!r}"
@@ -122,12 +110,10 @@ def _check_loss(args: Args, registry: PluginRegistry) -> None:
     reference = loss_of(args)
     loss = registry.resolve("loss", reference)
     unit_of(loss)  # raises where it declares none that there is
-    if "ref_log_probs" in needs_of(loss) and not uses_reference(args) and not _converts(args):
-        raise ConfigError(
-            f"the loss {reference!r} needs 'ref_log_probs', and without --use-kl-loss there is no reference",
-            where=loss_flag(args),
-            hint="add --use-kl-loss (with --kl-loss-coef 0 for no KL penalty)",
-        )
+    absent = "ref_log_probs" in needs_of(loss) and not uses_reference(args) and not _converts(args)
+    what = f"the loss {reference!r} needs 'ref_log_probs', and without --use-kl-loss there is no reference"
+    hint = "add --use-kl-loss (with --kl-loss-coef 0 for no KL penalty)"
+    refuse(absent, what, loss_flag(args), hint=hint)
 
 
 def _check_trainer(args: Args, registry: PluginRegistry) -> None:
@@ -146,12 +132,10 @@ def _check_trainer(args: Args, registry: PluginRegistry) -> None:
         needed.append((Sleeps, "cannot give its memory to the engines", "--offload-train", "--train-backend torch"))
     for power, what, flag, other in needed:
         trainer = registry.resolve("trainer", args.train_backend)
-        if isinstance(trainer, type) and (absent := absent_of(trainer, power)):
-            raise ConfigError(
-                f"the trainer {args.train_backend!r} {what}: it has no method {' and '.join(absent)}",
-                where=f"{flag} and --train-backend",
-                hint=f"add {other}, or the method (see buffer_rl.kinds.trainer.{power.__name__})",
-            )
+        absent = " and ".join(absent_of(trainer, power)) if isinstance(trainer, type) else ""
+        hint = f"add {other}, or the method (see buffer_rl.kinds.trainer.{power.__name__})"
+        what = f"the trainer {args.train_backend!r} {what}: it has no method {absent}"
+        refuse(absent, what, f"{flag} and --train-backend", hint=hint)
 
 
 def _converts(args: Args) -> bool:
@@ -177,33 +161,22 @@ def _check_need(args: Args, registry: PluginRegistry, name: str, flag: str, who:
         absent = _why_no_old_log_probs(args)
         hint = "take it out of needs; rollout_log_probs, the engine's, may serve in its place"
         hint += f"; or take {STREAM} out" if args.stream_gradients else ""
-    if absent:
-        if _converts(args):
-            return
-        raise ConfigError(f"{what}, which nothing computes: {absent}", where=flag, hint=hint)
+    if absent and _converts(args):
+        return
+    refuse(absent, f"{what}, which nothing computes: {{}}", flag, hint=hint)
     if role and worker_counts(args)[role]:
         return
-    if args.stream_gradients and model != CRITIC and uses_critic(args):
-        raise ConfigError(
-            f"{what} of each group, for the advantages of the critic, which has not the model {model!r}",
-            where=f"{STREAM} and {flag}",
-            hint=f"add {flag_of(f'num_{role}_workers')} 1, or take {STREAM} out",
-        )
+    own, where = f"{flag_of(f'num_{role}_workers')} 1", f"--num-advantage-workers and {flag}"
+    late = args.stream_gradients and model != CRITIC and uses_critic(args)
+    why = f"{what} of each group, for the advantages of the critic, which has not the model {model!r}"
+    refuse(late, why, f"{STREAM} and {flag}", hint=f"add {own}, or take {STREAM} out")
     if not args.num_advantage_workers:
         return
-    own = f"{flag_of(f'num_{role}_workers')} 1 or " if role else ""
-    if args.stream_gradients:
-        raise ConfigError(
-            f"{what}, which the trainer computes, which waits for the advantages",
-            where=f"--num-advantage-workers and {flag}",
-            hint=f"add {flag_of(f'num_{role}_workers')} 1, or take --num-advantage-workers out",
-        )
-    if not Schedule.of(args).streams:
-        raise ConfigError(
-            f"{what}, which the trainer computes after the advantages under --schedule {args.schedule}",
-            where=f"--num-advantage-workers and {flag}",
-            hint=f"add {own}--schedule pipelined, or take --num-advantage-workers out",
-        )
+    why = f"{what}, which the trainer computes, which waits for the advantages"
+    refuse(args.stream_gradients, why, where, hint=f"add {own}, or take --num-advantage-workers out")
+    why = f"{what}, which the trainer computes after the advantages under --schedule {args.schedule}"
+    hint = f"add {f'{own} or ' if role else ''}--schedule pipelined, or take --num-advantage-workers out"
+    refuse(not Schedule.of(args).streams, why, where, hint=hint)
 
 
 def _why_no_old_log_probs(args: Args) -> str:
@@ -215,27 +188,18 @@ def _why_no_old_log_probs(args: Args) -> str:
 
 def _check_post_processors(args: Args, registry: PluginRegistry) -> None:
     """A rollout's groups are encoded one by one as they finish, whatever the schedule."""
-    for kind, flag, reference in (
-        ("reward_post_process", "--custom-reward-post-process-path", args.custom_reward_post_process_path),
-        (
-            "samples_to_train_data",
-            "--custom-convert-samples-to-train-data-path",
-            args.custom_convert_samples_to_train_data_path,
-        ),
-    ):
-        if reference is not None and declared_scope(registry.resolve(kind, reference)) is Scope.ROLLOUT:
-            raise ConfigError(
-                f"{reference!r} declares the scope 'rollout', and this function gets one group at a time",
-                where=flag,
-                expected="scope 'group', or none declared",
-                hint="what needs all groups of a rollout can be an advantage estimator: "
-                "--custom-advantage-function-path",
-            )
+    hint = "what needs all groups of a rollout can be an advantage estimator: --custom-advantage-function-path"
+    named = {
+        "reward_post_process": "custom_reward_post_process_path",
+        "samples_to_train_data": "custom_convert_samples_to_train_data_path",
+    }
+    for kind, name in named.items():
+        reference = getattr(args, name)
+        whole = reference is not None and declared_scope(registry.resolve(kind, reference)) is Scope.ROLLOUT
+        what = f"{reference!r} declares the scope 'rollout', and this function gets one group at a time"
+        refuse(whole, what, flag_of(name), "scope 'group', or none declared", hint)
 
 
 def _check_actor_fwd(args: Args) -> None:
     why = "the supervised loss has no ratio" if is_supervised(args) else _why_no_old_log_probs(args)
-    if why:
-        raise ConfigError(
-            f"no old log-probabilities are needed: {why}", where="--num-actor-fwd-workers", hint="take it out"
-        )
+    refuse(why, "no old log-probabilities are needed: {}", "--num-actor-fwd-workers", hint="take it out")

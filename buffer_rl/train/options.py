@@ -209,10 +209,10 @@ def _check_streaming(args: Args) -> None:
         refuse(late, f"{what}computes too late", f"{STREAM} and {{}}", hint=f"add --num-{model}-workers 1")
     what, hint = f"--schedule {args.schedule} starts training after the last group", "add --schedule pipelined"
     refuse(not Schedule.of(args).streams, what, STREAM, hint=hint)
-    steps = optimizer_steps(args)
+    n = optimizer_steps(args)
     several = "--num-steps-per-rollout" if args.num_steps_per_rollout > 1 else "--num-passes-per-rollout"
-    what = f"{steps} optimizer steps a rollout: the first could start only at the end, with the groups that it takes"
-    refuse(steps > 1, what, f"{STREAM} and {several}", expected=f"{several} 1")
+    what = f"{n} optimizer steps a rollout: the first could start only at the end, with the groups that belong to it"
+    refuse(n > 1, what, f"{STREAM} and {several}", expected=f"{several} 1")
     for name, seeing in whole_rollout_functions(args).items():
         what = f"{seeing} sees the whole rollout, so no group is finished before all are"
         where = f"{STREAM} and {flag_of(name)}"
