@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from buffer_rl.args import Args
 from buffer_rl.cluster.devices import DeviceKind, DeviceRequest, MemberDevices, Node, NoRoomError, all_devices, allocate
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import uses_critic
 from buffer_rl.plan.counts import ENGINE, replicas_of, roles_in_resource
 from buffer_rl.plan.roles import ACTOR, CRITIC, DEDICATED, PLACED, worker_counts
+from buffer_rl.plan.schedule import train_only
 
 WITH_ACTOR = ("ref", "actor_fwd")
 """Roles that ``--colocate-actor-ref`` puts on the devices of the trainer."""
@@ -64,6 +66,27 @@ def plan_devices(args: Args, nodes: Sequence[Node], *, engines: bool) -> DeviceP
     if len(nodes) > 1:
         members[DeviceKind.CPU] = _place_on_cpus(args, nodes, requests[DeviceKind.CPU], notices)
     return DevicePlan(members=members, notices=notices)
+
+
+def check_devices(args: Args) -> None:
+    """Raises ConfigError if CUDA, or a number of GPUs, is asked for on this machine and is not there.
+
+    Trainer ranks and engines of a cluster that is joined run on its nodes.
+    """
+    asked = []
+    if args.engine_device == "cuda" and args.router_url is None:
+        asked.append("--engine-device cuda")
+    if args.train_device == "cuda":
+        asked.append("--train-device cuda")
+    if args.ray_address is not None or not (asked or counts_devices(args)):
+        return
+    import torch  # takes seconds, so only where a GPU is requested
+
+    what, where = "there is no CUDA device, or torch is a build without CUDA", " and ".join(asked)
+    hint = "nvidia-smi shows the devices; 'auto' takes one where there is one"
+    refuse(asked and not torch.cuda.is_available(), what, where, hint=hint)
+    here = Node(node_id="", address="127.0.0.1", gpus=torch.cuda.device_count())
+    plan_devices(args, [here], engines=not train_only(args))
 
 
 def counts_devices(args: Args) -> bool:

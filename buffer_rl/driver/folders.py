@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,3 +161,41 @@ def save_lock(args: Args) -> Iterator[None]:
 
 def _saves(args: Args) -> bool:
     return args.save is not None and not rollout_only(args)
+
+
+def check_writable(flag: str, folder: Path) -> None:
+    """Raises ConfigError if ``folder`` cannot be made or written to. It is really made, a file is written in it, and
+    both are removed again: permissions alone do not tell of a full disk, or of folders that the system makes."""
+    nearest = nearest_folder(folder)
+    if not nearest.is_dir():
+        raise ConfigError(f"{str(nearest)!r} is a file, not a folder", where=flag)
+    new = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".buffer-rl-", dir=folder) as file:
+            file.write(b"?")
+            file.flush()
+    except PermissionError as error:
+        raise ConfigError(f"no permission to write to {str(nearest)!r}", where=flag) from error
+    except OSError as error:
+        raise ConfigError(f"the folder {str(folder)!r} cannot be written to: {error.strerror}", where=flag) from error
+    finally:
+        with suppress(OSError):  # of one that was not made, or that another process has filled meanwhile
+            for path in new:
+                path.rmdir()
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def make_folders(args: Args) -> None:
+    """Make ``--run-dir`` and a local ``--save``. Raises ConfigError if one cannot be made."""
+    for flag, path in (("--run-dir", args.run_dir), ("--save", args.save)):
+        if path is None or is_remote(local_path(path)):
+            continue
+        try:
+            make_folder(Path(local_path(path)))
+        except OSError as error:
+            raise ConfigError(f"the folder {path!r} cannot be made: {error.strerror}", where=flag) from error

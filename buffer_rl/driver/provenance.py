@@ -1,6 +1,7 @@
 """What a run is made of: versions, the source of each plugin, the user's code, the data. Nothing is imported for it.
 
-And what a resumed run does otherwise than the one that wrote its checkpoint: its options, its learning rate.
+And what a resumed run does otherwise than the one that wrote its checkpoint, and whether it may: its options, its
+learning rate, its data.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl import __version__
-from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.errors import CheckpointError
+from buffer_rl.files.checkpoint import read_manifest
+from buffer_rl.options.redaction import mask_secrets, mask_url
 from buffer_rl.options.section import flag_of, plugin_kind_of
-from buffer_rl.plan.algorithm import role_args, uses_critic
+from buffer_rl.options.sources import Resolved, Source
+from buffer_rl.plan.algorithm import checkpoint_folder, role_args, uses_critic
 from buffer_rl.plan.counts import optimizer_steps
 from buffer_rl.plan.roles import ACTOR, CRITIC
-from buffer_rl.plan.schedule import RolePlan, critic_only_steps, rollout_only
+from buffer_rl.plan.schedule import RolePlan, critic_only_steps, rollout_only, train_only
 from buffer_rl.plugin.entry_points import OWN_DISTRIBUTION
 from buffer_rl.plugin.locate import resolve_file
 from buffer_rl.plugin.old_names import with_new_names
@@ -262,3 +266,69 @@ def _lengths(facts: Mapping[str, Any], then: Any, now: Any) -> tuple[int | None,
         return before, now.num_rollout
     rows = sum(source["num_rows"] for source in facts.get("data", ()) if source["use"] == "train")
     return before, max(1, now.num_epoch * rows // now.rollout_batch_size) if rows else None
+
+
+def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
+    """Raises CheckpointError if ``--load`` was written without the critic that is to go on, or with other training
+    data, in another order.
+
+    data: use, path, source_hash and num_rows of the sources that the options name now.
+    """
+    if args.load is None or args.num_rollout == 0:
+        return  # the last: an evaluation, which reads no training data
+    manifest = read_manifest(args.load)
+    if uses_critic(args) and not any(name.startswith(f"{checkpoint_folder(CRITIC)}/") for name in manifest.files):
+        raise CheckpointError(
+            "it was written by a run without a critic, and this run has one",
+            where=f"--load {mask_url(args.load)}",
+            hint="resume without it, or start again from the checkpoint's hf/ folder: --hf-checkpoint in place of "
+            "--load (--num-critic-only-steps trains the critic first)",
+        )
+    if train_only(args) or args.data_source_path is not None:
+        return
+    facts = manifest.facts
+    options = facts.get("options", {})
+    if "data" not in facts or options.get("data_source_path") is not None:
+        return  # of an earlier version, or of a data source that says so itself
+    before, now = ([entry for entry in entries if entry["use"] == "train"] for entries in (facts["data"], data))
+    hashes, rows = (
+        [[entry.get(name) for entry in part] for part in (before, now)] for name in ("source_hash", "num_rows")
+    )
+    if hashes[0] != hashes[1] and before and not (args.accept_changed_rows and rows[0] == rows[1]):
+        raise CheckpointError(
+            f"it was written with other training data: {_list_sources(before)}; now {_list_sources(now)}",
+            where=f"--load {mask_url(args.load)}",
+            expected="as many rows in each source, which --accept-changed-rows asks for" * args.accept_changed_rows,
+            hint="resume with the files, field names and slices of the saved run (rows that were mended since, none "
+            "added and none taken out: --accept-changed-rows), or start again from its hf/ folder",
+        )
+    for name in ("rollout_seed", "rollout_shuffle", "prompt_order", "prompt_data_weights"):
+        if name in options and options[name] != getattr(args, name):
+            raise CheckpointError(
+                f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order",
+                where=f"--load {mask_url(args.load)}",
+            )
+
+
+def with_special_tokens(resolved: Resolved) -> tuple[Resolved, str]:
+    """The options of a run that goes on from a checkpoint: where nothing says otherwise, plain-text prompts get special
+    tokens as they did in the run that wrote it; and a notice of that, or an empty text.
+
+    Runs of versions without ``--add-special-tokens`` added none. Raises CheckpointError."""
+    args = resolved.args
+    if args.load is None or resolved.origins["add_special_tokens"].source is not Source.DEFAULT:
+        return resolved, ""
+    added = read_manifest(args.load).facts.get("options", {}).get("add_special_tokens", False)
+    if added == args.add_special_tokens:
+        return resolved, ""
+    notice = (
+        f"--load {mask_url(args.load)} was written by a run whose plain-text prompts got no special tokens such as "
+        "<bos>, and so do those of this run; --add-special-tokens adds what the tokenizer adds"
+    )
+    changed = args.model_copy(update={"add_special_tokens": added})
+    return Resolved(args=changed, origins=resolved.origins), notice
+
+
+def _list_sources(sources: Sequence[Mapping[str, Any]]) -> str:
+    texts = (f"{entry['path']} ({entry['source_hash']}, {entry.get('num_rows')} rows)" for entry in sources)
+    return ", ".join(texts) or "none"

@@ -19,7 +19,7 @@ drill           ``drill``: a configuration and faults, for a certificate; a pack
 export          ``export``: the model of a checkpoint
 completion      ``completion``: a script for the shell
 engine_checks   what the engines of a run can do of what it asks for
-preflight       what a run needs of this machine and of its folders
+preflight       the model folders of a run, and those that it writes to
 resources       what a run needs in numbers: rows for ranks, cores, space
 row_sources     the rows that a run reads, with file and line
 trial           a trial of a few rows before a run: rendered, encoded, made training rows

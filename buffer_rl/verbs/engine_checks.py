@@ -17,6 +17,7 @@ from buffer_rl.engines.external import urls_of
 from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.hf_config import max_positions, read_config
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import flag_of, required
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plan.schedule import train_only
@@ -59,7 +60,7 @@ def check_engines(args: Args, registry: PluginRegistry) -> list[ContextLimit]:
     if train_only(args) or (is_supervised(args) and not _evaluates(args)):
         return []
     if args.router_url is None:
-        _check_router(args, registry)
+        _check_plugin("router", args.router, args, registry)
     config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
     if not starts_engines(args):
         return _check_servers(args, [*args.engine_urls, *urls_of(args)], max_positions(config))
@@ -107,34 +108,28 @@ def _evaluates(args: Args) -> bool:
     return bool(args.eval_prompt_data or args.eval_config)
 
 
+def _check_plugin(kind: str, reference: str, args: Args, registry: PluginRegistry) -> Any:
+    """The launcher of engines or of a router, once its own check has passed."""
+    launcher: Any = registry.resolve(kind, reference)
+    if (check := getattr(launcher, "check", None)) is not None:
+        call(kind, reference, check, args, at="check", error_class=ConfigError)
+    return launcher
+
+
 def _check_launcher(args: Args, registry: PluginRegistry) -> None:
-    reference = args.rollout_engine
-    launcher: Any = registry.resolve("engine", reference)
-    if (check := getattr(launcher, "check", None)) is not None:
-        call("engine", reference, check, args, at="check", error_class=ConfigError)
-    if args.deterministic and not getattr(launcher, "deterministic", False):
-        raise ConfigError(
-            "these engines do not promise equal tokens for equal seeds",
-            where=f"--deterministic and --rollout-engine {reference}",
-            expected="--rollout-engine embedded, or a launcher that says so: deterministic = True",
-        )
-
-
-def _check_router(args: Args, registry: PluginRegistry) -> None:
-    launcher: Any = registry.resolve("router", args.router)
-    if (check := getattr(launcher, "check", None)) is not None:
-        call("router", args.router, check, args, at="check", error_class=ConfigError)
+    launcher = _check_plugin("engine", args.rollout_engine, args, registry)
+    what, where = "these engines do not promise equal tokens for equal seeds", "--deterministic and --rollout-engine"
+    expected = "--rollout-engine embedded, or a launcher that says so: deterministic = True"
+    differs = args.deterministic and not getattr(launcher, "deterministic", False)
+    refuse(differs, what, f"{where} {args.rollout_engine}", expected)
 
 
 def _check_servers(args: Args, urls: list[str], own: int | None) -> list[ContextLimit]:
     with EngineControlClient(urls, timeout_s=ASK_TIMEOUT_S, api_key=args.engine_api_key) as control:
         found = control.server_info()
-    if args.deterministic and (others := [url for url, info in found.items() if not info.deterministic]):
-        raise ConfigError(
-            f"the engine {others[0]} does not promise equal tokens for equal seeds",
-            where="--deterministic",
-            expected="deterministic: true in its /server_info, as of embedded engines with --deterministic",
-        )
+    other = next((url for url, info in found.items() if args.deterministic and not info.deterministic), "")
+    expected = "deterministic: true in its /server_info, as of embedded engines with --deterministic"
+    refuse(other, "the engine {} does not promise equal tokens for equal seeds", "--deterministic", expected)
     limits = [ContextLimit.of_server(info, url, own) for url, info in found.items()]
     known = [limit for limit in limits if limit is not None]
     _check_lengths(args, known)
@@ -148,21 +143,14 @@ def _check_lengths(args: Args, limits: list[ContextLimit]) -> None:
         return
     limit = min(limits, key=lambda each: each.sequence)
     prompt, most = args.rollout_max_prompt_len, args.rollout_max_context_len
-    if prompt is not None and prompt > limit.prompt:
-        raise ConfigError(
-            f"prompts of {prompt} tokens are too long for the engines ({limit.of})",
-            where=flag_of("rollout_max_prompt_len"),
-            expected=f"at most {limit.prompt}",
-        )
+    what = f"prompts of {prompt} tokens are too long for the engines ({limit.of})"
+    long = prompt is not None and prompt > limit.prompt
+    refuse(long, what, "--rollout-max-prompt-len", f"at most {limit.prompt}")
     for where, response, of_prompt in _response_lengths(args):
         longest = min(response + of_prompt, most or response + of_prompt)
-        if longest > limit.sequence:
-            raise ConfigError(
-                f"prompt and response may have {longest} tokens, too many for the engines ({limit.of})",
-                where=where,
-                expected=f"at most {limit.sequence} tokens together",
-                hint=f"lower it, or add --rollout-max-context-len {limit.sequence}",
-            )
+        what = f"prompt and response may have {longest} tokens, too many for the engines ({limit.of})"
+        hint = f"lower it, or add --rollout-max-context-len {limit.sequence}"
+        refuse(longest > limit.sequence, what, where, f"at most {limit.sequence} tokens together", hint)
 
 
 def _response_lengths(args: Args) -> Iterator[tuple[str, int, int]]:

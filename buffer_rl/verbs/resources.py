@@ -14,15 +14,16 @@ from pathlib import Path
 
 from buffer_rl.args import Args
 from buffer_rl.cluster.process import starts_engines
+from buffer_rl.driver.folders import nearest_folder
 from buffer_rl.errors import ConfigError
 from buffer_rl.files.hf_config import read_config, text_config
+from buffer_rl.files.model_folder import weight_files
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.options.section import flag_of, required
 from buffer_rl.plan.algorithm import is_supervised, uses_critic, uses_reference
 from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.rollout.options import generate_path, is_built_in_rollout
-from buffer_rl.verbs.preflight import nearest_folder, weight_files
 
 WEIGHT_BYTES, STATE_BYTES, HALF_BYTES = 4, 8, 2
 """Of a parameter in the built-in trainer: float32, the two float32 moments of Adam, bfloat16."""

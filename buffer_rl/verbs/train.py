@@ -24,8 +24,10 @@ from typing import Any, cast
 from buffer_rl.agents.tools import check_environment, check_tools
 from buffer_rl.args import CORE_SECTIONS, Args
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE, start_process
+from buffer_rl.cluster.requirements import check_devices
 from buffer_rl.data.dataset import PromptDataset
-from buffer_rl.driver.folders import LOCK_NAME, folder_lock, with_start
+from buffer_rl.driver.folders import LOCK_NAME, folder_lock, make_folders, with_start
+from buffer_rl.driver.provenance import check_checkpoint, with_special_tokens
 from buffer_rl.driver.role_checks import check_roles
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError, Stopped, all_of
 from buffer_rl.files.checkpoint import open_checkpoint, read_manifest
@@ -45,15 +47,7 @@ from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.verbs.dry_run import DryRun, PluginUse, print_json, print_text
 from buffer_rl.verbs.engine_checks import ContextLimit, check_engines, check_eval_prompts
-from buffer_rl.verbs.preflight import (
-    check_checkpoint,
-    check_devices,
-    check_folders,
-    check_row_lengths,
-    make_folders,
-    with_local_paths,
-    with_special_tokens,
-)
+from buffer_rl.verbs.preflight import check_folders, check_row_lengths, with_local_paths
 from buffer_rl.verbs.resources import check_resources
 from buffer_rl.verbs.row_sources import RowSource, Trial, read_rows
 from buffer_rl.verbs.table import print_notices

@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.cluster.requirements import check_devices
+from buffer_rl.driver.folders import make_folders
+from buffer_rl.driver.provenance import check_checkpoint, with_special_tokens
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import Resolved, resolve
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
-from buffer_rl.verbs.preflight import (
-    check_checkpoint,
-    check_devices,
-    check_folders,
-    check_row_lengths,
-    make_folders,
-    with_special_tokens,
-)
+from buffer_rl.verbs.preflight import check_folders, check_row_lengths
 from harness.checkpoints import write_checkpoint
 
 HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
