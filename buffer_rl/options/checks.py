@@ -31,7 +31,8 @@ def notices(args: Args) -> list[str]:
     """One text for each thing to know about options that ``check_options`` accepts; a run starts all the same."""
     found: list[str] = []
     for reference in type(args).section_references:
-        found += call("section", reference, lambda section: [*section.notices(args)], load_section(reference))
+        section = load_section(reference)
+        found += call("section", reference, lambda of: [*of.notices(args)], section, at="notices")
     return found
 
 
@@ -58,7 +59,10 @@ def needs(args: Args, other: str, what: str, *names: str, hint: str = "") -> Non
 def given(args: Args, *names: str) -> str:
     """The flag of the first of these options that has another value than its default; empty if all have theirs."""
     fields = type(args).model_fields
-    return next((flag_of(name) for name in names if getattr(args, name) != fields[name].default), "")
+    return next(
+        (flag_of(name) for name in names if getattr(args, name) != fields[name].get_default(call_default_factory=True)),
+        "",
+    )
 
 
 def first(conditions: Mapping[str, object]) -> str:
