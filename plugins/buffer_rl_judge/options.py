@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from string import Template
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import field_validator
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import first, refuse
 from buffer_rl.options.redaction import holds_credentials
 from buffer_rl.options.section import Section, option
 from buffer_rl.plugin.hookspecs import hookimpl
@@ -59,6 +61,22 @@ class JudgeOptions(Section):
             raise ValueError("an address here has no credentials: set BUFFER_RL_JUDGE_API_KEY")
         return value
 
+    @staticmethod
+    def check(args: Any) -> None:
+        """For a judge without an address, with a prompt that cannot be filled in, or with limits under which its
+        rewards miss their deadline."""
+        chosen = next((name for name in _rewards(args) if name in NAMES or name.startswith(MODULE)), "")
+        if not chosen:
+            return
+        absent, what = args.judge_url is None, f"the reward {chosen!r} has no judge"
+        refuse(absent, what, "--judge-url", expected="--judge-url http://HOST:PORT/v1")
+        if args.judge_prompt is not None:
+            prompt_of(args.judge_prompt)
+        pairwise = "pairwise" in chosen
+        if pairwise:
+            _check_pairs(args)
+        _check_limits(args, pairwise=pairwise)
+
 
 if TYPE_CHECKING:
 
@@ -70,25 +88,6 @@ if TYPE_CHECKING:
 def buffer_rl_add_options() -> list[str]:
     """The section above, by reference."""
     return [f"{__name__}:JudgeOptions"]
-
-
-@hookimpl
-def buffer_rl_configure(config: Any) -> None:
-    """Raises ConfigError if the run uses a judge without an address, with a prompt that cannot be filled in, or with
-    limits under which its rewards miss their deadline."""
-    if not hasattr(config, "judge_url"):  # options that a program made may lack the section
-        return
-    chosen = [name for name in _rewards(config) if name in NAMES or name.startswith(MODULE)]
-    if not chosen:
-        return
-    if config.judge_url is None:
-        raise ConfigError(f"the reward {chosen[0]!r} has no judge", expected="--judge-url http://HOST:PORT/v1")
-    if config.judge_prompt is not None:
-        prompt_of(config.judge_prompt)
-    pairwise = "pairwise" in chosen[0]
-    if pairwise:
-        _check_pairs(config)
-    _check_limits(config, pairwise=pairwise)
 
 
 def prompt_of(path: str) -> Template:
@@ -117,10 +116,8 @@ def _check_pairs(args: JudgeArgs) -> None:
         "--n-samples-per-eval-prompt": 1 in evaluated,
         "--advantage-estimator remax": args.advantage_estimator == "remax",
     }
-    for where, is_alone in alone.items():
-        if is_alone:
-            what = "judge_pairwise compares the responses to a prompt, and there is one"
-            raise ConfigError(what, where=where, expected="at least two", hint="or another reward")
+    what = "judge_pairwise compares the responses to a prompt, and there is one"
+    refuse(first(alone), what, "{}", expected="at least two", hint="or another reward")
 
 
 def _check_limits(args: JudgeArgs, *, pairwise: bool) -> None:
@@ -129,12 +126,11 @@ def _check_limits(args: JudgeArgs, *, pairwise: bool) -> None:
     samples = args.n_samples_per_prompt
     each = 2 * min(args.judge_opponents * samples, samples * (samples - 1) // 2) if pairwise else samples
     number = args.rollout_batch_size * each
-    if limit is not None and (seconds := 60 * number / limit) > args.rm_timeout_s:
-        raise ConfigError(
-            f"the {number} requests of a step take {seconds:.0f} s at --judge-requests-per-minute {limit}, and a "
-            f"reward has --rm-timeout-s {args.rm_timeout_s:g}",
-            hint=f"--rm-timeout-s {2 * seconds:.0f}, or a smaller --rollout-batch-size",
-        )
+    seconds = 60 * number / (limit or math.inf)
+    what = f"the {number} requests of a step take {seconds:.0f} s at --judge-requests-per-minute {limit}, and a reward "
+    hint = f"--rm-timeout-s {2 * seconds:.0f}, or a smaller --rollout-batch-size"
+    late, deadline = seconds > args.rm_timeout_s, f"has --rm-timeout-s {args.rm_timeout_s:g}"
+    refuse(late, f"{what}{deadline}", "--judge-requests-per-minute", hint=hint)
 
 
 def _rewards(args: JudgeArgs) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ModelWrapValidatorHandler, field_validator, model_validator
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.redaction import holds_credentials
 from buffer_rl.options.section import Section, option
 from buffer_rl.plugin.hookspecs import FlagMeaning, hookimpl
@@ -72,6 +72,16 @@ class TrackerOptions(Section):
             return made
         return handler({**made.model_dump(), "logger": [*loggers, "wandb"]})
 
+    @staticmethod
+    def check(args: Any) -> None:
+        """For a tracker of ``--logger`` whose packages are not installed."""
+        for reference in args.logger:
+            path = reference.replace(":", ".").removeprefix("buffer_rl_trackers.trackers.")
+            name = path.removesuffix("Logger").lower()
+            missing = next((package for package in packages_of(name, args) if not _is_installed(package)), "")
+            hint = f"pip install 'buffer-rl[{name}]'"
+            refuse(missing, "the package {} is not installed", f"--logger {reference}", hint=hint)
+
 
 if TYPE_CHECKING:
 
@@ -92,21 +102,6 @@ def buffer_rl_explain_flag(name: str, values: Sequence[str]) -> FlagMeaning | No
         return None
     reason = f"a key is never an option, as others can read it; set the variable {KEYS[name]}"
     return FlagMeaning(kind="refused", reason=reason, page=PAGE)
-
-
-@hookimpl
-def buffer_rl_configure(config: Any) -> None:
-    """Raises ConfigError for a tracker of ``--logger`` whose packages are not installed."""
-    for reference in config.logger:
-        path = reference.replace(":", ".").removeprefix("buffer_rl_trackers.trackers.")
-        name = path.removesuffix("Logger").lower()
-        missing = [package for package in packages_of(name, config) if not _is_installed(package)]
-        if missing:
-            raise ConfigError(
-                f"the package {missing[0]} is not installed",
-                where=f"--logger {reference}",
-                hint=f"pip install 'buffer-rl[{name}]'",
-            )
 
 
 def packages_of(name: str, args: TrackerArgs) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from buffer_rl.kinds.reward import Abstain
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status
 from buffer_rl_judge.client import CACHE, MAX_ANSWER_BYTES, Allowance
-from buffer_rl_judge.options import JudgeOptions, buffer_rl_configure, prompt_of
+from buffer_rl_judge.options import JudgeOptions, prompt_of
 from buffer_rl_judge.reward import Pairwise, Rubric, Score, read_mark, read_pair, read_rubric, rubric_of
 
 Handler = Callable[[str, int], str | web.Response | Awaitable[web.Response]]
@@ -227,26 +227,26 @@ async def test_a_cache_that_is_being_made_holds_no_reward_up(tmp_path: Path) -> 
 def test_pairs_need_two_responses_and_are_counted_once(tmp_path: Path) -> None:
     pairwise = {"custom_group_rm_path": "judge_pairwise", "judge_requests_per_minute": 200}
     url = "http://127.0.0.1:9/v1"
-    buffer_rl_configure(options(url, tmp_path, n_samples_per_prompt=2, **pairwise))  # 64 requests, 19.2 s
+    JudgeOptions.check(options(url, tmp_path, n_samples_per_prompt=2, **pairwise))  # 64 requests, 19.2 s
     for alone, where in (
         ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt"),
         ({"eval_prompt_data": ["dev=x.jsonl"]}, "--n-samples-per-eval-prompt"),
         ({"advantage_estimator": "remax"}, "remax"),
     ):
         with pytest.raises(ConfigError, match=f"{where}: judge_pairwise compares"):
-            buffer_rl_configure(options(url, tmp_path, **{"n_samples_per_prompt": 2, **pairwise, **alone}))
+            JudgeOptions.check(options(url, tmp_path, **{"n_samples_per_prompt": 2, **pairwise, **alone}))
 
 
 def test_a_run_whose_judge_cannot_work_is_refused_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no judge"):
-        buffer_rl_configure(options(None, tmp_path, rm_type="judge"))
-    buffer_rl_configure(options(None, tmp_path, rm_type="exact_match"))
+        JudgeOptions.check(options(None, tmp_path, rm_type="judge"))
+    JudgeOptions.check(options(None, tmp_path, rm_type="exact_match"))
     url = "http://127.0.0.1:9/v1"
     with pytest.raises(ConfigError, match=r"256 requests of a step take 256 s .*--rm-timeout-s 20"):
-        buffer_rl_configure(options(url, tmp_path, row_rm_types=["judge"], judge_requests_per_minute=60))
+        JudgeOptions.check(options(url, tmp_path, row_rm_types=["judge"], judge_requests_per_minute=60))
     (tmp_path / "ask.txt").write_text("Rate $answer")
     with pytest.raises(ConfigError, match="other fields"):
-        buffer_rl_configure(options(url, tmp_path, rm_type="judge", judge_prompt=str(tmp_path / "ask.txt")))
+        JudgeOptions.check(options(url, tmp_path, rm_type="judge", judge_prompt=str(tmp_path / "ask.txt")))
     with pytest.raises(ValueError, match="no credentials"):
         options("http://me:secret@127.0.0.1/v1", tmp_path)
 

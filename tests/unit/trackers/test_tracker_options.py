@@ -12,7 +12,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose, dump_args, load_args
-from buffer_rl_trackers.options import TrackerOptions, buffer_rl_configure
+from buffer_rl_trackers.options import TrackerOptions
 
 MADE = compose([*CORE_SECTIONS, TrackerOptions])
 
@@ -97,14 +97,14 @@ def test_a_tracker_that_is_not_installed_is_an_error_that_says_what_to_install(
     monkeypatch.setattr("buffer_rl_trackers.options.find_spec", lambda name: real if name in installed else None)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ConfigError, match=f"the package {package} is not installed") as caught:
-        buffer_rl_configure(args_of(logger=loggers, mlflow_tracking_uri=uri))
+        TrackerOptions.check(args_of(logger=loggers, mlflow_tracking_uri=uri))
     assert caught.value.hint == f"pip install 'buffer-rl[{extra}]'"
 
 
 def test_a_server_of_mlflow_needs_no_database_here(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec("json")
     monkeypatch.setattr("buffer_rl_trackers.options.find_spec", lambda name: real if name == "mlflow" else None)
-    buffer_rl_configure(args_of(logger=["mlflow", "tensorboard"], mlflow_tracking_uri="http://127.0.0.1:1"))
+    TrackerOptions.check(args_of(logger=["mlflow", "tensorboard"], mlflow_tracking_uri="http://127.0.0.1:1"))
 
 
 def test_a_folder_with_the_name_of_a_package_is_not_the_package(
@@ -115,4 +115,4 @@ def test_a_folder_with_the_name_of_a_package_is_not_the_package(
     monkeypatch.setattr("buffer_rl_trackers.options.packages_of", lambda name, args: ("wandb_like",))
     assert importlib.util.find_spec("wandb_like") is not None
     with pytest.raises(ConfigError, match="wandb_like is not installed"):
-        buffer_rl_configure(args_of(logger=["wandb"]))
+        TrackerOptions.check(args_of(logger=["wandb"]))
