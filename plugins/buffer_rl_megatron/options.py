@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.table import kind_named
+from buffer_rl.options.checks import given, refuse
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Section, flag_of, option
 from buffer_rl.plan.layout import Layout, layout_of
@@ -187,42 +188,27 @@ def virtual_stages(args: MegatronArgs, num_layers: int) -> int | None:
     return parts if parts is not None and parts > 1 else None
 
 
-def _refuse(problem: str, where: str, expected: str = "", hint: str = "") -> None:
-    raise ConfigError(problem, where=where, expected=expected, hint=hint)
-
-
 def check(args: MegatronArgs) -> None:
     """Raises ConfigError for options that do not fit each other, the model or what is installed."""
-    if find_spec("megatron") is None or find_spec("megatron.core") is None or find_spec("mbridge") is None:
-        _refuse(
-            "megatron-core or mbridge is not installed",
-            "--train-backend megatron",
-            hint="pip install 'buffer-rl[megatron]'",
-        )
-    for flag, asked in {
-        "--fsdp-size": args.fsdp_size != 1, "--lora-rank": args.lora_rank,
-        "--optimizer-cpu-offload": args.optimizer_cpu_offload, "--no-save-optim": not args.save_optim,
-    }.items():  # fmt: skip
-        if asked:
-            _refuse("the Megatron trainer cannot do it", flag, hint="take it out, or --train-backend torch")
+    absent = find_spec("megatron") is None or find_spec("megatron.core") is None or find_spec("mbridge") is None
+    what, hint = "megatron-core or mbridge is not installed", "pip install 'buffer-rl[megatron]'"
+    refuse(absent, what, "--train-backend megatron", hint=hint)
+    other = given(args, "fsdp_size", "lora_rank", "optimizer_cpu_offload") or (
+        not args.save_optim and "--no-save-optim"
+    )
+    refuse(other, "the Megatron trainer cannot do it", "{}", hint="take it out, or --train-backend torch")
     ranks = layout(args)
     has_te = find_spec("transformer_engine") is not None
-    if args.transformer_impl == "transformer_engine" and not args.bf16:
-        _refuse("its attention of packed rows takes halves alone", "--transformer-impl", hint="add --bf16")
-    if args.transformer_impl == "transformer_engine" and not has_te:
-        _refuse("TransformerEngine is not installed", "--transformer-impl", hint="--transformer-impl local")
-    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
-        _refuse(
-            "parameters are gathered by the distributed optimizer, once gradients are reduced asynchronously",
-            "--overlap-param-gather",
-            hint="add --use-distributed-optimizer --overlap-grad-reduce",
-        )
-    if args.model_converter_path is not None:
-        _refuse(
-            "names and layouts of weights are those of the architecture's mapping",
-            "--model-converter-path",
-            hint="leave it out; docs/add_a_model.md says how to write a mapping",
-        )
+    where, is_te = "--transformer-impl", args.transformer_impl == "transformer_engine"
+    refuse(is_te and not args.bf16, "its attention of packed rows takes halves alone", where, hint="add --bf16")
+    refuse(is_te and not has_te, "TransformerEngine is not installed", where, hint="--transformer-impl local")
+    early = args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce)
+    what = "parameters are gathered by the distributed optimizer, once gradients are reduced asynchronously"
+    hint = "add --use-distributed-optimizer --overlap-grad-reduce"
+    refuse(early, what, "--overlap-param-gather", hint=hint)
+    what = "names and layouts of weights are those of the architecture's mapping"
+    hint = "leave it out; docs/add_a_model.md says how to write a mapping"
+    refuse(args.model_converter_path is not None, what, "--model-converter-path", hint=hint)
     _check_experts(args, ranks)
     _check_recomputed(args, has_te=has_te)
     _check_functions(args)
@@ -235,54 +221,40 @@ def check(args: MegatronArgs) -> None:
 
 def _check_experts(args: MegatronArgs, ranks: Layout) -> None:
     expert_tp = args.expert_tensor_parallel_size or ranks.tp_size
-    if expert_tp > ranks.tp_size:
-        _refuse(
-            f"experts are split over more ranks ({expert_tp}) than other layers ({ranks.tp_size})",
-            "--expert-tensor-parallel-size",
-            expected="at most --tensor-model-parallel-size",
-        )
-    of_stage = ranks.dp_size * ranks.cp_size * ranks.tp_size
-    if of_stage % (args.expert_model_parallel_size * expert_tp):
-        _refuse(
-            f"experts cannot be spread over {args.expert_model_parallel_size} x {expert_tp} of the {of_stage} ranks "
-            f"of a pipeline stage (data {ranks.dp_size} x context {ranks.cp_size} x tensor {ranks.tp_size})",
-            "--expert-model-parallel-size and --expert-tensor-parallel-size",
-            expected=f"sizes whose product divides {of_stage}",
-        )
-    if args.moe_grouped_gemm and args.transformer_impl != "transformer_engine":
-        _refuse(
-            "the grouped kernel is TransformerEngine's",
-            "--moe-grouped-gemm",
-            hint="add --transformer-impl transformer_engine, or leave it out",
-        )
-    if has_auxiliary_loss(args) and args.moe_router_load_balancing_type == "seq_aux_loss":
-        _refuse(
-            "rows of different lengths would have wrong weights in a loss of each sequence",
-            "--moe-router-load-balancing-type",
-            hint="aux_loss, or --moe-aux-loss-coeff 0",
-        )
+    what = f"experts are split over more ranks ({expert_tp}) than other layers ({ranks.tp_size})"
+    expected = "at most --tensor-model-parallel-size"
+    refuse(expert_tp > ranks.tp_size, what, "--expert-tensor-parallel-size", expected)
+    ep, of_stage = args.expert_model_parallel_size, ranks.dp_size * ranks.cp_size * ranks.tp_size
+    what = f"experts cannot be spread over {ep} x {expert_tp} of the {of_stage} ranks of a pipeline stage "
+    what += f"(data {ranks.dp_size} x context {ranks.cp_size} x tensor {ranks.tp_size})"
+    where, expected = "--expert-tensor-parallel-size", f"sizes whose product divides {of_stage}"
+    refuse(of_stage % (ep * expert_tp), what, f"--expert-model-parallel-size and {where}", expected)
+    local = args.moe_grouped_gemm and args.transformer_impl != "transformer_engine"
+    hint = "add --transformer-impl transformer_engine, or leave it out"
+    refuse(local, "the grouped kernel is TransformerEngine's", "--moe-grouped-gemm", hint=hint)
+    uneven = has_auxiliary_loss(args) and args.moe_router_load_balancing_type == "seq_aux_loss"
+    what = "rows of different lengths would have wrong weights in a loss of each sequence"
+    refuse(uneven, what, "--moe-router-load-balancing-type", hint="aux_loss, or --moe-aux-loss-coeff 0")
 
 
 def _check_recomputed(args: MegatronArgs, *, has_te: bool) -> None:
-    if (args.recompute_method or args.recompute_num_layers) and args.recompute_granularity != "full":
-        _refuse("only whole layers are chosen this way", "--recompute-method", hint="--recompute-granularity full")
-    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
-        _refuse(
-            "which layers are computed again is not said",
-            "--recompute-granularity",
-            hint="--recompute-method uniform --recompute-num-layers 1",
-        )
+    full, chosen = args.recompute_granularity == "full", args.recompute_method or args.recompute_num_layers
+    what, hint = "only whole layers are chosen this way", "--recompute-granularity full"
+    refuse(chosen and not full, what, "--recompute-method", hint=hint)
+    unsaid = full and not (args.recompute_method and args.recompute_num_layers)
+    what, hint = "which layers are computed again is not said", "--recompute-method uniform --recompute-num-layers 1"
+    refuse(unsaid, what, "--recompute-granularity", hint=hint)
     if not args.recompute_modules:
         return
-    where = "--recompute-modules"
-    if args.recompute_granularity != "selective":
-        _refuse("parts of layers are chosen this way", where, hint="add --recompute-granularity selective")
-    if unknown := sorted(set(args.recompute_modules) - set(RECOMPUTED)):
-        _refuse(f"{', '.join(unknown)}: there is no such part", where, expected=", ".join(RECOMPUTED))
-    if "layernorm" in args.recompute_modules and not has_te:
-        _refuse("Megatron recomputes norms with a function of TransformerEngine's", where, hint="leave layernorm out")
-    if "moe_act" in args.recompute_modules and not args.moe_grouped_gemm:
-        _refuse("moe_act is a part of the grouped kernel", where, hint="add --moe-grouped-gemm")
+    where, parts = "--recompute-modules", set(args.recompute_modules)
+    what, hint = "parts of layers are chosen this way", "add --recompute-granularity selective"
+    refuse(args.recompute_granularity != "selective", what, where, hint=hint)
+    unknown = ", ".join(sorted(parts - set(RECOMPUTED)))
+    refuse(unknown, "{}: there is no such part", where, expected=", ".join(RECOMPUTED))
+    what = "Megatron recomputes norms with a function of TransformerEngine's"
+    refuse("layernorm" in parts and not has_te, what, where, hint="leave layernorm out")
+    what, ungrouped = "moe_act is a part of the grouped kernel", "moe_act" in parts and not args.moe_grouped_gemm
+    refuse(ungrouped, what, where, hint="add --moe-grouped-gemm")
 
 
 def _check_functions(args: MegatronArgs) -> None:
@@ -292,7 +264,8 @@ def _check_functions(args: MegatronArgs) -> None:
             try:
                 inspect.signature(registry.load(path)).bind(*parameters)
             except TypeError as error:
-                _refuse(f"{path} cannot be called: {error}", flag_of(name), f"({', '.join(parameters)})")
+                what, expected = f"{path} cannot be called: {error}", f"({', '.join(parameters)})"
+                raise ConfigError(what, where=flag_of(name), expected=expected) from error
     if args.custom_model_provider_path is not None:
         resolve_provider(args.custom_model_provider_path, registry)
 
@@ -312,28 +285,21 @@ def resolve_provider(path: str, registry: PluginRegistry) -> tuple[Any, set[str]
 
 def _check_splits(args: MegatronArgs, configuration: dict[str, Any]) -> None:
     tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
-    heads = configuration.get("num_attention_heads")
-    if heads and heads % tp:
-        _refuse(f"{heads} attention heads are split over {tp} ranks", "--tensor-model-parallel-size", "a divisor")
+    heads, where = configuration.get("num_attention_heads") or 0, "--tensor-model-parallel-size"
+    refuse(heads % tp, f"{heads} attention heads are split over {tp} ranks", where, "a divisor")
     groups = configuration.get("num_key_value_heads") or heads
-    if groups and groups % tp:
-        _refuse(f"{groups} query groups are split over {tp} ranks", "--tensor-model-parallel-size", "a divisor")
-    experts = configuration.get("num_experts") or configuration.get("num_local_experts")
-    if ep > 1 and not experts:
-        _refuse("the model has no experts", "--expert-model-parallel-size", "1")
-    if has_auxiliary_loss(args) and not experts:
-        _refuse("the model has no experts", "--moe-router-load-balancing-type", "none")
-    if experts and experts % ep:
-        _refuse(f"{experts} experts are spread over {ep} ranks", "--expert-model-parallel-size", "a divisor")
-    if experts and tp > 1 and not args.sequence_parallel:
-        _refuse("experts under tensor parallelism need it", "--sequence-parallel", hint="add --sequence-parallel")
-    if experts and ep == 1 and (args.expert_tensor_parallel_size or tp) < tp:
-        _refuse(
-            "Megatron sums the gradients of experts that several tensor ranks have only where experts are spread",
-            "--expert-tensor-parallel-size",
-            expected=str(tp),
-            hint="or --expert-model-parallel-size 2 or more",
-        )
+    refuse(groups % tp, f"{groups} query groups are split over {tp} ranks", where, "a divisor")
+    experts = configuration.get("num_experts") or configuration.get("num_local_experts") or 0
+    what, where = "the model has no experts", "--expert-model-parallel-size"
+    refuse(ep > 1 and not experts, what, where, "1")
+    refuse(has_auxiliary_loss(args) and not experts, what, "--moe-router-load-balancing-type", "none")
+    refuse(experts % ep, f"{experts} experts are spread over {ep} ranks", where, "a divisor")
+    whole, what = experts and tp > 1 and not args.sequence_parallel, "experts under tensor parallelism need it"
+    refuse(whole, what, "--sequence-parallel", hint="add --sequence-parallel")
+    shared = experts and ep == 1 and (args.expert_tensor_parallel_size or tp) < tp
+    what = "Megatron sums the gradients of experts that several tensor ranks have only where experts are spread"
+    hint = "or --expert-model-parallel-size 2 or more"
+    refuse(shared, what, "--expert-tensor-parallel-size", str(tp), hint)
     if layers := configuration.get("num_hidden_layers"):
         virtual_stages(args, int(layers))
 
@@ -345,13 +311,14 @@ def _check_save_folder(args: MegatronArgs) -> None:
     )
 
     folder = local_path(args.save or "")
-    if args.save and not is_remote(folder) and Path(folder, TRACKER).exists():
-        _refuse(
-            f"the checkpoints in the folder are Megatron's: it has {TRACKER}",
-            f"--save {mask_url(args.save)}",
-            expected="a folder that buffer-rl saved to, or none yet",
-            hint="another folder for --save and --load; --trainer-load begins a run of a Megatron trainer with these",
-        )
+    is_theirs = args.save and not is_remote(folder) and Path(folder, TRACKER).exists()
+    what, where = (
+        f"the checkpoints in the folder are Megatron's: it has {TRACKER}",
+        f"--save {mask_url(args.save or '')}",
+    )
+    expected = "a folder that buffer-rl saved to, or none yet"
+    hint = "another folder for --save and --load; --trainer-load begins a run of a Megatron trainer with these"
+    refuse(bool(is_theirs), what, where, expected, hint)
 
 
 @hookimpl
@@ -368,8 +335,5 @@ def buffer_rl_configure(config: Any) -> None:
     if is_megatron(config):
         check(config)
         return
-    for name in sorted(MegatronOptions.model_fields.keys() & config.model_fields_set):
-        if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True):
-            raise ConfigError(
-                "the run has no Megatron trainer", where=flag_of(name), hint="add --train-backend megatron"
-            )
+    found = given(config, *sorted(MegatronOptions.model_fields.keys() & config.model_fields_set))
+    refuse(found, "the run has no Megatron trainer", "{}", hint="add --train-backend megatron")
