@@ -221,7 +221,7 @@ def check(args: MegatronArgs) -> None:
         _refuse(
             "names and layouts of weights are those of the architecture's mapping",
             "--model-converter-path",
-            hint="leave it out; docs/add_a_model.md says how to write a mapping",
+            hint="leave it out; plugins/buffer_rl_megatron_glm4/README.md says how to write a mapping",
         )
     _check_experts(args, ranks)
     _check_recomputed(args, has_te=has_te)

@@ -1,4 +1,4 @@
-"""The way over from slime (docs/coming_from_slime.md): its import names on top of this library, for functions that were
+"""The way over from slime (plugins/buffer_rl_slime/README.md): its import names on top of this library, for functions that were
 written for it, and its launch scripts as options.
 
 scripts   ``buffer-rl import slime``, and what slime's flags mean on a command line of this library

@@ -10,21 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_WORDS = 35
-PAGES = [
-    "README.md",
-    "docs/README.md",
-    "docs/agents.md",
-    "docs/environments.md",
-    "docs/hubs.md",
-    "docs/laptop_to_cluster.md",
-    "docs/operators.md",
-    "docs/plugins.md",
-    "docs/rollouts.md",
-    "docs/runs.md",
-    "docs/scale.md",
-    "docs/schedules.md",
-    "docs/your_own_task.md",
-]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "docs/evidence/*.md", "plugins/**/README.md", "*_hub/README.md")
+    for path in ROOT.glob(pattern)
+)
 
 
 def sentences(page: str) -> Iterator[str]:
