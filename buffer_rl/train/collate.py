@@ -115,7 +115,7 @@ def _kept(batch: TrainBatch, target_n: np.ndarray) -> list[np.ndarray]:
                 "its kept tokens are not those that its response was drawn from",
                 where=str(row_id),
                 expected="in kept_counts a number for each response token, 0 for the whole vocabulary, and in "
-                "kept_tokens so many different ids, the response token among them",
+                "kept_tokens that number of different ids, the response token among them",
             )
     return [np.concatenate(columns[name]).astype(np.int64) for name in ("kept_counts", "kept_tokens")]
 

@@ -104,7 +104,7 @@ def check_devices(args: Args) -> None:
         raise ConfigError(
             "there is no CUDA device, or torch is a build without CUDA",
             where=" and ".join(f"{flag_of(name)} cuda" for name in asked),
-            hint="nvidia-smi shows the devices; 'auto' takes one where there is one",
+            hint="nvidia-smi shows the devices; 'auto' takes one if there is one",
         )
     here = Node(node_id="", address="127.0.0.1", gpus=torch.cuda.device_count())
     plan_devices(args, [here], engines=not train_only(args))
