@@ -145,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also what has run")
     short_or_published = parser.add_mutually_exclusive_group()
     short_or_published.add_argument("--quick", action="store_true", help="a few steps: does everything work?")
-    short_or_published.add_argument("--write", action="store_true", help="write the table and the picture in docs/evidence/")
+    short_or_published.add_argument(
+        "--write", action="store_true", help="write the table and the picture in docs/evidence/"
+    )
     args = parser.parse_args(argv)
     wanted = cases(args.corrections)
     if args.quick:

@@ -1,4 +1,5 @@
-"""Each command line of plugins/buffer_rl_megatron/README.md can be typed: its flags are options, and its ranks fit the parallelism."""
+"""Each command line of plugins/buffer_rl_megatron/README.md can be typed: its flags are options, and its ranks fit the
+parallelism."""
 
 from __future__ import annotations
 
