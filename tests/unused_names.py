@@ -63,6 +63,7 @@ ALLOWED: Mapping[str, str] = {
     "with_fallback": "filters of users are made with it",
     "wait_stream": "megatron-core calls it of a CUDA stream",
     "record_event": "megatron-core calls it of a CUDA stream",
+    "get_replay_topk": "megatron-core's routers call it",
     "NameMap": "model converters of users derive from it",
     "ModelShapeOptions": "an option section, named by its path",
     "Glm4Bridge": "mbridge finds it by the model type that it is registered for",

@@ -37,6 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from buffer_rl.agents.turns import Turn
 from buffer_rl.buffer.ledger_audit import process_note
 from buffer_rl.buffer.ledger_file import check_local_disk, place_of
@@ -79,6 +81,7 @@ CREATE TABLE IF NOT EXISTS turns (
     output_ids BLOB NOT NULL,
     log_probs BLOB NOT NULL,
     kept BLOB,
+    experts BLOB,
     ending TEXT NOT NULL,
     UNIQUE (sample, play, digest, ordinal)
 );
@@ -89,9 +92,10 @@ _OWN = "EXISTS (SELECT 1 FROM starts WHERE name = ?)"  # a worker that outlived 
 _RUNS = f"INSERT OR REPLACE INTO plays SELECT ?, ?, ?, ?, ? WHERE {_OWN}"
 _ENDED = f"DELETE FROM plays WHERE sample = ? AND {_OWN}"
 _FORGET = f"DELETE FROM plays WHERE version < ? AND running = '' AND {_OWN}"
-_WRITE = f"INSERT OR REPLACE INTO turns SELECT NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? WHERE {_OWN}"
+_COLUMNS = "sample, play, digest, ordinal, version, start, output_ids, log_probs, kept, experts, ending"
+_WRITE = f"INSERT OR REPLACE INTO turns ({_COLUMNS}) SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? WHERE {_OWN}"
 _READ = (
-    "SELECT digest, ordinal, output_ids, log_probs, kept, ending FROM turns "
+    "SELECT digest, ordinal, output_ids, log_probs, kept, experts, ending FROM turns "
     "WHERE sample = ? AND play = ? AND +version = ? AND start = ?"  # "+": not by the index of versions
 )
 _REMOVE = (
@@ -117,6 +121,10 @@ class Journal:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
+            if "experts" not in {name for _, name, *_ in self._db.execute("PRAGMA table_info (turns)")}:
+                self._db.execute(
+                    "ALTER TABLE turns ADD COLUMN experts BLOB"
+                )  # of a run that began with an older release
             self._begin()
         except sqlite3.Error as error:
             self._leave(error)
@@ -166,7 +174,7 @@ class Journal:
     def record(self, sample: str, play: int, turn: Turn, version: int) -> None:
         """Write a turn of one weight version; see the module."""
         spans = [(span.start, span.end) for span in turn.spans]
-        kept = None
+        kept, experts = None, turn.experts
         if turn.kept is not None:
             kept = array("q", map(len, turn.kept)).tobytes() + b"".join(turn.kept)
         self._write(
@@ -180,7 +188,8 @@ class Journal:
             array("I", turn.output_ids).tobytes(),
             array("d", turn.log_probs).tobytes(),
             kept,
-            json.dumps([turn.finish_reason, turn.matched, spans]),
+            None if experts is None else experts.tobytes(),
+            json.dumps([turn.finish_reason, turn.matched, spans, experts is not None and _form(experts)]),
         )
         if self._has_old:
             interval = self._save_interval
@@ -239,8 +248,8 @@ def after_kill(play: int, kills: int) -> tuple[int, int]:
 
 def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[Any, ...]) -> Turn:
     """The turn that was recorded as ``values``."""
-    version, ids, log_probs, kept, ending = values
-    finish_reason, matched, spans = json.loads(ending)
+    version, ids, log_probs, kept, experts, ending = values
+    finish_reason, matched, spans, *form = json.loads(ending)
     output_ids = tuple(array("I", ids))
     return Turn(
         prompt_ids=tuple(prompt_ids),
@@ -248,11 +257,16 @@ def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[
         log_probs=tuple(array("d", log_probs)),
         spans=tuple(VersionSpan(version, start, end) for start, end in spans),
         kept=None if kept is None else _split(kept, len(output_ids)),
+        experts=None if experts is None else np.frombuffer(experts, dtype=form[0][0]).reshape(form[0][1]),
         finish_reason=finish_reason,
         matched=matched,
         digest=digest,
         ordinal=ordinal,
     )
+
+
+def _form(experts: np.ndarray) -> tuple[str, tuple[int, ...]]:
+    return experts.dtype.str, experts.shape
 
 
 def _split(kept: bytes, count: int) -> tuple[bytes, ...]:

@@ -264,6 +264,7 @@ class Session:
             log_probs=tuple(result.log_probs),
             spans=tuple(result.spans),
             kept=None if result.kept is None else tuple(result.kept),
+            experts=None if self.evaluation else getattr(result, "experts", None),
             finish_reason=result.finish_reason,
             matched=result.matched,
             digest=digest,

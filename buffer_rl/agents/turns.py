@@ -14,7 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from buffer_rl.errors import RolloutError
+from buffer_rl.records.experts import joined, num_recomputed
 from buffer_rl.records.groups import Sample, Status, VersionSpan, tile
 from buffer_rl.records.sample import STATUS_OF_REASON
 
@@ -26,7 +29,8 @@ class Turn:
     prompt_ids: ``[prompt_length]``, at least one. output_ids: ``[num_tokens]``, with the token or the stop string that
     ended the turn. log_probs: of each output token, in nats, ``[num_tokens]``. spans: which weight version sampled
     which output tokens; they tile ``output_ids``, or are empty if no version is known. kept: see
-    ``Sample.rollout_kept_tokens``, ``[num_tokens]``; None if the engine did not return them.
+    ``Sample.rollout_kept_tokens``, ``[num_tokens]``; None if the engine did not return them. experts: of the tokens of
+    both but the last, likewise; see ``Sample.rollout_routed_experts``.
     finish_reason: stop, length or abort. matched: the token id or the string that stopped it, None if unknown.
     digest: of the prompt and the parameters (``turn_digest``). ordinal: how often the same was asked before in the
     session. Both together are the turn's identity.
@@ -44,6 +48,7 @@ class Turn:
     log_probs: tuple[float, ...]
     spans: tuple[VersionSpan, ...] = ()
     kept: tuple[bytes, ...] | None = None
+    experts: np.ndarray | None = field(default=None, compare=False)
     finish_reason: str = "stop"
     matched: int | str | None = None
     digest: str
@@ -55,6 +60,8 @@ class Turn:
             fault = "it has no prompt"
         elif len(self.log_probs) != length or len(self.output_ids if self.kept is None else self.kept) != length:
             fault = f"{len(self.log_probs)} log_probs, {len(self.kept or ())} kept, {length} output tokens"
+        elif self.experts is not None and len(self.experts) != max(len(self.prompt_ids) + length - 1, 0):
+            fault = f"experts of {len(self.experts)} tokens for {len(self.prompt_ids)} + {length}"
         elif self.spans and not tile(self.spans, length):
             fault = f"its version spans {[(s.start, s.end) for s in self.spans]} do not tile {length} output tokens"
         elif self.finish_reason not in STATUS_OF_REASON:
@@ -90,6 +97,8 @@ class Row:
     rollout_log_probs: list[float] = field(default_factory=list)
     weight_versions: list[VersionSpan] = field(default_factory=list)
     rollout_kept_tokens: list[bytes] | None = field(default_factory=list)
+    rollout_routed_experts: np.ndarray | None = None
+    experts_recomputed: int = 0
     status: Status = Status.PENDING
     turns: list[Turn] = field(default_factory=list)
 
@@ -103,7 +112,9 @@ class Row:
             rollout_log_probs=list(self.rollout_log_probs),
             weight_versions=list(self.weight_versions),
             rollout_kept_tokens=None if self.rollout_kept_tokens is None else list(self.rollout_kept_tokens),
+            rollout_routed_experts=self.rollout_routed_experts,
             status=self.status,
+            **({"experts_recomputed": self.experts_recomputed} if self.experts_recomputed else {}),
         )
 
     def turn_ends(self) -> list[int]:
@@ -112,6 +123,9 @@ class Row:
         return [len(turn.prompt_ids) + len(turn.output_ids) - start - 1 for turn in self.turns]
 
     def _append(self, turn: Turn) -> None:
+        known = self.rollout_routed_experts
+        self.rollout_routed_experts = joined(known, turn.experts, 0) if self.turns else turn.experts
+        self.experts_recomputed += 0 if turn.experts is None else num_recomputed(turn.spans)
         gap = turn.prompt_ids[len(self.tokens) :]
         start = self.response_length + len(gap)
         self.tokens += [*gap, *turn.output_ids]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import orjson
 
 from buffer_rl.buffer.codec import group_to_json
@@ -40,25 +41,28 @@ DONE = (Status.COMPLETED, Status.TRUNCATED)
 class RequeueRule:
     """How groups go back to the queue and come from it.
 
-    keep_tokens: with their responses so far; else as prompts. mask_older: on the next lease, tokens of weights
-    before those at the lease get a loss mask of 0, so that every trained token is of exactly that version.
-    reward_key: which entry of a mapping is the reward that buffer filters see. replays: the run replays kept tokens.
+    keep_tokens: with their responses so far; else as prompts. mask_older: on the next lease, tokens of weights before
+    those at the lease get a loss mask of 0, so that every trained token is of exactly that version. reward_key: which
+    entry of a mapping is the reward that buffer filters see. replays: the run replays kept tokens; replays_experts:
+    routed experts.
     """
 
     keep_tokens: bool = False
     mask_older: bool = False
     reward_key: str | None = None
     replays: bool = False
+    replays_experts: bool = False
 
     @classmethod
     def from_args(cls, args: Args) -> RequeueRule:
-        """From ``--partial-rollout``, ``--mask-offpolicy-in-partial-rollout``, ``--reward-key`` and
-        ``--replay-kept-tokens``."""
+        """From ``--partial-rollout``, ``--mask-offpolicy-in-partial-rollout``, ``--reward-key``,
+        ``--replay-kept-tokens`` and ``--replay-routed-experts``."""
         return cls(
             keep_tokens=args.partial_rollout,
             mask_older=args.mask_offpolicy_in_partial_rollout,
             reward_key=args.reward_key,
             replays=args.replay_kept_tokens,
+            replays_experts=args.replay_routed_experts,
         )
 
     def on_requeue(self, group: SampleGroup | None, prompts: SampleGroup) -> SampleGroup:
@@ -73,7 +77,8 @@ class RequeueRule:
         samples: list[Sample] = []
         for prompt in fresh:
             parts = [sample for sample in group if sample.sample_index == prompt.sample_index]
-            samples += [_copy(part) for part in parts] if _can_go_on(parts) else [prompt]
+            sound = _can_go_on(parts) and not (self.replays_experts and any(map(_lacks_experts, parts)))
+            samples += [_copy(part) for part in parts] if sound else [prompt]
         if self.mask_older and is_complete(samples):
             return fresh
         kept = replace(fresh, samples=samples)
@@ -93,10 +98,12 @@ class RequeueRule:
     def on_restore(self, group: SampleGroup, version: int) -> SampleGroup:
         """The saved ``group`` in a run that continues from ``version``: later version numbers will be used again,
         for other weights, so tokens with one are dropped; and so are those of a run that replayed kept tokens in one
-        that does not, or the other way round, whose log-probabilities are of another distribution."""
+        that does not, or the other way round, whose log-probabilities are of another distribution. In a run that
+        replays experts, so are tokens without them."""
         newer = any(span.version > version for sample in group for span in sample.weight_versions)
         other = any(s.response_length and (s.rollout_kept_tokens is not None) != self.replays for s in group)
-        return group.as_prompts() if newer or other or not self.keep_tokens else group
+        lacks = self.replays_experts and any(s.response_length and _lacks_experts(s) for s in group)
+        return group.as_prompts() if newer or other or lacks or not self.keep_tokens else group
 
     def reward(self, group: SampleGroup) -> float | None:
         """Mean reward of the samples that have one; a sample of several parts counts once."""
@@ -217,6 +224,12 @@ def _is_sound(sample: Sample) -> bool:
     if any(values is not None and len(values) != length for values in (sample.loss_mask, sample.rollout_kept_tokens)):
         return False
     return tile(sample.weight_versions, length) and all(math.isfinite(v) for v in sample.rollout_log_probs or ())
+
+
+def _lacks_experts(sample: Sample) -> bool:
+    """Whether it has no experts that the next request can add to."""
+    experts = sample.rollout_routed_experts
+    return not isinstance(experts, np.ndarray) or len(experts) >= len(sample.tokens)
 
 
 def _copy(sample: Sample) -> Sample:

@@ -418,19 +418,21 @@ _MEANS = {
     "baseline_reward": "rollout/baseline_reward",
 }
 _OLDEST, _NEWEST = "weight_version", "newest_weight_version"
-_READ = (*_MEANS, _OLDEST, _NEWEST)
+_RECOMPUTED = "experts_recomputed"
+_READ = (*_MEANS, _OLDEST, _NEWEST, _RECOMPUTED)
 
 
 def selection_metrics(store: ColumnStore, uids: Iterable[GroupUid], window: Window | None = None) -> dict[str, float]:
     """Flat numbers of the groups that a step trains on: ``rollout/*`` as a rollout reports them of its own groups, and
-    ``staleness/mixed``, the share of samples with tokens of several versions. A sample of several parts counts once,
-    with their mean. What a column is missing for, or in an object store, is left out.
+    ``staleness/mixed``, the share of samples with tokens of several versions, and with ``--replay-routed-experts``
+    ``rollout/experts_recomputed``, tokens whose experts are not those of the weights that sampled them. A sample of
+    several parts counts once, with their mean. What a column is missing for, or in an object store, is left out.
 
     window: after the groups were taken from it; adds ``production/live_groups``, ``production/finished_groups`` (of the
     live ones) and ``production/passes``, the most younger groups that passed a live one.
     """
     values: dict[str, list[float]] = {}
-    longest, zero_std, mixed = 0.0, [], []
+    longest, zero_std, mixed, recomputed = 0.0, [], [], []
     for uid in uids:
         cells = store.cells(uid)
         samples = [row.sample_index for row in store.rows(uid)]
@@ -442,6 +444,8 @@ def selection_metrics(store: ColumnStore, uids: Iterable[GroupUid], window: Wind
                 zero_std.append(equal_rewards(means))
         if "response_length" in columns:
             longest = max(longest, float(columns["response_length"].max()))
+        if _RECOMPUTED in columns:
+            recomputed.append(int(columns[_RECOMPUTED].sum()))
         if _OLDEST in columns and _NEWEST in columns:
             several = columns[_NEWEST] > columns[_OLDEST]
             mixed += [share > 0 for share in sample_means(samples, several.astype(np.float64).tolist())]
@@ -452,6 +456,8 @@ def selection_metrics(store: ColumnStore, uids: Iterable[GroupUid], window: Wind
         metrics["rollout/zero_std"] = sum(zero_std) / len(zero_std)
     if "response_length" in values:
         metrics["rollout/response_len/max"] = longest
+    if recomputed:
+        metrics[f"rollout/{_RECOMPUTED}"] = float(sum(recomputed))
     if mixed:
         metrics["staleness/mixed"] = sum(mixed) / len(mixed)
     if window is not None:

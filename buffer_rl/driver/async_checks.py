@@ -138,7 +138,7 @@ def slots_text(args: Args) -> str:
 
 def store_text(args: Args) -> str:
     """What the columns of all groups in flight take of the object store, if each sample is as long as it may be; empty
-    if they are too small for the store. Images and kept tokens come on top."""
+    if they are too small for the store. Images, kept tokens and routed experts come on top."""
     response = args.rollout_max_response_len
     total = args.rollout_max_context_len or args.engine_context_length
     prompt = "" if total or args.rollout_max_prompt_len else ", prompts apart"

@@ -201,6 +201,24 @@ def _check_replay(args: Args) -> None:
             expected="--rollout-top-p, --rollout-top-k or --rollout-min-p, and a temperature above 0",
             hint="take it out",
         )
+    if args.replay_recomputed_experts and not args.replay_routed_experts:
+        raise ConfigError("no experts are replayed", where="--replay-recomputed-experts", hint="take it out")
+    if not args.replay_routed_experts:
+        return
+    if is_supervised(args):
+        raise ConfigError(
+            "no engine computes the tokens of supervised fine-tuning",
+            where="--replay-routed-experts",
+            hint="take it out",
+        )
+    schedule = Schedule.of(args)
+    if schedule.mixes_versions and not schedule.drains and not args.replay_recomputed_experts:
+        raise ConfigError(
+            "a publication retracts running requests, and their tokens go through the new weights again: the experts "
+            "that come with the answer are not those of the weights that sampled the tokens before it",
+            where=f"--replay-routed-experts and --schedule {args.schedule}",
+            hint="add --publication drain, or --replay-recomputed-experts to replay these all the same",
+        )
 
 
 def _check_custom_config(args: Args) -> None:

@@ -35,7 +35,7 @@ from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.driver.async_checks import staleness_notice
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, START, check_lineage, folder_lock, save_lock
-from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
+from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints, replayed_columns
 from buffer_rl.driver.offload import begins_asleep
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
@@ -345,7 +345,7 @@ class _Run:
         args, buffer, local = self.args, self.buffer, self.processes.local
         local("buffer", buffer)
         if not self.generates:
-            template, replays = args.load_debug_rollout_data or "", args.replay_kept_tokens
+            template, replays = args.load_debug_rollout_data or "", replayed_columns(args)
             local("rollout", RecordedRollouts(template, buffer, replays=replays))
         if (publisher := self.publisher()) is not None:
             publishing = local("publish", publisher, end_s=lambda: PUBLISH_END_S)

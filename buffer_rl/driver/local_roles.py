@@ -139,14 +139,23 @@ class RolloutRecorder:
         write_rollout(rollout_path(self._template, rollout_id), self._buffer.get_data(rollout_id, given=True))
 
 
-class RecordedRollouts:
-    """The rollout role of a run that only trains: each rollout's rows come from its file. replays: they must have the
-    kept tokens of ``--replay-kept-tokens``."""
+def replayed_columns(args: Args) -> dict[str, str]:
+    """The columns that recorded rows must have, by the option that reads them."""
+    asked = {
+        "--replay-kept-tokens": ("kept_counts", args.replay_kept_tokens),
+        "--replay-routed-experts": ("routed_experts", args.replay_routed_experts),
+    }
+    return {flag: column for flag, (column, is_read) in asked.items() if is_read}
 
-    def __init__(self, template: str, buffer: BufferClient, *, replays: bool = False) -> None:
+
+class RecordedRollouts:
+    """The rollout role of a run that only trains: each rollout's rows come from its file. replays: the columns
+    that they must have, by the option that reads them."""
+
+    def __init__(self, template: str, buffer: BufferClient, *, replays: Mapping[str, str] | None = None) -> None:
         self._template = template
         self._buffer = buffer
-        self._replays = replays
+        self._replays = replays or {}
 
     def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Fill the ticket's rollout. Raises DataError, or BufferStateError if its groups do not fit."""
@@ -154,9 +163,10 @@ class RecordedRollouts:
         batch = read_rollout(path)
         if batch.rollout_id != ticket.rollout_id:
             raise DataError(f"these are the rows of rollout {batch.rollout_id}", where=str(path), expected=ticket.task)
-        if self._replays and "kept_counts" not in batch.columns:
-            what = "--replay-kept-tokens: these rows were recorded without it, and have no kept tokens"
-            raise DataError(what, where=str(path), hint="take it out")
+        for flag, column in self._replays.items():
+            if column not in batch.columns:
+                what = f"{flag}: these rows were recorded without it, and have no {column}"
+                raise DataError(what, where=str(path), hint="take it out")
         self._buffer.import_groups(ticket, batch.row_ids, batch.columns)
         metrics = {}
         if "raw_reward" in batch.columns and len(batch):

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 # What the numbers of a run depend on.
-PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pluggy", "sglang-router")
+PACKAGES = (
+    *("ray", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pluggy"),
+    *("sglang-router", "smg"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

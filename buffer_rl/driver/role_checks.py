@@ -15,7 +15,7 @@ from buffer_rl.driver.checks import STREAM
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.kind import absent_of
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of, unit_of
-from buffer_rl.kinds.trainer import HasValues, ReloadsReference, Sleeps
+from buffer_rl.kinds.trainer import HasValues, ReloadsReference, ReplaysExperts, Sleeps
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.algorithm import (
     estimator_needs,
@@ -153,6 +153,9 @@ def _check_trainer(args: Args, registry: PluginRegistry) -> None:
         needed.append((ReloadsReference, what, flag, "--num-ref-workers 1"))
     if uses_critic(args):
         needed.append((HasValues, "has no value model", estimator_of(args)[0], "an estimator without a critic"))
+    if args.replay_routed_experts:
+        other = "--train-backend torch"
+        needed.append((ReplaysExperts, "does not replay the engine's experts", "--replay-routed-experts", other))
     if args.offload_train:
         needed.append((Sleeps, "cannot give its memory to the engines", "--offload-train", "--train-backend torch"))
     for power, what, flag, other in needed:

@@ -14,6 +14,7 @@ sampling       sampling parameters, the draw of a token, log-probabilities of ot
 cache          memory of keys and values, and of prompts that several requests share
 fast_decoder   the decoder for the architectures that it knows
 fallback       the decoder for every other model
+routers        the modules of a mixture of experts that choose experts, and what they choose
 decode_check   compares a decoder with the model's own forward pass, on a small copy
 weight_groups  groups in which a sender broadcasts weights to engines
 adapter        LoRA adapters of peft's format, as low-rank additions to the products of a decoder

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 SMALLEST_POOL = 64
@@ -34,23 +35,28 @@ class Prefix:
     """A sequence that was run through the model once, for all samples that start with it.
 
     keys, values: ``[num_layers, num_kv_heads, length, head_dim]``. logits: of the last position,
-    ``[padded_vocab]`` float32, which the first token of every sample is drawn from.
+    ``[padded_vocab]`` float32, which the first token of every sample is drawn from. experts: those that computed its
+    tokens, ``[length, layers, top_k]``; None if they are not noted.
     """
 
     length: int
     keys: torch.Tensor
     values: torch.Tensor
     logits: torch.Tensor
+    experts: np.ndarray | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One running sequence: ``length`` entries are in memory; ``token``, at position ``length``, is run next."""
+    """One running sequence: ``length`` entries are in memory; ``token``, at position ``length``, is run next. experts:
+    those that computed the entries, in parts ``[num_tokens, layers, top_k]``; None if they are not noted. They stay
+    when the memory is released, until the sequence joins again."""
 
     length: int = 0
     token: int = 0
     pool: SlotPool | None = None
     slot: int = -1
+    experts: list[np.ndarray] | None = None
 
 
 class SlotPool:
@@ -156,6 +162,7 @@ class SlotCache:
         pool.values[:, start:end, :, : prefix.length] = prefix.values[:, None]
         for row in rows:
             row.length = prefix.length
+            row.experts = None if prefix.experts is None else [prefix.experts]
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Release the memory of ``rows``. A row without memory is left alone."""

@@ -12,6 +12,7 @@ from copy import copy
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -20,8 +21,10 @@ from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 from buffer_rl.embedded.decode_check import UnsupportedModelError as UnsupportedModelError
 from buffer_rl.embedded.decode_check import check_decoding, unsupported
 from buffer_rl.embedded.fast_decoder import PROMPT_LOGITS_ROWS, ROW_BLOCK, pad_vocab
+from buffer_rl.embedded.routers import find_routers, recorded_experts
 from buffer_rl.errors import EngineError
-from buffer_rl.files.hf_config import length_problem
+from buffer_rl.files.hf_config import length_problem, text_config
+from buffer_rl.records.experts import ExpertSizes
 
 
 class FallbackDecoder:
@@ -29,11 +32,20 @@ class FallbackDecoder:
 
     deterministic: the forward runs over the full capacity of a pool, and over blocks of a fixed number of slots: one
     for mixtures of experts, whose experts compute the tokens of all rows that chose them together. check: the decoding
-    is compared with whole passes on a small copy of the model (see ``decode_check``). Raises UnsupportedModelError for
-    a model without a uniform key-value cache, or whose probabilities would be others than those of a whole pass.
+    is compared with whole passes on a small copy of the model (see ``decode_check``). returns_experts: note which
+    experts compute each token. Raises UnsupportedModelError for a model without a uniform key-value cache, whose
+    probabilities would be others than those of a whole pass, or whose experts cannot be noted.
     """
 
-    def __init__(self, module: Any, context_length: int, *, deterministic: bool = False, check: bool = True) -> None:
+    def __init__(
+        self,
+        module: Any,
+        context_length: int,
+        *,
+        deterministic: bool = False,
+        check: bool = True,
+        returns_experts: bool = False,
+    ) -> None:
         self.module = module
         self._adapter: str | None = None
         self.deterministic = deterministic
@@ -55,6 +67,10 @@ class FallbackDecoder:
             self.window = None
         self.shape = self._probe(module, context_length)
         self.vocab_size = int(module.get_output_embeddings().weight.shape[0])
+        self._routers: tuple[str, ...] = ()
+        self._dtype: np.dtype[Any] = np.dtype(np.uint8)
+        if returns_experts:
+            self._routers, self._dtype = _routers_of(module)
         if check:
             check_decoding(partial(type(self), deterministic=deterministic, check=False), module, context_length)
 
@@ -138,13 +154,19 @@ class FallbackDecoder:
         length, device = len(sequence), self.shape.device
         cache = _RecordingCache(self.shape.num_layers)
         ids = torch.tensor([list(sequence)], device=device)
-        out = self._forward(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with recorded_experts(self.module, self._routers) as chosen:
+            out = self._forward(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return Prefix(
             length=length,
             keys=torch.stack([k[0] for k in cache.stored_keys]),
             values=torch.stack([v[0] for v in cache.stored_values]),
             logits=pad_vocab(out.logits[:, -1])[0].clone(),
+            experts=self._experts(chosen),
         )
+
+    def _experts(self, chosen: list[torch.Tensor]) -> np.ndarray | None:
+        """What the routers chose in a pass, ``[num_tokens, layers, top_k]``."""
+        return torch.stack(chosen, 1).cpu().numpy().astype(self._dtype) if chosen else None
 
     @torch.inference_mode()
     def prompt_logits(self, sequence: Sequence[int], start: int) -> Iterator[torch.Tensor]:
@@ -174,13 +196,18 @@ class FallbackDecoder:
         positions = torch.tensor([row.length for row in rows] + [0] * missing, device=self.shape.device)
         width = pool.capacity if self.deterministic else int(positions.max()) + 1
         view = _SlotView(pool, start, len(rows), positions, width)
-        out = self._forward(
-            input_ids=tokens[:, None],
-            position_ids=positions[:, None],
-            attention_mask=self._masks(positions, width),
-            past_key_values=view,
-            use_cache=True,
-        )
+        with recorded_experts(self.module, self._routers) as chosen:
+            out = self._forward(
+                input_ids=tokens[:, None],
+                position_ids=positions[:, None],
+                attention_mask=self._masks(positions, width),
+                past_key_values=view,
+                use_cache=True,
+            )
+        if (experts := self._experts(chosen)) is not None:
+            for row, own in zip(rows, experts, strict=False):  # those of padding are left out
+                assert row.experts is not None
+                row.experts.append(own[None])
         logits: torch.Tensor = out.logits[: len(rows), -1]
         return logits
 
@@ -197,6 +224,16 @@ class FallbackDecoder:
     def _additive(self, visible: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(visible.shape, dtype=self.shape.dtype, device=visible.device)
         return mask.masked_fill_(~visible, torch.finfo(self.shape.dtype).min)[:, None, None]
+
+
+def _routers_of(module: Any) -> tuple[tuple[str, ...], np.dtype[Any]]:
+    """The names of the routers, and the numbers that name their experts."""
+    sizes = ExpertSizes.of(text_config(module.config.to_dict()))
+    routers = find_routers(module)
+    if sizes is None or len(routers) != len(sizes.layers):
+        what = f"{len(routers)} of its modules are known as routers, for {len(sizes.layers) if sizes else 0} layers"
+        raise unsupported(module.config, f"the experts of its tokens cannot be returned: {what}")
+    return routers, sizes.dtype
 
 
 def _has_experts(module: Any) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from buffer_rl.args import Args
 from buffer_rl.cluster.process import ChildProcess, base_url, key_environment, listening_socket, wait_until_ready
 from buffer_rl.errors import EngineError
-from buffer_rl.files.hf_config import max_positions, read_config, require_short_rows
+from buffer_rl.files.hf_config import expert_sizes, max_positions, read_config, require_short_rows
 from buffer_rl.options.section import required
 
 
@@ -43,7 +43,9 @@ class EmbeddedLauncher:
         self.deterministic = deterministic
 
     def check(self, args: Args) -> None:
-        """Raises ConfigError if sequences may be so long that their log-probabilities depend on who shares a batch."""
+        """Raises ConfigError if sequences may be so long that their log-probabilities depend on who shares a batch, or
+        if ``--replay-routed-experts`` asks for the experts of a model that has none."""
+        expert_sizes(args)
         config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
         limits = [limit for limit in (args.engine_context_length, max_positions(config)) if limit is not None]
         require_short_rows("--hf-checkpoint", config, min(limits, default=None), "--engine-context-length")
@@ -75,6 +77,8 @@ class EmbeddedLauncher:
                 command.append("--deterministic")
             if args.replay_kept_tokens:
                 command.append("--return-kept-tokens")
+            if args.replay_routed_experts:
+                command.append("--return-routed-experts")
             if args.trust_remote_code:
                 command.append("--trust-remote-code")
             process = ChildProcess(

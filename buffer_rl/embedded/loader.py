@@ -23,6 +23,8 @@ import torch
 from buffer_rl.embedded.fallback import FallbackDecoder
 from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.errors import EngineError
+from buffer_rl.files.hf_config import text_config
+from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.weights.shared_bucket import open_bucket
 from buffer_rl.weights.shared_memory import bytes_view
 from buffer_rl.weights.tensor import LOAD_FORMAT
@@ -33,7 +35,7 @@ _NOT_BEGUN = "no weight update is under way"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded. context_length None: the model's own limit."""
+    """How a model is loaded. context_length None: the model's own limit. returns_experts: see ``FallbackDecoder``."""
 
     model_path: str
     device: str = "cpu"
@@ -41,6 +43,7 @@ class LoadOptions:
     context_length: int | None = None
     deterministic: bool = False
     trust_remote_code: bool = False
+    returns_experts: bool = False
 
 
 def load_module(path: str, device: str, dtype: str, *, trust_remote_code: bool = False) -> Any:
@@ -116,10 +119,15 @@ class LoadedModel:
         self.eos_token_ids = _eos_token_ids(options.model_path, module.config)
         limit = context_limit(module.config, options.context_length)
         self.decoder: FastDecoder | FallbackDecoder
+        if options.returns_experts and ExpertSizes.of(text_config(module.config.to_dict())) is None:
+            raise EngineError(
+                "the model is no mixture of experts", where=f"--return-routed-experts, {options.model_path}"
+            )
         if FastDecoder.supports(module.config):
             self.decoder = FastDecoder(module, limit, deterministic=options.deterministic)
         else:
-            self.decoder = FallbackDecoder(module, limit, deterministic=options.deterministic)
+            how = {"deterministic": options.deterministic, "returns_experts": options.returns_experts}
+            self.decoder = FallbackDecoder(module, limit, **how)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         self.checkpoint_shapes = self._shapes | _checkpoint_shapes(module)
         self._module_class: Any = type(module)

@@ -32,14 +32,13 @@ _IGNORED_FIELDS = frozenset(
 # Fields that this engine does not implement, with the values that change nothing; None, False and what is empty change
 # nothing either. The router sends most of them with every request.
 _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "routed_experts_start_len": (0,),
     **dict.fromkeys(
         (
             *("input_embeds", "positional_embed_overrides", "require_reasoning"),
             *("image_data", "video_data", "audio_data", "modalities", "use_audio_in_video"),
             *("max_dynamic_patch", "min_dynamic_patch"),
             *("image_max_dynamic_patch", "video_max_dynamic_patch", "multi_item_delimiter_indices"),
-            *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "return_indexer_topk"),
+            *("return_text_in_logprobs", "return_hidden_states", "return_indexer_topk"),
             *("return_bytes", "return_entropy", "lora_id", "custom_logit_processor", "session_params"),
             *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
         ),
@@ -49,6 +48,7 @@ _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
 _FIELDS = (
     *("rid", "input_ids", "text", "sampling_params", "stream", "lora_path"),
     *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("return_routed_experts", "routed_experts_start_len"),
 )
 
 
@@ -67,7 +67,8 @@ class Limits:
     longest_prompt, longest_sequence: in tokens; a longer prompt is refused, a longer sequence ends there. padded_vocab:
     token ids from ``vocab_size`` on and below it are taken for 0. refuses: what is wrong or unknown is answered with an
     error; where it is False, the server behaves as SGLang, which ignores it or dies of it. keeps_seeds: the seeds of
-    requests count. mixes_seeds: the rows of a request draw under seeds mixed from its one seed."""
+    requests count. mixes_seeds: the rows of a request draw under seeds mixed from its one seed. returns_experts:
+    answers have the experts that computed their tokens."""
 
     vocab_size: int
     context_length: int
@@ -79,6 +80,7 @@ class Limits:
     refuses: bool = True
     keeps_seeds: bool = True
     mixes_seeds: bool = True
+    returns_experts: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -156,8 +158,9 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     adapter = body.get("lora_path") or ""
     if not isinstance(adapter, str):
         raise BadRequestError("'lora_path' must be the name of an adapter")
+    start = _experts_start(body, prompts, limits)
     requests = [
-        Request(rid=rid, prompt_ids=prompt, params=own, seed=seed, adapter=adapter, details=more)
+        Request(rid=rid, prompt_ids=prompt, params=own, seed=seed, adapter=adapter, details=more, experts_start=start)
         for rid, prompt, own, seed, more in zip(rids, prompts, params, seeds, details, strict=True)
     ]
     return GenerateCall(
@@ -167,6 +170,21 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
         left=len(requests),
         stream=bool(body.get("stream")),
     )
+
+
+def _experts_start(body: dict[str, Any], prompts: list[tuple[int, ...]], limits: Limits) -> int:
+    """The first token whose experts are asked for. A server that has them sends them with every answer: a router may
+    drop the field that asks."""
+    if not limits.returns_experts:
+        for name in ("return_routed_experts", "routed_experts_start_len") if limits.refuses else ():
+            if not is_neutral(body.get(name), (0,)):
+                what = f"field {name!r} is not supported by the embedded engine without --return-routed-experts"
+                raise BadRequestError(f"{what}, got {body[name]!r:.80}")
+        return 0
+    start, longest = body.get("routed_experts_start_len") or 0, min(map(len, prompts))
+    if type(start) is not int or not 0 <= start <= longest:
+        raise BadRequestError(f"'routed_experts_start_len' must be in [0, {longest}], got {start!r:.80}")
+    return start
 
 
 def _prompts(body: dict[str, Any], codec: TextCodec, limits: Limits) -> tuple[list[tuple[int, ...]], bool]:
@@ -371,6 +389,10 @@ def meta_info(request: Request, version: str, return_logprob: bool, return_kept:
         offsets = np.array([0, *accumulate(len(ids) // 4 for ids in request.kept)], dtype="<i4")
         meta["top_p_token_ids"] = b64encode(b"".join(request.kept)).decode()
         meta["top_p_token_offsets"] = b64encode(offsets.tobytes()).decode()
+    if request.row.experts is not None:
+        experts = np.concatenate(request.row.experts)[request.experts_start :].astype("<i4")
+        meta["routed_experts"] = b64encode(experts.tobytes()).decode()
+        meta["routed_experts_start_len"] = request.experts_start
     return meta
 
 

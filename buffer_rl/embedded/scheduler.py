@@ -30,6 +30,7 @@ class Request:
 
     version_marks: (version, number of tokens drawn before it): the weights that later tokens come from.
     adapter: the name of the adapter that it runs with; empty: none.
+    experts_start: of how many tokens the caller knows the experts.
     tag: whatever the caller wants to find the request by; the engine never looks at it.
     """
 
@@ -39,6 +40,7 @@ class Request:
     seed: int
     adapter: str = ""
     details: LogProbDetails | None = None
+    experts_start: int = 0
     tag: Any = None
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

@@ -48,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="answers have the tokens that top-k, top-p and min-p kept; log-probabilities are renormalised over them",
     )
+    parser.add_argument(
+        "--return-routed-experts",
+        action="store_true",
+        help="for mixture-of-experts models: answers have the experts that computed each token",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the model folder")
     parser.add_argument("--log-level", default="warning")
     return parser
@@ -89,6 +94,7 @@ def _build_service(args: argparse.Namespace, service_class: type[EngineService] 
         context_length=args.context_length,
         deterministic=args.deterministic,
         trust_remote_code=args.trust_remote_code,
+        returns_experts=args.return_routed_experts,
     )
     return (service_class or EngineService)(
         LoadedModel(options),

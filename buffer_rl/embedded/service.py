@@ -80,6 +80,7 @@ class EngineService:
             longest_prompt=context_length - 1,
             longest_sequence=context_length,
             padded_vocab=vocab_size,
+            returns_experts=model.options.returns_experts,
         )
         self.label: str | None = None
         self._adapters: set[str] = set()

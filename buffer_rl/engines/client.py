@@ -19,16 +19,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
 
 from buffer_rl.args import Args
 from buffer_rl.engines.http import EngineFanOut, HttpSession, RequestGate, decode_json, status_error
 from buffer_rl.engines.protocol import ROWS, Adapter, RowSeeds, row_rid
 from buffer_rl.errors import DeadlineError, EngineError
-from buffer_rl.files.hf_config import read_config, vocab_size
+from buffer_rl.files.hf_config import expert_sizes, read_config, vocab_size
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.records.groups import Status, VersionSpan, tile
 from buffer_rl.records.ids import version_number
 from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
@@ -41,7 +43,8 @@ class GenerateResult:
 
     matched: the token id or the string that stopped it, if any. cached_tokens: prompt tokens that another request
     had computed. spans: which weight version sampled which tokens; they tile ``output_ids``. kept: see
-    ``Sample.rollout_kept_tokens``; None where the engine does not return them.
+    ``Sample.rollout_kept_tokens``; None where the engine does not return them. experts: likewise, see
+    ``Sample.rollout_routed_experts``; of the tokens of prompt and answer from ``experts_start`` on.
     """
 
     output_ids: list[int]
@@ -52,6 +55,8 @@ class GenerateResult:
     matched: int | str | None = None
     cached_tokens: int = 0
     kept: list[bytes] | None = None
+    experts: np.ndarray | None = None
+    experts_start: int = 0
 
     @property
     def status(self) -> Status:
@@ -66,9 +71,27 @@ def _refusal(what: str, where: str, expected: str) -> EngineError:
     return error
 
 
-def parse_answer(answer: Any, url: str, vocab_size: int | None = None) -> GenerateResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsAsked:
+    """That an answer has the experts of its tokens from ``start`` on: those of its ``num_prompt_tokens``, and its
+    own."""
+
+    sizes: ExpertSizes
+    num_prompt_tokens: int
+    start: int = 0
+
+    def read(self, meta_info: Mapping[str, Any], num_output_tokens: int) -> dict[str, Any]:
+        """Fields of ``GenerateResult``. Raises ValueError."""
+        experts, start = self.sizes.read(meta_info, self.num_prompt_tokens + num_output_tokens, self.start)
+        return {"experts": experts, "experts_start": start}
+
+
+def parse_answer(
+    answer: Any, url: str, vocab_size: int | None = None, experts: ExpertsAsked | None = None
+) -> GenerateResult:
     """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol, or has a token of none of the
-    ``vocab_size`` rows of the model or a log-probability that is none.
+    ``vocab_size`` rows of the model or a log-probability that is none. experts: without it, those in the answer are not
+    read.
 
     Empty spans, which SGLang sends for an answer without tokens, say nothing and are left out.
     """
@@ -92,6 +115,7 @@ def parse_answer(answer: Any, url: str, vocab_size: int | None = None) -> Genera
             matched=reason.get("matched"),
             cached_tokens=int(meta.get("cached_tokens", 0)),
             kept=kept_tokens(meta),
+            **({} if experts is None else experts.read(meta, len(token_ids))),
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise EngineError(
@@ -183,7 +207,8 @@ class EngineClient:
     None if that is not known. waits_for_engine: a router without an engine is asked until ``timeout_s``, since the run
     replaces its engines; its retries do not count. passes_fields: whether the router forwards what sglang-router drops,
     which is refused otherwise. asks_kept: have a SGLang server send the tokens that sampling kept, which it does for
-    requests with a ``top_k``. ``gate``: closed, requests are held back, and running ones end.
+    requests with a ``top_k``. experts: have answers give the experts of their tokens, of a model with these sizes.
+    ``gate``: closed, requests are held back, and running ones end.
     ``adapter``: what requests name from now on; None: none.
     """
 
@@ -200,11 +225,13 @@ class EngineClient:
         waits_for_engine: bool = False,
         passes_fields: bool = False,
         asks_kept: bool = False,
+        experts: ExpertSizes | None = None,
     ) -> None:
         self.router_url = router_url.rstrip("/")
         self._waits_for_engine = waits_for_engine
         self._passes_fields = passes_fields
         self._asks_kept = asks_kept
+        self._experts = experts
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self._vocab_size = vocab_size
@@ -221,15 +248,17 @@ class EngineClient:
         """From ``args.router_url``, ``args.engine_urls``, ``args.engine_api_key``, ``request_timeout_s`` and the
         configuration in ``args.hf_checkpoint``."""
         passes = passes_fields(args)
+        config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
         return cls(
             required(args.router_url, "router_url"),
             args.engine_urls,
             timeout_s=request_timeout_s(args),
             api_key=args.engine_api_key,
-            vocab_size=vocab_size(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))),
+            vocab_size=vocab_size(config),
             waits_for_engine=not args.engine_urls,
             passes_fields=passes,
             asks_kept=passes and args.replay_kept_tokens,
+            experts=expert_sizes(args),
         )
 
     async def __aenter__(self) -> EngineClient:
@@ -246,10 +275,17 @@ class EngineClient:
         await self._engines.close()
 
     async def agenerate(
-        self, rid: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, routing_key: str | None = None
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        routing_key: str | None = None,
+        experts_start: int = 0,
     ) -> GenerateResult:
         """Generate one answer for ``input_ids``; ``sampling_params`` under SGLang's names. routing_key: requests with
         equal ones go to one engine, where the router's policy looks at them; those without, by ``input_ids``.
+        experts_start: of so many tokens the experts are known; those of the others come with the answer, or all.
 
         A lost connection and the statuses 429 and 5xx are retried, at most ``max_retries`` times; other 4xx are not,
         but for that of an engine that still has the request under this ``rid``: it is asked again until time is up.
@@ -258,8 +294,8 @@ class EngineClient:
         request is aborted at the engines then.
         """
         prompt = list(input_ids)
-        answer = await self._ask(rid, [rid], prompt, prompt, sampling_params, routing_key)
-        return parse_answer(answer, self._generate_url, self._vocab_size)
+        answer = await self._ask(rid, [rid], prompt, prompt, sampling_params, routing_key, experts_start)
+        return self._parsed(answer, prompt, experts_start)
 
     async def agenerate_rows(
         self,
@@ -283,7 +319,13 @@ class EngineClient:
         if not isinstance(answers, list) or len(answers) != num_rows:
             found = f"{len(answers)} answers" if isinstance(answers, list) else "one answer"
             raise EngineError(f"{found} to a request of {num_rows} rows", where=self._generate_url)
-        return [parse_answer(answer, self._generate_url, self._vocab_size) for answer in answers]
+        return [self._parsed(answer, prompt) for answer in answers]
+
+    def _parsed(self, answer: Any, prompt: Sequence[int], experts_start: int = 0) -> GenerateResult:
+        asked = None
+        if self._experts is not None:
+            asked = ExpertsAsked(sizes=self._experts, num_prompt_tokens=len(prompt), start=experts_start)
+        return parse_answer(answer, self._generate_url, self._vocab_size, asked)
 
     async def row_seeds(self) -> RowSeeds:
         """How the rows of a request draw at the engines, which are asked once. Raises EngineError where none answers.
@@ -315,6 +357,7 @@ class EngineClient:
         prompt: list[int],
         sampling_params: Mapping[str, Any],
         routing_key: str | None,
+        experts_start: int = 0,
     ) -> Any:
         """The parsed body of the answer to ``input_ids``, a prompt or several. rows: the ids that an abort names.
         prompt: the one that they share."""
@@ -325,6 +368,8 @@ class EngineClient:
         request = {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
         if self._asks_kept and sampling_params.get("top_k", -1) > 0:
             request["return_sampling_mask"] = True
+        if self._experts is not None and self._passes_fields:  # an engine of ours sends them with every answer
+            request |= {"return_routed_experts": True, "routed_experts_start_len": experts_start}
         try:
             orjson.dumps(request)
         except TypeError as error:

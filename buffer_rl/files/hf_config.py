@@ -10,9 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.section import required
+from buffer_rl.records.experts import ExpertSizes
+
+if TYPE_CHECKING:
+    from buffer_rl.args import Args
 
 DOWNLOAD = "a model of the Hub is ORG/NAME, or: hf download ORG/NAME --local-dir FOLDER"
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "llm_config", "language_config")
@@ -58,6 +63,23 @@ def vocab_size(config: Mapping[str, Any]) -> int | None:
     """Rows of the language model's embedding, which may be more than its tokenizer has tokens; token ids are below it.
     None where the configuration states none."""
     return _length(text_config(config).get("vocab_size"))
+
+
+def expert_sizes(args: Args) -> ExpertSizes | None:
+    """Of the model in ``args.hf_checkpoint``, for ``--replay-routed-experts``; None without it. Raises ConfigError for
+    a model without experts."""
+    if not args.replay_routed_experts:
+        return None
+    folder = required(args.hf_checkpoint, "hf_checkpoint")
+    sizes = ExpertSizes.of(text_config(read_config("--hf-checkpoint", folder)))
+    if sizes is None:
+        raise ConfigError(
+            "the model is no mixture of experts, as far as its config.json says",
+            where=f"--replay-routed-experts and --hf-checkpoint {folder}",
+            expected="num_experts (or num_local_experts, n_routed_experts) and num_experts_per_tok",
+            hint="take --replay-routed-experts out",
+        )
+    return sizes
 
 
 def length_problem(config: Mapping[str, Any], longest: int | None) -> tuple[str, int] | None:

@@ -1,6 +1,7 @@
 """Rows of one rollout in a file.
 
-Each column as a tensor, or as ``NAME.values`` and ``NAME.lengths`` where rows have lengths of their own; row ids and
+Each column as a tensor, or as ``NAME.values`` and ``NAME.lengths`` where rows have lengths of their own along their
+first dimension; row ids and
 totals as JSON in the file's metadata. Nothing is pickled.
 """
 
@@ -29,7 +30,7 @@ def rollout_path(template: str, rollout_id: int) -> Path:
 def write_rollout(path: Path, batch: TrainBatch) -> None:
     """Write all rows of a rollout; the file appears whole or not at all.
 
-    Raises DataError for a column that is no array, or rows of more than one dimension."""
+    Raises DataError for a column that is no array, or whose rows differ in more than their lengths."""
     tensors: dict[str, np.ndarray] = {}
     for name, column in batch.columns.items():
         tensors |= _tensors(name, column)
@@ -77,8 +78,8 @@ def _tensors(name: str, column: Column) -> dict[str, np.ndarray]:
     if isinstance(column, np.ndarray):
         return {name: np.ascontiguousarray(column)}
     rows = [np.asarray(row) for row in column]
-    if any(row.ndim != 1 for row in rows):
-        raise DataError(f"column {name} has rows of more than one dimension", where="--save-debug-rollout-data")
+    if len({row.shape[1:] for row in rows}) > 1 or any(row.ndim == 0 for row in rows):
+        raise DataError(f"column {name} has rows of several shapes", where="--save-debug-rollout-data")
     lengths = np.asarray([len(row) for row in rows], dtype=np.int64)
     values = np.concatenate(rows) if rows else np.zeros(0, dtype=np.float32)
     return {f"{name}.values": values, f"{name}.lengths": lengths}

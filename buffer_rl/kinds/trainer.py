@@ -22,7 +22,7 @@ class Trainer(Protocol):
 
     Every rank gets the same calls in the same order. What a rank that is not the head of its replica returns is not
     used, but for ``log_probs`` on ranks that call the objective: it goes into their rows. What else it may have:
-    ``HasValues``, ``ReloadsReference``, ``Sleeps`` and ``SavesLater``.
+    ``HasValues``, ``ReplaysExperts``, ``ReloadsReference``, ``Sleeps`` and ``SavesLater``.
 
     Unless the class, or the function that makes it, has ``reads_old_log_probs = False``, rows have that column. The
     objective needs it with several optimizer steps a rollout alone, and has it then.
@@ -71,6 +71,16 @@ class HasValues(Protocol):
     def values(self, batch: TrainBatch) -> list[np.ndarray] | None:
         """The value model before each response token: per row ``[response_length]`` float32; None on ranks that do not
         have them."""
+
+
+class ReplaysExperts(Protocol):
+    """A trainer for ``--replay-routed-experts``: rows have the column ``routed_experts`` (see ``TrainBatch``). The
+    policy's passes, those of ``log_probs`` too, send each token to its experts, if it has some; those of other models
+    do not."""
+
+    @property
+    def replays_experts(self) -> bool:
+        """Whether experts are replayed."""
 
 
 class ReloadsReference(Protocol):

@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from buffer_rl.records.experts import sparse_layers
+
 GATED = (
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 olmo olmo2 olmo3 smollm3 "
     "granite granitemoe glm glm4 glm4_moe cohere cohere2 seed_oss ernie4_5 gpt_oss hunyuan_v1_dense exaone4"
@@ -103,9 +105,7 @@ def _mlp(config: Mapping[str, Any], hidden: int, layers: int, inner: int, matric
     sparse = hidden * experts + active * matrices * hidden * expert_inner
     if shared := int(config.get("shared_expert_intermediate_size") or 0):
         sparse += matrices * hidden * shared + hidden  # and its gate
-    first, step = int(config.get("first_k_dense_replace") or 0), int(config.get("decoder_sparse_step") or 1)
-    without = set(config.get("mlp_only_layers") or ())
-    num_sparse = sum(at >= first and (at + 1) % step == 0 and at not in without for at in range(layers))
+    num_sparse = len(sparse_layers(config))
     return num_sparse * sparse + (layers - num_sparse) * dense
 
 

@@ -229,6 +229,8 @@ class TrainBatch:
         lists of ``[response_length]`` float32, where they exist;
         ``kept_counts`` list of ``[response_length]`` int32 and ``kept_tokens`` list of ``[sum of its counts]`` int32,
         under ``--replay-kept-tokens``: see ``Sample.rollout_kept_tokens``;
+        ``routed_experts`` list of ``[up to num_tokens - 1, layers, experts a token]`` uint8 or int16, under
+        ``--replay-routed-experts``: see ``Sample.rollout_routed_experts``; tokens behind the last have none;
         ``sample_total_tokens`` and ``sample_parts`` ``[num_rows]`` float32, unmasked response tokens of the row's
         sample over all its parts, and how many these are, written by the Buffer.
 

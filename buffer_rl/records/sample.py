@@ -134,6 +134,11 @@ class Sample:
     rollout_kept_tokens: for each response token the ids of the tokens that top-k, top-p and min-p left to draw it from,
     as bytes of int32, ``[response_length]``; empty for the whole vocabulary, as where the token was not sampled. Of
     ``--replay-kept-tokens``, under which ``rollout_log_probs`` are renormalised over them.
+    rollout_routed_experts: of ``--replay-routed-experts``: the experts that computed each token in the layers that have
+    some, ``[num_tokens - 1, layers, experts a token]`` uint8 or int16: the last token of the response was not computed.
+    A sampled token has those of the request that sampled it, others those of the first request that held them; behind
+    the last turn observations have none, and the array ends before them. experts_recomputed: how many response tokens
+    have experts that weights chose which did not sample them.
     loss_mask: 1 for each response token that is trained on, ``[response_length]``; None means all of them.
     reward: a finite number, or a mapping of names to numbers with the one to train on under ``--reward-key``.
     remove_sample: set by a sample filter: keep the row, but with a loss mask of zeros.
@@ -146,9 +151,9 @@ class Sample:
     rewards_by_name: the reward of each name that the row chose (``rm_type``, ``rewards``), None if it abstained.
 
     Fields that functions written for slime set and read, and which nothing here reads: rollout_id (the parts of one
-    sample differ in ``sample_index``), rollout_top_p_token_ids and -offsets, rollout_routed_experts,
-    multimodal_train_inputs, multimodal_train_input_id, generate_function_path, custom_rm_path, non_generation_time,
-    spec_info, prefix_cache_info, apply_chat_template_kwargs.
+    sample differ in ``sample_index``), rollout_top_p_token_ids and -offsets, multimodal_train_inputs,
+    multimodal_train_input_id, generate_function_path, custom_rm_path, non_generation_time, spec_info,
+    prefix_cache_info, apply_chat_template_kwargs.
     """
 
     uid: GroupUid | None = None
@@ -196,6 +201,7 @@ class Sample:
     lowest_reward = cached_property(lambda self: False)
     rewards_by_name = cached_property(lambda self: dict[str, float | None]())
     turn_rewards = cached_property(lambda self: list[tuple[int, float]]())
+    experts_recomputed = cached_property(lambda self: 0)
 
     def as_prompt(self, number: int = 0, copied: Callable[[Any], Any] = lambda value: value) -> Sample:
         """A sample with the prompt alone, ``number`` places further in its group; its values are ``copied``.

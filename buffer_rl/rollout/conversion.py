@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, combinations, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
 from buffer_rl.errors import BufferRLError, RolloutError, short_repr
+from buffer_rl.files.hf_config import expert_sizes
 from buffer_rl.kinds.data import SamplesToTrainData
 from buffer_rl.kinds.reward import RewardPostProcess
 from buffer_rl.options.user_args import user_args
@@ -18,6 +19,7 @@ from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.calls import call, contained, error_text, place, returned
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
 from buffer_rl.rollout.options import plays_agents
@@ -39,18 +41,17 @@ class GroupConverter:
 
     Columns of a training group, one row a sample: ``tokens`` list of ``[num_tokens]`` int32; ``response_length``
     ``[num_rows]`` int32; ``loss_mask`` list of ``[response_length]`` float32 (zeros where a filter set
-    ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within
-    the group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample
-    has them, NaN in rows of a foreign group that lack them; ``truncated`` ``[num_rows]`` bool; ``weight_version``
-    ``[num_rows]`` int32, the oldest of its trained tokens, -1 if none; with ``baseline``,
-    ``baseline_reward`` ``[num_rows]`` float32, of the samples' ``train_metadata``; ``turn_rewards`` with
-    ``--turn-rewards``.
-    After a conversion of the user's too: under ``--replay-kept-tokens`` ``kept_tokens`` and ``kept_counts`` (see
-    ``TrainBatch``); with ``mixes_versions``, ``weight_version`` and, in the same form, ``newest_weight_version``.
-    A removed sample may have neither response nor reward: its row then has one masked token, the ``reward`` 0, and as
-    ``raw_reward`` the mean of the others, which are normalised without it.
-    An evaluation group has the same columns, except that ``tokens`` and ``rollout_log_probs`` are left out and
-    that ``reward`` is the raw one.
+    ``remove_sample``); ``raw_reward`` ``[num_rows]`` float32; ``reward`` ``[num_rows]`` float32, normalised within the
+    group as the algorithm says; ``rollout_log_probs`` list of ``[response_length]`` float32, absent if no sample has
+    them, NaN in rows of a foreign group that lack them; ``truncated`` ``[num_rows]`` bool; ``weight_version``
+    ``[num_rows]`` int32, the oldest of its trained tokens, -1 if none; with ``baseline``, ``baseline_reward``
+    ``[num_rows]`` float32, of the samples' ``train_metadata``; ``turn_rewards`` with ``--turn-rewards``. After a
+    conversion of the user's too: under ``--replay-kept-tokens`` ``kept_tokens`` and ``kept_counts``, under
+    ``--replay-routed-experts`` ``routed_experts`` and ``experts_recomputed`` (see ``TrainBatch``); with
+    ``mixes_versions``, ``weight_version`` and, in the same form, ``newest_weight_version``. A removed sample may have
+    neither response nor reward: its row then has one masked token, the ``reward`` 0, and as ``raw_reward`` the mean of
+    the others, which are normalised without it. An evaluation group has the same columns, except that ``tokens`` and
+    ``rollout_log_probs`` are left out and that ``reward`` is the raw one.
     """
 
     def __init__(
@@ -62,15 +63,17 @@ class GroupConverter:
         baseline: bool = False,
         mixes_versions: bool = False,
         log_probs_reader: Callable[[], str] = str,
+        experts: ExpertSizes | None = None,
     ) -> None:
         """mixes_versions: whether a step may train on tokens of several weight versions. log_probs_reader: the flag by
         which the run reads ``rollout_log_probs``, empty if it does not; asked for the first row without them, since it
-        imports the user's loss."""
+        imports the user's loss. experts: of the model, if rows have those of their tokens."""
         self._args = args
         self._baseline = baseline
         self._mixes_versions = mixes_versions
         self._log_probs_reader = log_probs_reader
         self._post_process = post_process
+        self._experts = experts
         self._to_train_data = to_train_data
 
     @classmethod
@@ -86,6 +89,7 @@ class GroupConverter:
             baseline=needs_baseline(args, registry),
             mixes_versions=Schedule.of(args).max_staleness > 0,
             log_probs_reader=cache(partial(rollout_log_probs_reader, args, registry)),
+            experts=expert_sizes(args),
         )
 
     def encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
@@ -109,8 +113,9 @@ class GroupConverter:
             answer: object = call(
                 kind, path, self._to_train_data, user_args(self._args), samples, at=at, error_class=RolloutError
             )
-            columns = self._kept_columns(samples) | self._version_columns(samples)
-            return row_ids, columns | checked_columns(answer, samples, place(kind, path, at))
+            return row_ids, self._replay_columns(group, samples) | checked_columns(
+                answer, samples, place(kind, path, at)
+            )
         scored = [s for s in samples if s.reward is not None or not s.remove_sample]
         if not scored and not evaluation:
             raise RolloutError("no sample of it has a reward", where=f"group {group.uid}", expected="at least one")
@@ -124,7 +129,7 @@ class GroupConverter:
             shown, reward = (np.repeat(each, [len(s.rows) for s in samples]) for each in (shown, reward))
             samples = [row for sample in samples for row in _with_its_rows(sample)]
             row_ids = _row_ids(group.uid, samples)
-        columns = {
+        columns: dict[str, Column] = {
             "response_length": np.asarray([_response_length(s, evaluation) for s in samples], dtype=np.int32),
             "loss_mask": _loss_masks(samples),
             "raw_reward": shown.astype(np.float32),
@@ -146,7 +151,7 @@ class GroupConverter:
             columns["turn_rewards"] = [_turn_rewards(s, self._args.reward_scale) for s in samples]
         if self._baseline:
             columns[BASELINE] = np.asarray([baseline_of(s) for s in samples], dtype=np.float32)
-        return row_ids, columns | self._kept_columns(samples) | self._version_columns(samples)
+        return row_ids, columns | self._replay_columns(group, samples)
 
     def _foreign_log_probs(self, sample: Sample) -> np.ndarray:
         """The engine's log-probabilities of a sample that perhaps no engine generated: NaN then."""
@@ -156,6 +161,16 @@ class GroupConverter:
                 raise _unusable(sample, what, "those under the policy that sampled the tokens")
             return np.full(sample.response_length, np.nan, dtype=np.float32)
         return _log_probs([sample], "rollout_log_probs")[0]
+
+    def _replay_columns(self, group: SampleGroup, samples: Sequence[Sample]) -> dict[str, Column]:
+        """What the engine said about its tokens, whatever the user's conversion makes of them."""
+        columns = self._kept_columns(samples) | self._version_columns(samples)
+        if self._experts is not None:
+            foreign = group.foreign
+            columns["routed_experts"] = [_experts(self._args, self._experts, sample, foreign) for sample in samples]
+            recomputed = [sample.__dict__.get("experts_recomputed", 0) for sample in samples]
+            columns["experts_recomputed"] = np.asarray(recomputed, dtype=np.int32)
+        return columns
 
     def _kept_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
         if not self._args.replay_kept_tokens:
@@ -291,6 +306,7 @@ def _with_a_token(sample: Sample) -> Sample:
         "rollout_log_probs": None,
         "teacher_log_probs": None,
         "rollout_kept_tokens": None,
+        "rollout_routed_experts": None,
         "weight_versions": [],
         "turn_rewards": [],
     }
@@ -415,6 +431,34 @@ def _kept(args: Args, sample: Sample) -> list[bytes]:
             "kept by the generate function",
         )
     return _one_each(sample, kept, "rollout_kept_tokens")
+
+
+def _experts(args: Args, sizes: ExpertSizes, sample: Sample, foreign: bool) -> np.ndarray:
+    """The experts of its tokens, as far as a trained token needs them: nothing behind the last one does."""
+    experts = sample.rollout_routed_experts
+    if experts is None and (foreign or sample.remove_sample):
+        return sizes.none()
+    if experts is None:
+        raise _unusable(
+            sample,
+            f"--replay-routed-experts: it has no rollout_routed_experts, of the engine {args.rollout_engine!r}"
+            + (f" at {args.router_url}" if args.router_url else ""),
+            "routed_experts in the answers of /generate, as of the embedded engine (of one of your own, with its "
+            "--return-routed-experts), or of SGLang with --router smg; kept by the generate function",
+        )
+    rows = _array(sample, experts, "rollout_routed_experts")
+    form = (len(sizes.layers), sizes.top_k)
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+    needed = len(sample.tokens) - 1 - next((n for n, one in enumerate(reversed(mask)) if one), len(mask))
+    if rows.ndim != 3 or rows.shape[1:] != form or not needed <= len(rows) < max(len(sample.tokens), 1):
+        expected = f"[{len(sample.tokens) - 1}, {form[0]} layers, {form[1]} experts]"
+        raise _unusable(sample, f"rollout_routed_experts has the shape {list(rows.shape)}", expected)
+    pairs = combinations(range(sizes.top_k), 2)  # ten times as fast as sorting them
+    twice = any((rows[..., one] == rows[..., other]).any() for one, other in pairs)
+    if rows.dtype.kind not in "iu" or not sizes.holds(rows) or twice:
+        expected = f"{form[1]} different numbers from 0 to {sizes.num_experts - 1} for each token and layer"
+        raise _unusable(sample, "rollout_routed_experts holds something else", expected)
+    return rows.astype(sizes.dtype, copy=False)
 
 
 def _per_token(sample: Sample, values: Sequence[float], name: str) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.engines.text import stop_window, text_before_stop
 from buffer_rl.errors import RolloutError
+from buffer_rl.records.experts import joined, num_recomputed
 from buffer_rl.records.groups import Sample, SampleGroup, Status, VersionSpan
 from buffer_rl.records.sample import STATUS_OF_REASON
 from buffer_rl.rollout.lease import Lease, current_lease
@@ -79,7 +80,9 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
         sample.status = Status.TRUNCATED
         return sample
     sample.response_length = len(before)
-    result = await answer_for(sample, prompt_ids + before.ids, params, gather=not before, lease=lease)
+    sent, known = prompt_ids + before.ids, num_experts_known(sample)
+    result = await answer_for(sample, sent, params, gather=not before, lease=lease, experts_start=known)
+    add_experts(sample, result, lease)
     _fill(sample, prompt_ids, before, result)
     if before:
         with data_errors("the tokenizer cannot decode the response", f"row {sample.row_id}"):
@@ -130,6 +133,8 @@ def _fix_end(tokenizer: Any, sample: Sample, start: int, params: dict[str, Any],
         sample.rollout_log_probs = (sample.rollout_log_probs or [])[:end]
         sample.loss_mask = None if sample.loss_mask is None else sample.loss_mask[:end]
         sample.rollout_kept_tokens = sample.rollout_kept_tokens and sample.rollout_kept_tokens[:end]
+        if sample.rollout_routed_experts is not None:
+            sample.rollout_routed_experts = sample.rollout_routed_experts[: len(sample.tokens) - 1]
         sample.weight_versions = [
             VersionSpan(span.version, span.start, min(span.end, end))
             for span in sample.weight_versions
@@ -169,6 +174,27 @@ def partial_response(args: Args, sample: Sample) -> PartialResponse:
         kept=list(sample.rollout_kept_tokens or ()),
         loss_mask=None if sample.loss_mask is None else list(sample.loss_mask),
     )
+
+
+def num_experts_known(sample: Sample) -> int:
+    """Of how many tokens, from the first of the prompt on, the experts are known that go on to be."""
+    known = sample.rollout_routed_experts if sample.response_length else None
+    return 0 if known is None else len(known)
+
+
+def add_experts(sample: Sample, answer: GenerateResult, lease: Lease) -> None:
+    """Add to ``rollout_routed_experts`` what is new in an answer whose tokens the sample does not have yet. What an
+    evaluation generates is not trained on, and needs none."""
+    found = None if lease.evaluation else getattr(answer, "experts", None)
+    if not sample.response_length:
+        sample.rollout_routed_experts = found
+        sample.__dict__.pop("experts_recomputed", None)
+    elif answer.output_ids:
+        sample.rollout_routed_experts = joined(
+            sample.rollout_routed_experts, found, getattr(answer, "experts_start", 0)
+        )
+    if found is not None and (recomputed := num_recomputed(answer.spans)):
+        sample.experts_recomputed += recomputed
 
 
 def reset_to_prompt(sample: Sample) -> Sample:
@@ -215,13 +241,12 @@ def response_text(tokenizer: Any, ids: Sequence[int], params: dict[str, Any], ma
 async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any], lease: Lease | None = None) -> str:
     """Have the engine continue the sample's tokens (the prompt, on the first turn), and return the new text.
 
-    Appends to tokens, response, rollout_log_probs, rollout_kept_tokens, loss_mask (1) and weight_versions, and sets
-    status: ``completed`` if the model ended the turn, also by a stop string; ``truncated`` if there is no room;
-    ``aborted`` if the rollout does not need the sample any more (``--over-sampling-batch-size``): end there.
-    ``max_new_tokens`` bounds the whole response, all turns and observations together, and so does
-    ``--rollout-max-context-len`` with the prompt. lease: the current one if it is left out.
-    Raises RolloutError if a prompt alone fills the context, EngineError if the engine refuses or its answer breaks the
-    protocol.
+    Appends to tokens, response, rollout_log_probs, rollout_kept_tokens, rollout_routed_experts, loss_mask (1) and
+    weight_versions, and sets status: ``completed`` if the model ended the turn, also by a stop string; ``truncated`` if
+    there is no room; ``aborted`` if the rollout does not need the sample any more (``--over-sampling-batch-size``): end
+    there. ``max_new_tokens`` bounds the whole response, all turns and observations together, and so does
+    ``--rollout-max-context-len`` with the prompt. lease: the current one if it is left out. Raises RolloutError if a
+    prompt alone fills the context, EngineError if the engine refuses or its answer breaks the protocol.
     """
     lease = lease or current_lease()
     if lease.stopped:
@@ -235,7 +260,9 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, An
     if (room := most - sample.response_length) < 1:
         sample.status = Status.TRUNCATED
         return ""
-    answer = await answer_for(sample, sample.tokens, {**sampling_params, "max_new_tokens": room}, lease=lease)
+    params, known = {**sampling_params, "max_new_tokens": room}, num_experts_known(sample)
+    answer = await answer_for(sample, sample.tokens, params, lease=lease, experts_start=known)
+    add_experts(sample, answer, lease)
     start = sample.response_length
     sample.weight_versions += [replace(s, start=s.start + start, end=s.end + start) for s in answer.spans]
     _append(sample, list(answer.output_ids), list(answer.log_probs), answer.text, getattr(answer, "kept", None), mask=1)

@@ -44,6 +44,16 @@ class RolloutOptions(Section):
         "renormalise all log-probabilities over the tokens that --rollout-top-p, -top-k and -min-p kept, as reported "
         "by the engine, so that they match the sampling distribution",
     )
+    replay_routed_experts: bool = option(
+        False,
+        "for mixture-of-experts models: train each token with the experts that computed it in the engine (routing "
+        "replay), whatever the trainer's routers would choose",
+    )
+    replay_recomputed_experts: bool = option(
+        False,
+        "allow --replay-routed-experts with publications that retract requests: experts of tokens that were sampled "
+        "before one are those that the newest weights chose for them (rollout/experts_recomputed)",
+    )
     rollout_max_prompt_len: int | None = option(
         None, "maximum number of prompt tokens; longer prompts are rejected (prompt_too_long) and replaced", ge=1
     )

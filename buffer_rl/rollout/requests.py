@@ -79,17 +79,19 @@ async def answer_for(
     *,
     gather: bool = False,
     lease: Lease | None = None,
+    experts_start: int = 0,
 ) -> GenerateResult:
     """The engine's answer to ``input_ids``, checked; it may be aborted as soon as the rollout does not need the sample.
 
     The seed is the ``sampling_seed`` of ``sampling_params``, where they have one; else the sample's own, and for each
     further response of the sample another one. gather: the answer may wait for those of other samples of the group
-    that are asked for in the same moment. lease: the current one if it is left out.
+    that are asked for in the same moment. lease: the current one if it is left out. experts_start: of so many tokens
+    the experts are known (``--replay-routed-experts``).
 
     Raises RolloutError without an engine, EngineError, naming the row, if the engine refuses or its answer breaks the
     protocol."""
     try:
-        result = await _result(lease or current_lease(), sample, input_ids, sampling_params, gather)
+        result = await _result(lease or current_lease(), sample, input_ids, sampling_params, gather, experts_start)
     except EngineError as error:  # it names the engine; here the row is added
         where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
         named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
@@ -120,7 +122,7 @@ def _checked(sample: Sample, result: GenerateResult) -> GenerateResult:
 
 
 async def _result(
-    lease: Lease, sample: Sample, input_ids: list[int], params: dict[str, Any], gather: bool
+    lease: Lease, sample: Sample, input_ids: list[int], params: dict[str, Any], gather: bool, experts_start: int
 ) -> GenerateResult:
     engine, requests, key = lease.context.engine, lease.requests or Requests(), routing_key(sample)
     if engine is None:
@@ -138,8 +140,9 @@ async def _result(
         seed = sampling_seed(lease.context.seed, sample.row_id.uid, sample.sample_index, sample.part, number)
         params = {**params, "sampling_seed": seed}
     rid = request_id(lease, sample, number)
+    known: dict[str, int] = {"experts_start": experts_start} if experts_start else {}
     with requests.running(rid):
-        return await engine.agenerate(rid, input_ids, params, routing_key=key)
+        return await engine.agenerate(rid, input_ids, params, routing_key=key, **known)
 
 
 class Requests:

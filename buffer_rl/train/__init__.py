@@ -5,6 +5,7 @@ packing        rows as one sequence without padding
 forward        log-probabilities and entropies under a model
 output_layer   output layer and log-probabilities as one function, without the logits of all tokens
 vocabulary     log-probabilities and entropies from logits, some tokens at a time
+routing_replay tokens go to the experts that computed them in the engine
 objective      loss and advantage estimator of a run; gradients before the step's totals are known
 host_memory    copies of a GPU's tensors in pinned memory of the host
 optimizer      AdamW, reduction and sums of gradients

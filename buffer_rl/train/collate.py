@@ -37,6 +37,8 @@ class MicroBatch:
     kept: of ``--replay-kept-tokens``: for each response token how many tokens it was drawn from, 0 for the whole
         vocabulary, and the ids of these, one response token after another; int64. Empty where nothing is replayed.
     packing: the same rows packed, for a model that takes them so.
+    experts: of ``--replay-routed-experts``: the experts of each packed token, or else of each place of ``tokens_bl``,
+        ``[num_tokens, layers, top_k]`` int16, -1 for a token without any. None where nothing is replayed.
     """
 
     tokens_bl: torch.Tensor
@@ -46,6 +48,7 @@ class MicroBatch:
     response_lengths: list[int]
     kept: tuple[torch.Tensor, ...] = ()
     packing: Packing | None = None
+    experts: torch.Tensor | None = None
 
 
 def no_rows(device: torch.device) -> MicroBatch:
@@ -63,8 +66,8 @@ def no_rows(device: torch.device) -> MicroBatch:
 def collate(batch: TrainBatch, device: torch.device, *, packed: bool = False) -> MicroBatch:
     """The rows of ``batch`` as one micro-batch on ``device``. packed: also as packed rows.
 
-    Raises DataError for a row whose response has no token before it, or is longer than the row, and for kept tokens
-    that do not belong to its response.
+    Raises DataError for a row whose response has no token before it, or is longer than the row, for kept tokens that
+    do not belong to its response, and for experts of other tokens.
     """
     lengths_b = np.asarray(batch.lengths, dtype=np.int64)
     response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
@@ -86,6 +89,9 @@ def collate(batch: TrainBatch, device: torch.device, *, packed: bool = False) ->
     starts_b = np.arange(len(lengths_b)) * max_length + prompt_b - 1
     predictor_n = (starts_b[:, None] + steps_t)[response_bt]
     target_n = tokens_bl.reshape(-1)[predictor_n + 1]
+    experts = routed_experts(batch)
+    packing = pack(list(batch.columns["tokens"]), prompt_b, device, experts) if packed and len(batch) else None
+    places_bl = valid_bl if packing is None else packing.own_bl
     return MicroBatch(
         tokens_bl=torch.from_numpy(tokens_bl).to(device),
         response_bt=torch.from_numpy(response_bt).to(device),
@@ -93,8 +99,39 @@ def collate(batch: TrainBatch, device: torch.device, *, packed: bool = False) ->
         target_n=torch.from_numpy(target_n).to(device),
         response_lengths=response_b.tolist(),
         kept=tuple(torch.from_numpy(array).to(device) for array in _kept(batch, target_n)),
-        packing=pack(list(batch.columns["tokens"]), prompt_b, device) if packed and len(batch) else None,
+        packing=packing,
+        experts=None if experts is None else _placed(experts, valid_bl, places_bl, packing is None).to(device),
     )
+
+
+def routed_experts(batch: TrainBatch) -> list[np.ndarray] | None:
+    """The column ``routed_experts``, of all tokens of each row, ``[num_tokens, layers, top_k]`` int16: -1 for tokens
+    without experts, which are the last one and those behind what the column has. None without the column, or rows.
+
+    Raises DataError for a row with experts of tokens that it does not have, or of other layers than the first row."""
+    column = batch.columns.get("routed_experts")
+    if column is None or not len(batch):
+        return None
+    found = []
+    form = np.shape(column[0])[1:]
+    for row_id, length, given in zip(batch.row_ids, batch.lengths, column, strict=True):
+        if given.ndim != 3 or given.shape[1:] != form or len(given) >= max(length, 1) or given.dtype.kind not in "iu":
+            raise DataError(
+                f"its experts have the shape {list(given.shape)} and the type {given.dtype}, for {length} tokens",
+                where=str(row_id),
+                expected=f"integers, in routed_experts [up to {length - 1}, layers, experts a token], as in other rows",
+            )
+        whole = np.full((length, *form), -1, dtype=np.int16)
+        whole[: len(given)] = given
+        found.append(whole)
+    return found
+
+
+def _placed(experts: list[np.ndarray], valid_bl: np.ndarray, places_bl: np.ndarray, is_padded: bool) -> torch.Tensor:
+    """The experts of the tokens at ``places_bl``; padded, of all places."""
+    whole_bl = np.full((*valid_bl.shape, *experts[0].shape[1:]), -1, dtype=np.int16)
+    whole_bl[valid_bl] = np.concatenate(experts)
+    return torch.from_numpy(whole_bl.reshape(-1, *whole_bl.shape[2:]) if is_padded else whole_bl[places_bl])
 
 
 def _kept(batch: TrainBatch, target_n: np.ndarray) -> list[np.ndarray]:
@@ -247,7 +284,10 @@ def _packed_blocks(
     response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     prompt_b = np.asarray(batch.lengths, dtype=np.int64) - response_b
     tokens = list(batch.columns["tokens"])
-    keys = prompt_keys(tokens, prompt_b) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
+    experts = routed_experts(batch) if shares_prompts else None
+    keys = (
+        prompt_keys(tokens, prompt_b, experts) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
+    )
     blocks: list[list[int]] = []
     held: set[bytes] = set()  # prompts of the last block
     num_tokens = longest = 0

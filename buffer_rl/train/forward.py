@@ -14,7 +14,9 @@ its output layer keeps these: they and their gradient are then all that is so la
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from buffer_rl.records.groups import TrainBatch
 from buffer_rl.train.collate import MicroBatch, collate, no_rows, row_blocks, split_rows
 from buffer_rl.train.output_layer import at_predictors, fused_log_probs, is_fused
 from buffer_rl.train.packing import is_packed
+from buffer_rl.train.routing_replay import Differing, RoutingReplay
 from buffer_rl.train.vocabulary import in_chunks, of_logits
 
 if TYPE_CHECKING:
@@ -131,14 +134,16 @@ def batch_outputs(
     device: torch.device,
     objective: Objective,
     num_passes: Callable[[int], int] = lambda own: own,
+    replay: RoutingReplay | None = None,
 ) -> list[np.ndarray]:
     """Log-probabilities in nats at the temperature of the objective, or a critic's values: per row
     ``[response_length]`` float32, in the micro-batches of the objective. Reads ``max_tokens_per_gpu`` and
-    ``deterministic``. num_passes: as in ``passes``. Raises TrainError for a token that the model does not know."""
+    ``deterministic``. num_passes, replay: as in ``passes``. Raises TrainError for a token that the model does not
+    know."""
     _require_vocabulary(model, batch)
     rows: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(batch)
-    for indices, micro in passes(args, model, batch, device, objective, num_passes):
-        with torch.no_grad():
+    for indices, micro in passes(args, model, batch, device, objective, num_passes, replay):
+        with torch.no_grad(), replayed(replay, model, micro):
             if objective.critic:
                 outputs_bt = response_values(model, micro)
             else:
@@ -156,15 +161,28 @@ def passes(
     device: torch.device,
     objective: Objective,
     num_passes: Callable[[int], int] = lambda own: own,
+    replay: RoutingReplay | None = None,
 ) -> Iterator[tuple[list[int], MicroBatch]]:
     """The rows of each micro-batch of the objective, by their numbers in the batch. num_passes: how many there are, of
-    the number that these rows need; what is more has no rows."""
+    the number that these rows need; what is more has no rows. replay: without it, tokens have no experts."""
+    if replay is None and "routed_experts" in batch.columns:
+        columns = {name: column for name, column in batch.columns.items() if name != "routed_experts"}
+        batch = dataclasses.replace(batch, columns=columns)
+    if replay is not None:
+        replay.check(batch)
     packed = is_packed(model)
     blocks = row_blocks(args, batch, objective.unit, packed=packed) if len(batch) else []
     blocks += [[] for _ in range(num_passes(len(blocks)) - len(blocks))]
     for indices in blocks:
         yield indices, collate(batch.select(indices), device, packed=packed) if indices else no_rows(device)
         progress()
+
+
+def replayed(
+    replay: RoutingReplay | None, model: PreTrainedModel, micro: MicroBatch
+) -> AbstractContextManager[Differing | None]:
+    """For a pass over ``micro``: its tokens go to their experts."""
+    return nullcontext() if replay is None else replay.within(model, micro.experts)
 
 
 def _require_vocabulary(model: PreTrainedModel, batch: TrainBatch) -> None:

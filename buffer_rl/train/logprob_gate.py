@@ -34,7 +34,8 @@ CAUSES: Mapping[str, str] = {
     "inverse)",
     "temperature": "another temperature: a request's temperature is not --rollout-temperature",
     "prompt": "another prompt: tokens of chat template or tokenizer that the engine was sent are not those of the row",
-    "dtype": "number formats: --engine-dtype, or a quantized engine, beside the trainer's, float32 or --bf16",
+    "dtype": "number formats: --engine-dtype, or a quantized engine, beside the trainer's, float32 or --bf16; "
+    "in a mixture of experts, tokens go to other experts then (--replay-routed-experts has the trainer follow)",
     "truncated": "truncated sampling: an engine that renormalises its log-probabilities over top-k, top-p or min-p, "
     "and a trainer that does not (--replay-kept-tokens, with a trainer that reads the column kept_tokens)",
     "positions": "positions: rope scaling or a sliding window that engine and trainer apply differently",

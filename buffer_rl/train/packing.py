@@ -58,7 +58,8 @@ class Packing:
 
     token_m: int64 ids. position_m: int64, of each its position in its row. blocks: of attention; a row is in one of
     them. output_m: int64, of each token its place in the outputs of all blocks, one after another. predictor_n: int64,
-    for each response token the packed token before it.
+    for each response token the packed token before it. own_bl: which tokens of the rows are packed ones; the others are
+    of prompts that an earlier row has.
     """
 
     token_m: torch.Tensor
@@ -66,18 +67,24 @@ class Packing:
     blocks: tuple[Block, ...]
     output_m: torch.Tensor
     predictor_n: torch.Tensor
+    own_bl: np.ndarray
 
     def inputs(self) -> dict[str, Any]:
         """What the model is called with."""
         return {"input_ids": self.token_m[None], "position_ids": self.position_m[None], "packing": self}
 
 
-def pack(rows: Sequence[np.ndarray], prompt_b: np.ndarray, device: torch.device) -> Packing:
+def pack(
+    rows: Sequence[np.ndarray],
+    prompt_b: np.ndarray,
+    device: torch.device,
+    experts: Sequence[np.ndarray] | None = None,
+) -> Packing:
     """rows: of each its tokens, ``[length]`` int32 or int64. prompt_b: how many of them are its prompt, at least one.
-    Rows with equal prompts share them."""
+    Rows with equal prompts share them, if those have equal ``experts``, ``[length, ...]`` of each row."""
     length_b = np.array([len(row) for row in rows], dtype=np.int64)
     first: dict[bytes, int] = {}
-    keys = prompt_keys(rows, prompt_b)
+    keys = prompt_keys(rows, prompt_b, experts)
     owner_b = np.array([first.setdefault(key, row) for row, key in enumerate(keys)], dtype=np.int64)
     owns_b = owner_b == np.arange(len(rows))
     step_l = np.arange(int(length_b.max()))
@@ -109,12 +116,18 @@ def pack(rows: Sequence[np.ndarray], prompt_b: np.ndarray, device: torch.device)
         blocks=tuple(blocks),
         output_m=moved(place_bl[own_bl]),
         predictor_n=moved(packed_bl[predictor_bl]),
+        own_bl=own_bl,
     )
 
 
-def prompt_keys(rows: Sequence[np.ndarray], prompts: Sequence[int] | np.ndarray) -> list[bytes]:
-    """Of each row what is equal for rows of equal prompts."""
-    return [row[:length].tobytes() for row, length in zip(rows, prompts, strict=True)]
+def prompt_keys(
+    rows: Sequence[np.ndarray], prompts: Sequence[int] | np.ndarray, experts: Sequence[np.ndarray] | None = None
+) -> list[bytes]:
+    """Of each row what is equal for rows of equal prompts, whose tokens go to equal experts."""
+    keys = [row[:length].tobytes() for row, length in zip(rows, prompts, strict=True)]
+    if experts is None:
+        return keys
+    return [key + own[:length].tobytes() for key, own, length in zip(keys, experts, prompts, strict=True)]
 
 
 def similar_rows(length_b: np.ndarray, *, equal: bool = False) -> list[np.ndarray]:

@@ -29,7 +29,15 @@ from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateErr
 from buffer_rl.kinds.kind import offers
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
-from buffer_rl.kinds.trainer import HasValues, Memory, ReloadsReference, SavesLater, Trainer, TrainsAdapters
+from buffer_rl.kinds.trainer import (
+    HasValues,
+    Memory,
+    ReloadsReference,
+    ReplaysExperts,
+    SavesLater,
+    Trainer,
+    TrainsAdapters,
+)
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
@@ -390,6 +398,15 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             where="--lora-rank",
             expected="--train-backend torch, or a class that is derived from its",
             hint="take --lora-rank out",
+        )
+    replays = offers(built, ReplaysExperts) and built.replays_experts
+    if args.replay_routed_experts and not objective.critic and not replays:
+        raise ConfigError(
+            f"the trainer {name!r} sends tokens to the experts that its own routers choose",
+            where="--replay-routed-experts",
+            expected="--train-backend torch, or a trainer with replays_experts (see "
+            "buffer_rl.kinds.trainer.ReplaysExperts)",
+            hint="take --replay-routed-experts out",
         )
     if objective.critic and not offers(built, HasValues):
         raise ConfigError(

@@ -117,6 +117,7 @@ class RoleWorker(Member):
     def _make_stage(self) -> Stage:
         from buffer_rl.train.forward import batch_outputs
         from buffer_rl.train.objective import Objective
+        from buffer_rl.train.routing_replay import RoutingReplay
 
         args = self._args
         own = own_roles(args, self._registry)
@@ -125,10 +126,12 @@ class RoleWorker(Member):
         objective = Objective(args, self._registry)
         if self._role == "advantages":
             return advantage_stage(objective, [field for _, row in own.values() for field in row.fields])
+        model = self._model
+        replay = RoutingReplay.of(args, model.model.module) if self._role == "actor_fwd" else None
         return log_prob_stage(
             self._role,
             [MODEL_OF_ROLE[self._role]],
-            lambda _, batch: batch_outputs(args, self._model.model.module, batch, self._model.device, objective),
+            lambda _, batch: batch_outputs(args, model.model.module, batch, model.device, objective, replay=replay),
         )
 
 

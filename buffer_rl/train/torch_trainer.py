@@ -24,13 +24,15 @@ from buffer_rl.plan.layout import layout_of
 from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.forward import batch_outputs, passes, response_log_probs, response_values
+from buffer_rl.train.collate import MicroBatch
+from buffer_rl.train.forward import batch_outputs, passes, replayed, response_log_probs, response_values
 from buffer_rl.train.lora import MergedChange, add_adapters, as_at_the_start, write_adapter
 from buffer_rl.train.model import Model, ModelFactory, weight_buckets
 from buffer_rl.train.optimizer import Optimizer
 from buffer_rl.train.peers import most_of
 from buffer_rl.train.pretrained import initial_folder, load_tokenizer, pick_device
 from buffer_rl.train.rank_files import load_split_state, load_state, save_split_state, save_state
+from buffer_rl.train.routing_replay import RoutingReplay
 from buffer_rl.train.sharding import Sharding, reshard
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class TorchTrainer:
         if args.recompute_granularity:
             self._model.recompute_layers()
         self._actor = self._model.module
+        self._replay = None if objective.critic else RoutingReplay.of(args, self._actor)
         if sharding is not None:
             sharding.apply(self._actor)
         self._tokenizer = load_tokenizer(
@@ -83,6 +86,11 @@ class TorchTrainer:
         self._saving = torch.distributed.new_group(backend="gloo") if in_background else None
 
     @property
+    def replays_experts(self) -> bool:
+        """Whether ``--replay-routed-experts`` is what is done here; not for a critic."""
+        return self._replay is not None
+
+    @property
     def trains_adapters(self) -> bool:
         """Whether ``--lora-rank`` is what is done here."""
         return self._model.has_adapters
@@ -97,7 +105,7 @@ class TorchTrainer:
         if model == "ref" and self._model.has_adapters and self._args.ref_load is None and "ref" not in self._frozen:
             with as_at_the_start(self._actor, self._start):
                 return self._outputs(self._actor, batch)
-        return self._outputs(self._named(model).module, batch)
+        return self._outputs(self._named(model).module, batch, self._replay if model == "actor" else None)
 
     def values(self, batch: TrainBatch) -> list[np.ndarray]:
         """A critic's values before each response token: per row ``[response_length]`` float32."""
@@ -109,23 +117,29 @@ class TorchTrainer:
         exactly 1."""
         parts: list[Sums] = []
         own = self._args, self._actor, batch, self._device, self._objective
-        for indices, micro in passes(*own, self._num_passes):
-            rows = batch.select(indices)
-            if not indices:
-                log_probs, entropy = response_log_probs(self._actor, micro, self._objective.temperature)
-                nothing: torch.Tensor = log_probs.sum() + entropy.sum()
-                nothing.backward()  # type: ignore[no-untyped-call]  # other ranks wait for this one
-                self._optimizer.accumulate()
-                continue
-            if self._objective.critic:
-                loss, sums = self._objective(None, None, rows, response_values(self._actor, micro))
-            else:
-                outputs = response_log_probs(self._actor, micro, self._objective.temperature)
-                loss, sums = self._objective(*outputs, rows)
-            loss.backward()
-            self._optimizer.accumulate()
-            parts.append(sums)
+        for indices, micro in passes(*own, self._num_passes, self._replay):
+            with replayed(self._replay, self._actor, micro) as differing:
+                parts.append(self._accumulate(micro, batch.select(indices)))
+            if differing is not None:
+                parts.append(differing.sums())
         return Sums.of(parts)
+
+    def _accumulate(self, micro: MicroBatch, rows: TrainBatch) -> Sums:
+        """Forward and backward of a micro-batch."""
+        if not len(rows):
+            log_probs, entropy = response_log_probs(self._actor, micro, self._objective.temperature)
+            nothing: torch.Tensor = log_probs.sum() + entropy.sum()
+            nothing.backward()  # type: ignore[no-untyped-call]  # other ranks wait for this one
+            self._optimizer.accumulate()
+            return Sums()
+        if self._objective.critic:
+            loss, sums = self._objective(None, None, rows, response_values(self._actor, micro))
+        else:
+            outputs = response_log_probs(self._actor, micro, self._objective.temperature)
+            loss, sums = self._objective(*outputs, rows)
+        loss.backward()
+        self._optimizer.accumulate()
+        return sums
 
     def zero_grad(self) -> None:
         """Forget what ``accumulate`` summed since the last step."""
@@ -201,8 +215,10 @@ class TorchTrainer:
         if Memory.OPTIMIZER in tags:
             self._optimizer.follow_parameters()
 
-    def _outputs(self, module: PreTrainedModel, batch: TrainBatch) -> list[np.ndarray]:
-        found = batch_outputs(self._args, module, batch, self._device, self._objective, self._num_passes)
+    def _outputs(
+        self, module: PreTrainedModel, batch: TrainBatch, replay: RoutingReplay | None = None
+    ) -> list[np.ndarray]:
+        found = batch_outputs(self._args, module, batch, self._device, self._objective, self._num_passes, replay)
         reshard(module)
         return found
 

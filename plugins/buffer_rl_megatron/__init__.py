@@ -9,6 +9,7 @@ bridge       Hugging Face folders to Megatron models and back, through mbridge, 
 convert      ``buffer-rl convert``
 attention    which tokens of a row a context-parallel rank has; causal attention for ``--transformer-impl local``
 vocabulary   log-probabilities and entropies of a vocabulary that is split over ranks
+routing      routing replay: which experts a micro-batch's tokens go to
 forward      micro-batches through a model's pipeline, and what comes out of it for response tokens
 checkpoint   weights and optimizer state in torch_dist folders, for any later layout
 optimizer    gradients over replicas, clipping, Megatron's optimizer, its state in checkpoints, and the learning rate

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 

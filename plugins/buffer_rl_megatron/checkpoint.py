@@ -23,13 +23,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from mbridge.core.util import unwrap_model
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata, MCoreSavePlan
+from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import _get_layout

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
@@ -36,6 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import unwrap_model
 
 from buffer_rl.errors import TrainError
 from buffer_rl.kinds.marks import Unit
@@ -48,6 +48,7 @@ from buffer_rl_megatron import compat
 from buffer_rl_megatron.attention import Share, packed_rows, share_of
 from buffer_rl_megatron.layers import ValueHead
 from buffer_rl_megatron.options import has_auxiliary_loss
+from buffer_rl_megatron.routing import RoutingReplay, places_of_experts, without_experts
 from buffer_rl_megatron.vocabulary import log_probs_and_entropies
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Micro:
     """One pass through the model. number: of the micro-batch. indices, rows: of the batch; no rows in a pass that only
     keeps step. inputs: what the model is called with. is_padding: bool, of the shape of its ``input_ids``. own_o:
     int64, which response tokens this rank has an output for. predictor_o: int64, the place of the token before each of
-    them in ``_sbh``, length times rows. target_o, kept: as in ``MicroBatch``, of these."""
+    them in ``_sbh``, length times rows. target_o, kept: as in ``MicroBatch``, of these. routed: int64, of each token of
+    the routers the place of its experts (``places_of_experts``); None without them."""
 
     number: int
     indices: list[int]
@@ -71,6 +73,7 @@ class Micro:
     predictor_o: torch.Tensor
     target_o: torch.Tensor
     kept: tuple[torch.Tensor, ...]
+    routed: np.ndarray | None = None
 
 
 def micro_batches(
@@ -106,7 +109,7 @@ def _multiples(args: MegatronArgs) -> tuple[int, int]:
 def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows one after another, each padded for its chunks, and a row of padding where sequence parallelism needs another
     length."""
-    batch = collate(rows, device) if indices else no_rows(device)
+    batch = collate(without_experts(rows), device) if indices else no_rows(device)
     of_row, of_all = _multiples(args)
     real = np.asarray(rows.lengths if indices else [1], dtype=np.int64)
     lengths = -(-real // of_row) * of_row
@@ -124,6 +127,7 @@ def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatc
         "attention_mask": None,
         "packed_seq_params": packed_rows(share, device, blockwise=args.transformer_impl == "local"),
     }
+    row_t = np.repeat(np.arange(len(lengths)), lengths)
     width = batch.tokens_bl.shape[1]
     token_n = torch.from_numpy(starts).to(device)[batch.predictor_n // width] + batch.predictor_n % width
     return Micro(
@@ -133,13 +137,14 @@ def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatc
         batch=batch,
         inputs=inputs,
         is_padding=torch.from_numpy(is_padding[share.own])[None].to(device),
+        routed=places_of_experts(args, rows, row_t[share.own], steps[share.own]),
         **_own_predictors(share, token_n, batch),
     )
 
 
 def _padded(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
     """Rows padded on the right, where no token of the row sees it."""
-    batch = collate(rows, device) if indices else no_rows(device)
+    batch = collate(without_experts(rows), device) if indices else no_rows(device)
     num_rows, width = batch.tokens_bl.shape
     padding = -width % _multiples(args)[1]
     size, rank = args.context_parallel_size, parallel_state.get_context_parallel_rank()
@@ -156,6 +161,7 @@ def _padded(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatc
         batch=batch,
         inputs={"input_ids": tokens_bl, "position_ids": positions, "attention_mask": None},
         is_padding=positions >= torch.tensor(rows.lengths if indices else [0], device=device)[:, None],
+        routed=places_of_experts(args, rows, np.tile(np.arange(num_rows), len(steps)), np.repeat(share.own, num_rows)),
         **own,
     )
 
@@ -181,13 +187,14 @@ def run_schedule(
     *,
     backward: bool,
     before_backward: Callable[[Micro], None] | None = None,
+    replay: RoutingReplay | None = None,
 ) -> dict[int, Any]:
     """Run the micro-batches through Megatron's schedule. Returns by their numbers what ``compute`` gave on the last
     pipeline stage, and nothing on the others.
 
     compute: of a micro-batch that has rows and the model's output for ``own_o``: what is returned, and with
     ``backward`` ``(loss, what is returned)``, of which the loss is not divided by anything. before_backward: called on
-    each stage when a micro-batch's backward pass begins there."""
+    each stage when a micro-batch's backward pass begins there. replay: of the experts of the chunks' routers."""
     found: dict[int, Any] = {}
 
     def reduce(micro: Micro, output: torch.Tensor, non_loss_data: bool = False) -> Any:
@@ -202,19 +209,27 @@ def run_schedule(
             loss = loss + 0.0 * output.sum()
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
+    def begin_backward(model: torch.nn.Module, micro: Micro) -> None:
+        if before_backward is not None:
+            before_backward(micro)
+        if replay is not None:
+            replay.begin(model, micro, again=True)
+
     def forward_step(iterator: Iterator[Micro], model: torch.nn.Module) -> tuple[Any, Any]:
         micro = next(iterator)
+        if replay is not None:
+            replay.begin(model, micro)
         with at_responses(model, micro):
             output = model(**_inputs_of(model, micro))
-        if before_backward is not None and output.requires_grad:
-            output.register_hook(lambda _: before_backward(micro))
+        if output.requires_grad:
+            output.register_hook(lambda _: begin_backward(model, micro))
         if isinstance(getattr(unwrap_model(model), "output_layer", None), ValueHead):
             output = output.transpose(0, 1).flatten(0, 1).index_select(0, micro.predictor_o)
         return output, partial(reduce, micro)
 
     several = len(chunks) > 1
     iterators = [iter(micros) for _ in chunks]
-    with compat.cpu_devices(), torch.set_grad_enabled(backward):
+    with compat.cpu_devices(), torch.set_grad_enabled(backward), replay or nullcontext():
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],

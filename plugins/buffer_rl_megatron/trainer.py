@@ -47,6 +47,7 @@ from buffer_rl_megatron.forward import (
 )
 from buffer_rl_megatron.model_shape import read_configuration
 from buffer_rl_megatron.optimizer import Optimizer, data_parallel
+from buffer_rl_megatron.routing import RoutingReplay
 
 if TYPE_CHECKING:
     from buffer_rl_megatron.options import MegatronArgs
@@ -72,12 +73,19 @@ class MegatronTrainer:
         self._bridge, chunks = self._built(folder, flag, value_head=objective.critic)
         if args.recompute_granularity is not None:
             keep_gradients_of_recomputed_layers(chunks)
+        replays = args.replay_routed_experts and not objective.critic
+        self._replay = RoutingReplay(chunks, self._bridge.config) if replays else None
         self._chunks = data_parallel(args, self._bridge.config, chunks)
         self._optimizer = Optimizer(args, self._chunks)
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
         self._frozen = {name: self._load_frozen(*initial_folder(args, name)) for name in frozen}
         self._place_in_rollout = (-1, 0)
         self._written: Callable[[], bool] = lambda: True
+
+    @property
+    def replays_experts(self) -> bool:
+        """Whether ``--replay-routed-experts`` is what is done here; not for a critic."""
+        return self._replay is not None
 
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
         """Log-probabilities of the response tokens under ``model``: "actor", "ref" or "teacher". Per row
@@ -118,8 +126,11 @@ class MegatronTrainer:
             if options.has_auxiliary_loss(self._args):
                 auxiliary = AuxiliaryLossWeights(micros, self._objective)
             before = None if auxiliary is None else auxiliary.apply
-            found = run_schedule(self._chunks, micros, compute, backward=True, before_backward=before)
-        return Sums.of(found[number] for number in sorted(found))
+            found = run_schedule(
+                self._chunks, micros, compute, backward=True, before_backward=before, replay=self._replay
+            )
+        parts = [found[number] for number in sorted(found)]
+        return Sums.of(parts if self._replay is None else [*parts, self._replay.differing()])
 
     def zero_grad(self) -> None:
         """Forget what ``accumulate`` summed since the last step."""
@@ -214,7 +225,8 @@ class MegatronTrainer:
         micros = self._micros(batch)
         for chunk in chunks:
             chunk.eval()
-        found = run_schedule(chunks, micros, compute, backward=False) if micros else {}
+        replay = self._replay if chunks is self._chunks else None
+        found = run_schedule(chunks, micros, compute, backward=False, replay=replay) if micros else {}
         for chunk in self._chunks:
             chunk.train()
         if not parallel_state.is_pipeline_last_stage():
@@ -245,23 +257,28 @@ class MegatronTrainer:
 
     def _built(self, folder: str | None, flag: str, *, value_head: bool = False) -> tuple[Bridge, list[Any]]:
         """A model of this rank, filled from ``folder``."""
-        args = self._args
         if folder is None:
             raise ConfigError("no model was named", where=flag, expected="a Hugging Face folder")
         with compat.cpu_devices():
-            bridge = load_bridge(
-                folder,
-                sequence_parallel=args.sequence_parallel,
-                transformer_impl=args.transformer_impl,
-                dtype=torch.bfloat16 if args.bf16 else torch.float32,
-                overrides=_overrides(args),
-                core_attention=CausalAttention,
-                trust_remote_code=args.trust_remote_code,
-            )
+            bridge = self.make_bridge(folder)
             chunks = bridge.build(value_head=value_head, provider=self._provider)
             bridge.load(chunks, folder)
         gather_before_selecting(chunks)
         return bridge, chunks
+
+    def make_bridge(self, folder: str) -> Bridge:
+        """What builds, fills and exports the models of a Hugging Face folder. A trainer of yours may return another
+        with ``config``, ``build``, ``load`` and ``export`` (plugins/buffer_rl_megatron_glm4/README.md)."""
+        args = self._args
+        return load_bridge(
+            folder,
+            sequence_parallel=args.sequence_parallel,
+            transformer_impl=args.transformer_impl,
+            dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            overrides=_overrides(args),
+            core_attention=CausalAttention,
+            trust_remote_code=args.trust_remote_code,
+        )
 
     def _before_step(self, rollout_id: int) -> None:
         rollout, step = self._place_in_rollout
@@ -309,6 +326,7 @@ def _overrides(args: MegatronArgs) -> dict[str, Any]:
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         "moe_grouped_gemm": args.moe_grouped_gemm,
         "deallocate_pipeline_outputs": True,
+        **({"moe_router_fusion": False} if args.replay_routed_experts else {}),  # the fused kernel replays nothing
     }
 
 

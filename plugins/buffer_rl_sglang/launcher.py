@@ -7,13 +7,15 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffer_rl.cluster.process import ServerProcess, key_environment
+from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.engines.client import passes_fields
 from buffer_rl.errors import ConfigError, EngineError
-from buffer_rl.files.hf_config import max_positions
+from buffer_rl.files.hf_config import expert_sizes, max_positions
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import num_adapters
 from buffer_rl_sglang.options import SERVER, check_server, environment, on_cpu, server_arguments
@@ -76,8 +78,11 @@ class SglangLauncher:
     """Starts SGLang servers; meets ``buffer_rl.kinds.engine.EngineLauncher``."""
 
     def check(self, args: SglangArgs) -> None:
-        """Raises ConfigError if there is no server to start, or it refuses its arguments (``check_server``)."""
+        """Raises ConfigError if there is no server to start, it refuses its arguments (``check_server``), or what the
+        run replays would not arrive."""
         _check_kept_tokens(args)
+        if expert_sizes(args) is not None:
+            _check_router(args, "--replay-routed-experts", "return_routed_experts")
         check_server(args)
 
     def __call__(self, args: SglangArgs, index: int, log_path: str) -> SglangServer:
@@ -106,12 +111,36 @@ def _check_kept_tokens(args: SglangArgs) -> None:
             expected=f"--rollout-top-k 2 to {most}, with or without --rollout-top-p and --rollout-min-p",
             hint=f"add --rollout-top-k {most}; --sglang-sampling-mask-max-tokens raises the bound",
         )
+    for where, top_k in _eval_top_ks(args):
+        if top_k > most:
+            raise ConfigError(
+                "SGLang sends the tokens that sampling kept for a bounded number of them alone, and is asked for them "
+                "by evaluations too",
+                where=f"--replay-kept-tokens and {where} {top_k}",
+                expected=f"at most {most}, or -1 for all tokens, of which none are sent",
+                hint=f"lower it to {most}; --sglang-sampling-mask-max-tokens raises the bound",
+            )
+    _check_router(args, "--replay-kept-tokens", "return_sampling_mask")
+
+
+def _check_router(args: SglangArgs, flag: str, field: str) -> None:
+    """Raises ConfigError if the router drops ``field``, by which SGLang is asked for what ``flag`` replays."""
     if not passes_fields(args):
         raise ConfigError(
-            "this router drops return_sampling_mask, by which SGLang is asked for the tokens that sampling kept",
-            where=f"--replay-kept-tokens and --router {args.router}",
+            f"this router drops {field}, by which SGLang is asked for what is replayed",
+            where=f"{flag} and --router {args.router}",
             hint="add --router smg",
         )
+
+
+def _eval_top_ks(args: SglangArgs) -> Iterator[tuple[str, int]]:
+    """What gives evaluations a ``top_k`` of their own, and that; those of temperature 0 have another, 1."""
+    warm = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
+    if args.eval_top_k is not None and warm > 0:
+        yield "--eval-top-k", args.eval_top_k
+    for chosen in eval_sets_of(args):
+        if chosen.top_k is not None and (warm if chosen.temperature is None else chosen.temperature) > 0:
+            yield f"--eval-config {args.eval_config}, the set {chosen.name!r}, top_k", chosen.top_k
 
 
 def _arguments(args: SglangArgs, index: int, port: int) -> list[str]:
@@ -132,6 +161,8 @@ def _arguments(args: SglangArgs, index: int, port: int) -> list[str]:
         found += ["--context-length", str(length + MARGIN)]
     if args.trust_remote_code:
         found.append("--trust-remote-code")
+    if args.replay_routed_experts:
+        found.append("--enable-return-routed-experts")
     if args.lora_publish == "adapter":
         most = str(num_adapters(args))
         targets = ["all"] if args.target_modules == ["all-linear"] else args.target_modules

@@ -92,6 +92,10 @@ def run_on_cpu() -> None:
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    # --enable-return-routed-experts registers its host memory with the CUDA runtime on every device, which wants a
+    # status of 0, for success.
+    runtime = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    torch.cuda.cudart = lambda: runtime
 
 
 def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,6 +69,7 @@ def engine_args(model_folder: Callable[..., str], forked_processes: None) -> Cal
             "stream_gradients": False,
             "deterministic": True,
             "replay_kept_tokens": False,
+            "replay_routed_experts": False,
         }
         return SimpleNamespace(**{**args, **changes})
 

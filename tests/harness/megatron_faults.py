@@ -102,6 +102,19 @@ def unmarked_post_norms(_args: Any) -> None:
     glm4.RMSNorm = unmarked  # type: ignore[assignment, misc]
 
 
+def experts_of_the_last_forward_pass(_args: Any) -> None:
+    """Recomputed layers route the tokens of a micro-batch as those of the one whose forward pass was the last."""
+    from buffer_rl_megatron.routing import RoutingReplay
+
+    begin = RoutingReplay.begin
+
+    def forward_alone(self: Any, chunk: Any, micro: Any, *, again: bool = False) -> None:
+        if not again:
+            begin(self, chunk, micro)
+
+    RoutingReplay.begin = forward_alone  # type: ignore[method-assign]
+
+
 def _kill_once(args: Any, module: Any, name: str, call: int) -> None:
     """Have rank 1 of the run's first processes end at the ``call``-th call of a function, from 1 on."""
     import torch.distributed as dist

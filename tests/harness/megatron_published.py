@@ -45,7 +45,7 @@ def note_trained(args: Any, rollout_id: int, step_id: int, model: Any, optimizer
     """``--custom-megatron-before-train-step-hook-path``: the parts of parameters that this rank's distributed optimizer
     steps: they are its own, whatever the model has gathered of the others'."""
     import torch.distributed as dist
-    from mbridge.core.util import unwrap_model
+    from megatron.core.utils import unwrap_model
 
     named = {parameter: name for chunk in model for name, parameter in unwrap_model(chunk).named_parameters()}
     parts = []

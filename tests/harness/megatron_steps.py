@@ -20,7 +20,7 @@ class Case:
     made of. critic: train a value model. scale: a factor of the gradient, 1 where it is right. sleeps: the trainer
     sleeps and wakes up between the steps. load, save: folders of checkpoints before the first and after the last step.
     last: rows whose outputs after the last step are asked for, in place of those
-    of the first batch before the first one."""
+    of the first batch before the first one. model: whose they are. trainer: reference of the class."""
 
     args: Any
     batches: Sequence[TrainBatch]
@@ -31,6 +31,8 @@ class Case:
     load: str | None = None
     save: str | None = None
     last: TrainBatch | None = None
+    model: str = "actor"
+    trainer: str = "buffer_rl_megatron.trainer:MegatronTrainer"
 
 
 @dataclass(kw_only=True)
@@ -71,17 +73,17 @@ def steps_of_rank(case: Case) -> dict[str, Any]:
     from buffer_rl.train.objective import Objective
     from buffer_rl.train.peers import summed_over_ranks
     from buffer_rl.train.pretrained import prepare_torch
-    from buffer_rl_megatron.trainer import MegatronTrainer
 
     args = case.args
     prepare_torch(args, args.seed)
-    objective = Objective(args, PluginRegistry.from_flags(args.plugin), "critic" if case.critic else "actor")
+    registry = PluginRegistry.from_flags(args.plugin)
+    objective = Objective(args, registry, "critic" if case.critic else "actor")
     try:
-        trainer = MegatronTrainer(args, dist.get_rank(), dist.get_world_size(), objective)
+        trainer = registry.load(case.trainer)(args, dist.get_rank(), dist.get_world_size(), objective)
         place = trainer.topology
 
         def outputs_of(batch: TrainBatch) -> dict[Any, Any]:
-            rows = trainer.values(batch) if case.critic else trainer.log_probs("actor", batch)
+            rows = trainer.values(batch) if case.critic else trainer.log_probs(case.model, batch)
             return dict(zip(batch.row_ids, rows or [], strict=True)) if place.is_head else {}
 
         def share(whole: TrainBatch) -> TrainBatch:

@@ -22,6 +22,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
 from harness import megatron_faults, megatron_published
+from harness.megatron_routing import make_moe
 from harness.megatron_rows import SECTIONS
 from harness.recorded_rows import OPTIONS as RECORDED
 from harness.recorded_rows import recorded_rows
@@ -107,6 +108,39 @@ def weights_of(args: Any) -> dict[str, torch.Tensor]:
 def largest_difference(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     assert ours.keys() == others.keys()
     return max(float((ours[name] - others[name]).abs().max()) for name in ours)
+
+
+@pytest.mark.parametrize("engine_dtype", ["bfloat16", "float32"])
+def test_replayed_experts_bring_a_half_precision_engine_and_trainer_closer(
+    engine_dtype: str, train: Callable[[Any], Any], options: Callable[..., Any], tmp_path: Path
+) -> None:
+    """An engine in the trainer's number format chooses as the trainer does, and loses nothing."""
+    mixture = make_moe(tmp_path / "model")
+    own = {
+        "hf_checkpoint": mixture,
+        "engine_dtype": engine_dtype,
+        "max_logprob_diff": None,
+        "num_rollout": 1,
+        "rollout_max_response_len": 24,
+    }
+    layout = {"num_train_ranks": 2, PP: 2, "use_kl_loss": True, "max_tokens_per_gpu": 80}
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    gaps, differ = {}, {}
+    for replays in (False, True):
+        folder = tmp_path / str(replays)
+        train(options(folder, **own, **layout, **recomputed, replay_routed_experts=replays))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        (step,) = [line for line in lines if line["kind"] == "train"]
+        gaps[replays] = step["train/train_rollout_logprob_abs_diff"]
+        differ[replays] = step.get("train/routed_experts_differ")
+    print(engine_dtype, gaps, differ)
+    assert differ[False] is None
+    if engine_dtype == "bfloat16":
+        assert gaps[True] < 0.9 * gaps[False]
+        assert 0 < differ[True] < 0.5
+    else:
+        assert max(gaps.values()) < 1e-5
+        assert differ[True] < 0.01
 
 
 @pytest.fixture(scope="module")

@@ -118,8 +118,20 @@ class _Proxy(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
+    def _body(self) -> bytes:
+        """Of the request; a router that passes bodies on as they come, as smg, sends them in chunks."""
+        if self.headers.get("transfer-encoding", "identity").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("content-length") or 0))
+        chunks = []
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        while self.rfile.readline().strip():  # trailers
+            pass
+        return b"".join(chunks)
+
     def _pass_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        body = self._body()
         server: Any = self.server
         target = urllib.parse.urlsplit(server.engine.url)
         connection = http.client.HTTPConnection(target.hostname or LOOPBACK, target.port, timeout=TIMEOUT_S)

@@ -137,7 +137,10 @@ NOT_YET: tuple[tuple[str, str], ...] = (
         "heads that predict several tokens are not trained",
         "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
     ),
-    ("each forward pass chooses experts by itself", "use-routing-replay use-rollout-routing-replay"),
+    (
+        "each forward pass chooses experts by itself, or as the engine did (--replay-routed-experts)",
+        "use-routing-replay",
+    ),
     (
         "weights are published whole (--weight-sync-mode)",
         "update-weight-delta-encoding update-weight-delta-checksum update-weight-local-checkpoint-dir "
@@ -233,6 +236,7 @@ NEUTRAL: dict[str, tuple[tuple[str, ...], str]] = {
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "calculate-per-token-loss": (("loss_agg_mode", "token-mean"),),
     "disable-grpo-std-normalization": (("grpo_std_normalization", "false"),),
+    "use-rollout-routing-replay": (("replay_routed_experts", "true"),),
     "sglang-router-policy": (("router_policy", "{}"),),
     "sglang-server-concurrency": (("rollout_concurrency", "{}"),),
     "sglang-context-length": (("engine_context_length", "{}"),),

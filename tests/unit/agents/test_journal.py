@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer_rl.agents import journal as module
@@ -67,6 +68,7 @@ def has(path: Path, of: RunStart, **where: Any) -> bool:
         {"output_ids": (), "log_probs": (), "spans": ()},
         {"output_ids": (), "log_probs": (), "spans": (), "kept": ()},
         {"output_ids": (2**32 - 1, 0)},
+        {"experts": np.arange(12, dtype=np.int16).reshape(3, 2, 2)},
         {"spans": (VersionSpan(3, 0, 1), VersionSpan(3, 1, 2))},
     ],
 )
@@ -76,7 +78,12 @@ def test_a_turn_comes_back_as_it_was_written(changes: dict[str, Any], tmp_path: 
     play(journal).record(written)
     journal.close()
     again = play(Journal(tmp_path / FILE_NAME, start("a")))
-    assert again.find([1, 2], DIGEST, 0) == written
+    found = again.find([1, 2], DIGEST, 0)
+    assert found == written
+    assert found is not None
+    assert (found.experts is None) == (written.experts is None)
+    if found.experts is not None and written.experts is not None:
+        assert (found.experts.dtype, found.experts.tolist()) == (written.experts.dtype, written.experts.tolist())
     for other in (again.find([1, 2], "cd" * 32, 0), again.find([1, 2], DIGEST, 1)):
         assert other is None
 

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +93,7 @@ def test_kept_tokens_of_observations_are_empty_and_one_turn_without_them_leaves_
         ({"log_probs": (-1.0,)}, "1 log_probs, 0 kept, 2 output tokens"),
         ({"kept": (b"",)}, "2 log_probs, 1 kept, 2 output tokens"),
         ({"kept": ()}, "2 log_probs, 0 kept, 2 output tokens"),
+        ({"experts": np.zeros((3, 1, 1))}, r"experts of 3 tokens for 1 \+ 2"),
         ({"spans": (VersionSpan(1, 0, 1),)}, "do not tile 2 output tokens"),
         ({"finish_reason": "tool_calls"}, "unknown finish reason 'tool_calls'"),
     ],
@@ -180,3 +182,22 @@ def test_a_row_is_extended_wherever_one_can_be(turns: list[Turn]) -> None:
             if shorter:
                 done = (*shorter[-1].prompt_ids, *shorter[-1].output_ids)
                 assert first.prompt_ids[: len(done)] != done
+
+
+def test_a_row_has_the_experts_of_the_first_turn_that_held_each_token() -> None:
+    def numbered(first: int, count: int) -> np.ndarray:
+        return np.arange(first, first + count, dtype=np.uint8).reshape(-1, 1, 1)
+
+    spans = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
+    first = turn([1, 2], [3, 4], experts=numbered(10, 3), spans=spans)
+    second, branch = turn([1, 2, 3, 4, 5], [6], experts=numbered(20, 5)), turn([1, 9], [7], experts=numbered(30, 2))
+    found = {tuple(row.tokens): row for row in rows([second, first, branch])}
+    one = found[1, 2, 3, 4, 5, 6].sample(Sample(uid=UID), 0)
+    # Token 4 was sampled in the first turn, and is computed for the token behind it in the second.
+    assert one.rollout_routed_experts.reshape(-1).tolist() == [10, 11, 12, 23, 24]
+    assert one.experts_recomputed == 1
+    other = found[1, 9, 7].sample(Sample(uid=UID), 1)
+    assert other.rollout_routed_experts.reshape(-1).tolist() == [30, 31]
+    assert "experts_recomputed" not in vars(other)
+    for turns in ([first, turn([1, 2, 3, 4], [5])], [turn([1, 2], [3, 4]), second]):
+        assert rows(turns)[0].rollout_routed_experts is None

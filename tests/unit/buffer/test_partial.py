@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -240,6 +241,23 @@ def test_tokens_of_a_run_that_replayed_kept_tokens_go_on_in_such_a_run_alone() -
     group[0].rollout_kept_tokens = [b"", b"\x05\0\0\0"]
     assert replays.on_restore(group, version=1) is group
     assert KEEP.on_restore(group, version=1) == prompts(2)
+
+
+def test_tokens_without_experts_start_again_in_a_run_that_replays_experts() -> None:
+    replays = RequeueRule(keep_tokens=True, replays_experts=True)
+
+    def aborted(experts: Any) -> SampleGroup:
+        return group_of(responded(0, Status.ABORTED, (1, 2), rollout_routed_experts=experts))
+
+    fits = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    for experts in (None, np.zeros((4, 2, 2), dtype=np.uint8), 7, "text"):
+        assert replays.on_requeue(aborted(experts), prompts(1)) == prompts(1)
+        assert replays.on_restore(aborted(experts), version=1) == prompts(1)
+        assert KEEP.on_restore(group := aborted(experts), version=1) is group
+    queued = replays.on_requeue(aborted(fits), prompts(1))
+    again = replays.on_restore(group_from_json(orjson.loads(orjson.dumps(group_to_json(queued)))), version=1)
+    assert again[0].rollout_routed_experts.dtype == np.uint8
+    assert np.array_equal(again[0].rollout_routed_experts, fits)
 
 
 def test_the_reward_of_a_queued_group_is_the_mean_of_those_it_has() -> None:

@@ -57,6 +57,13 @@ def test_a_sample_is_mixed_if_one_of_its_rows_has_an_older_and_a_newer_version()
     assert selection_metrics(store, [ONE]) == {"staleness/mixed": pytest.approx(1 / 3)}
 
 
+def test_recomputed_experts_are_counted_over_all_rows_of_the_step() -> None:
+    store = ColumnStore()
+    stored(store, ONE, [RowId(ONE, 0, 0), RowId(ONE, 0, 1)], experts_recomputed=[3, 4])
+    stored(store, TWO, [RowId(TWO, 0)], experts_recomputed=[0])
+    assert selection_metrics(store, [ONE, TWO]) == {"rollout/experts_recomputed": 7.0}
+
+
 def test_what_there_is_no_column_for_or_that_is_in_an_object_store_is_left_out() -> None:
     store = ColumnStore()
     store.put(ONE, [RowId(ONE, 0)], {"reward": np.ones(1), "raw_reward": Cell(num_rows=1, ref="elsewhere")})

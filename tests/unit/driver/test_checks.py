@@ -67,6 +67,10 @@ def check(**changes: Any) -> None:
         {"eps_clip": 1.0, "eps_clip_high": 4.0, "loss_type": "cispo"},  # no lower bound
         {"use_kl_loss": True, "kl_loss_coef": 0.01},
         {"replay_kept_tokens": True, "rollout_top_p": 0.9},
+        {"replay_routed_experts": True},
+        {"replay_routed_experts": True, "schedule": "one-step-off", "use_tis": True},
+        {"replay_routed_experts": True, "schedule": "async", "use_tis": True, "publication": "drain"},
+        {"replay_routed_experts": True, "replay_recomputed_experts": True, "schedule": "async", "use_tis": True},
         {"use_kl_loss": True, "kl_loss_coef": 0.0},
         {"kl_loss_coef": 0.01, "custom_loss_function_path": "mine:loss"},
         {"kl_loss_coef": 0.01, "custom_advantage_function_path": "mine:advantages"},
@@ -157,6 +161,15 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             ["--offload-rollout and --rollout-external-engine-addrs"],
         ),
         ({"rollout_top_k": 0}, ["--rollout-top-k: top_k is 0", "-1 for all tokens", "hint: write -1"]),
+        (
+            {"replay_routed_experts": True, "schedule": "async", "use_tis": True},
+            ["--replay-routed-experts and --schedule async: a publication retracts", "add --publication drain, or"],
+        ),
+        ({"replay_recomputed_experts": True}, ["--replay-recomputed-experts: no experts are replayed"]),
+        (
+            {"replay_routed_experts": True, "loss_type": "sft_loss", "rm_type": None},
+            ["--replay-routed-experts: no engine computes the tokens of supervised fine-tuning"],
+        ),
         ({"replay_kept_tokens": True}, ["--replay-kept-tokens: no tokens are cut off", "--rollout-top-p"]),
         (
             {"prompt_order": "difficulty", "data_source_path": "m:S", "prompt_data": None},

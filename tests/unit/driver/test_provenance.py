@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def test_sources_of_plugins_of_their_imports_and_versions_are_written_down(folde
     assert plugins["advantage_estimator"]["distribution"] == "buffer-rl"
     assert len(plugins["advantage_estimator"]["sha256"]) == 64
     assert facts["python"] == platform.python_version()
-    assert {"ray", "torch", "transformers"} <= set(facts["packages"])
+    assert {"ray", "torch", "transformers", "sglang-router"} <= set(facts["packages"])
+    assert ("smg" in facts["packages"]) == (find_spec("smg") is not None)
     assert facts["data"] == [{**data[0], "path": "s3://***@bucket/a.jsonl"}]
     assert "provenance_reward" not in sys.modules
 

@@ -67,8 +67,8 @@ def test_a_recorded_sample_counts_once_whatever_its_parts(tmp_path: Path) -> Non
     template = str(tmp_path / "r{rollout_id}.safetensors")
     write_rollout(rollout_path(template, 0), batch)
     ticket, buffer = state.generate(0), cast("BufferClient", state)
-    with pytest.raises(DataError, match="recorded without it, and have no kept tokens"):
-        RecordedRollouts(template, buffer, replays=True).run(ticket)
+    with pytest.raises(DataError, match="recorded without it, and have no kept_counts"):
+        RecordedRollouts(template, buffer, replays={"--replay-kept-tokens": "kept_counts"}).run(ticket)
     metrics, _ = RecordedRollouts(template, buffer).run(ticket)
     assert (close_rollout(state, ticket).num_rows, metrics) == (3, {"rollout/raw_reward": 0.5})
 
@@ -90,9 +90,15 @@ def test_a_missing_damaged_or_strange_file_is_named(tmp_path: Path) -> None:
         read_rollout(path)
 
 
-def test_rows_of_two_dimensions_are_refused(tmp_path: Path) -> None:
+def test_rows_may_have_more_dimensions_that_are_those_of_all(tmp_path: Path) -> None:
     batch = make_batch()
-    batch.columns["pixels"] = [np.zeros((2, 2))] * 3
-    with pytest.raises(DataError, match="pixels"):
-        write_rollout(tmp_path / "rollout", batch)
-    assert list(tmp_path.iterdir()) == []
+    batch.columns["experts"] = [np.arange(4 * n, dtype=np.uint8).reshape(n, 2, 2) for n in (2, 0, 3)]
+    write_rollout(tmp_path / "rollout", batch)
+    again = read_rollout(tmp_path / "rollout").columns["experts"]
+    assert [row.tolist() for row in again] == [row.tolist() for row in batch.columns["experts"]]
+    assert {row.dtype for row in again} == {np.dtype(np.uint8)}
+    for unlike in (np.zeros((2, 3)), np.float32(1)):
+        batch.columns["pixels"] = [np.zeros((2, 2)), np.zeros((1, 2)), unlike]
+        with pytest.raises(DataError, match="pixels"):
+            write_rollout(tmp_path / "other", batch)
+    assert [file.name for file in tmp_path.iterdir()] == ["rollout"]

@@ -57,3 +57,10 @@ def test_two_steps_equal_those_of_transformers_and_adamw(
 ) -> None:
     case = Case(args=make_args(model, **changes), batches=[make_rows(12, seed) for seed in SEEDS])
     assert beyond(run_case(ranks, case), by_transformers) == {}
+
+
+def test_a_trainer_may_bring_a_bridge_of_its_own(model: str, by_transformers: Found, ranks: RankPool) -> None:
+    """Four members are all that the trainer asks of it."""
+    batches = [make_rows(12, seed) for seed in SEEDS]
+    case = Case(args=make_args(model), batches=batches, trainer="harness.megatron_bridged:BridgedTrainer")
+    assert beyond(run_case(ranks, case), by_transformers) == {}

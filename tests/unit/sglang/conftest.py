@@ -30,6 +30,7 @@ class ServerArgs:
         parser.add_argument("--cuda-graph-bs", type=int, nargs="+")
         parser.add_argument("--sleep-on-idle", action="store_true")
         parser.add_argument("--enable-memory-saver", action="store_true")
+        parser.add_argument("--enable-return-routed-experts", action="store_true")
 
 def prepare_server_args(argv):
     parser = argparse.ArgumentParser()

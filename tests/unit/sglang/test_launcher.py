@@ -76,6 +76,14 @@ def test_on_a_gpu_its_memory_can_be_released_and_on_a_cpu_it_would_not_start_so(
     assert not saves(offload_train=True)
 
 
+def test_it_returns_experts_where_they_are_replayed(options: Callable[..., Any]) -> None:
+    def returns(**changes: Any) -> bool:
+        return "--enable-return-routed-experts" in _arguments(options(**changes), 0, 1)
+
+    assert returns(replay_routed_experts=True)
+    assert not returns()
+
+
 def test_it_takes_adapters_where_they_are_published_alone(options: Callable[..., Any]) -> None:
     def after(flag: str, number: int, **changes: Any) -> list[str]:
         words = _arguments(options(lora_rank=8, **changes), 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options.help import FlagParser, add_options, given_flags, normalise_flags, take_items
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import resolve
+from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl_sglang.launcher import launch
 from buffer_rl_sglang.options import SglangOptions, buffer_rl_configure, server_arguments
 
@@ -89,6 +91,7 @@ def test_the_installed_server_checks_its_arguments(options: Callable[..., Any]) 
             {"rollout_top_k": 9, "sglang_args": {"sampling_mask_max_tokens": "8"}},
             ["add --rollout-top-k 8", "--sglang-sampling-mask-max-tokens"],
         ),
+        ({"rollout_top_k": 9, "eval_top_k": 4097}, ["--eval-top-k 4097", "at most 4096", "lower it to 4096"]),
         ({"rollout_top_k": 4096, "router": "sglang"}, ["drops return_sampling_mask", "add --router smg"]),
     ],
 )
@@ -104,6 +107,33 @@ def test_kept_tokens_that_the_servers_would_not_send_are_refused(
 def test_kept_tokens_of_a_bounded_number_are_not_refused(options: Callable[..., Any], top_k: int) -> None:
     launch.check(options(replay_kept_tokens=True, router="smg", rollout_top_k=top_k))
     launch.check(options(rollout_top_p=0.9))  # replayed by nobody
+    launch.check(options(replay_kept_tokens=True, router="smg", rollout_top_k=top_k, eval_top_k=-1))  # not asked for
+
+
+@pytest.mark.parametrize(("temperature", "refused"), [("1.0", True), ("0.0", False)])
+def test_evaluations_ask_for_kept_tokens_too_and_greedy_ones_for_one(
+    options: Callable[..., Any], tmp_path: Path, temperature: str, refused: bool
+) -> None:
+    rows, sets = tmp_path / "rows.jsonl", tmp_path / "sets.yaml"
+    rows.write_text('{"prompt": "a"}\n')
+    sets.write_text(f"datasets:\n- {{name: a, path: {rows}, top_k: 5000, temperature: {temperature}}}\n")
+    args = options(replay_kept_tokens=True, router="smg", rollout_top_k=9, eval_config=str(sets))
+    with pytest.raises(ConfigError, match=r"the set 'a', top_k 5000") if refused else contextlib.nullcontext():
+        launch.check(args)
+    launch.check(args.model_copy(update={"eval_config": None, "eval_top_k": 5000, "eval_temperature": 0.0}))
+
+
+def test_routed_experts_want_a_model_that_has_some_and_a_router_that_forwards_the_field(
+    options: Callable[..., Any], tmp_path: Path
+) -> None:
+    mixture = make_tiny_model(tmp_path / "hf", "qwen3_moe")
+    launch.check(options(replay_routed_experts=True, router="smg", hf_checkpoint=mixture))
+    with pytest.raises(ConfigError, match="drops return_routed_experts") as caught:
+        launch.check(options(replay_routed_experts=True, router="sglang", hf_checkpoint=mixture))
+    assert "--replay-routed-experts and --router sglang" in str(caught.value)
+    assert caught.value.hint == "add --router smg"
+    with pytest.raises(ConfigError, match="no mixture of experts"):
+        launch.check(options(replay_routed_experts=True, router="smg"))
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.6.0"])

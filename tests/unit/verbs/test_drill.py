@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +24,8 @@ from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, Sample, VersionSpan
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.verbs.drill.answers import KINDS as FALSE_ANSWERS
-from buffer_rl.verbs.drill.answers import notes
+from buffer_rl.verbs.drill.answers import PLAN as ANSWERS_PLAN
+from buffer_rl.verbs.drill.answers import _Fronted, notes
 from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
 from buffer_rl.verbs.drill.faults import PHASES, Fault, hold_back, lift, moment, planned, read_process, strike
 from buffer_rl.verbs.drill.reward import KINDS, PLAN, fault_of, score
@@ -160,6 +165,40 @@ def test_the_client_refuses_each_false_answer_or_asks_again() -> None:
         elif kind != "status 500":
             with pytest.raises((EngineError, ValueError)):
                 parse_answer(json.loads(body)[0], "u", 6)
+
+
+class Echo(BaseHTTPRequestHandler):
+    """An engine that answers with the body that it got."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_bodies_pass_the_proxy_that_falsifies_answers_whole_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    threading.Thread(target=engine.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{engine.server_address[1]}"
+    process = SimpleNamespace(url=url, wait_ready=None, check=None, stop=engine.shutdown)
+    monkeypatch.setenv(ANSWERS_PLAN, "{}")
+    fronted = _Fronted(cast(Any, process), "127.0.0.1")
+    connection = http.client.HTTPConnection(fronted.url.removeprefix("http://"), timeout=20)
+    chunks = [b"a", b"b" * 70_000, b"\r\n0\r\n\r\n"]
+    try:
+        for body in (b"".join(chunks), iter(chunks), b"", b"next"):  # on one connection: none is left in part
+            expected = body if isinstance(body, bytes) else b"".join(chunks)
+            connection.request("POST", "/echo", body)
+            assert connection.getresponse().read() == expected
+    finally:
+        connection.close()
+        fronted.stop()
+        engine.server_close()
 
 
 def test_notes_of_false_answers_tell_the_group_and_who_asked_again(tmp_path: Path) -> None:
