@@ -65,8 +65,9 @@ class FallbackDecoder:
     @torch.inference_mode()
     def patch(self, weights: Mapping[str, torch.Tensor], changes: Mapping[str, torch.Tensor | None]) -> bool:
         """As ``FastDecoder.patch``, if the module has all that changed under the same names and shapes."""
-        state = {} if self.module is None else self.module.state_dict()
-        new = {}
+        if self.module is None:
+            return False
+        state, new = self.module.state_dict(), {}
         for name, at in changes.items():
             target = state.get(name)
             if at is None or target is None or target.shape != weights[name].shape or not target.is_contiguous():

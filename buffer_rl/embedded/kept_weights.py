@@ -19,7 +19,7 @@ from buffer_rl.weights.disk import read_contents
 
 Changes = Mapping[str, torch.Tensor | None]
 """Flat positions that may have changed by name, int64; None: all."""
-MAX_STEPS = 10_000
+MAX_STEPS = 1000
 
 
 class KeptWeights:

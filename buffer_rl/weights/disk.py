@@ -2,8 +2,8 @@
 
 The folder gets its name by one rename, so that no engine ever reads half a version. Under ``--publish-delta`` a folder
 has what changed since the one before it, down to a whole one, and an engine reads those that it lacks. Whole ones are
-written where there is none before, where an engine refused a delta, and where the deltas would together be as large as
-one: so engines that join read at most twice what a version has.
+written where there is none before, where an engine refused a delta, after ``MAX_DELTAS``, and where the deltas would
+together be as large as one: so engines that join read at most twice what a version has.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ VERSION_GLOB = "v" + "[0-9]" * 6
 COPIED = (".json", ".jinja", ".model", ".py", ".txt")
 """Endings of the files beside the weights: configuration, tokenizer, code of the model."""
 INDEX = "model.safetensors.index.json"
+MAX_DELTAS = 50
 CONTENTS = "contents.json"
 """In a folder of ``--publish-delta``: its ``Contents``."""
 
@@ -159,7 +160,7 @@ class DiskTransport:
             self._encoded = next(answer for answer in self._trainer.send("encode") if answer is not None)
             self._write_held(version)
         else:
-            self._write(version, self._write_version)
+            self._write_folder(version, self._write_version)
 
     def publish(self, version: int) -> None:
         """Have the paused engines read the version. Where one refused a delta, it is whole the next time."""
@@ -187,15 +188,16 @@ class DiskTransport:
         if self._chain and encoded.base == self._digest:
             if target == self._chain[-1] and encoded.digest == self._digest:
                 return  # published once more, for engines that came since
-            if target not in self._chain and self._num_bytes + encoded.delta_bytes < encoded.full_bytes:
+            is_less = self._num_bytes + encoded.delta_bytes < encoded.full_bytes
+            if target not in self._chain and is_less and len(self._chain) <= MAX_DELTAS:
                 base = (self._chain[-1].name, encoded.base)
         contents = Contents(digest=encoded.digest, base=base)
-        self._write(version, lambda folder: self._trainer.send("write_held", folder, contents))
+        self._write_folder(version, lambda folder: self._trainer.send("write_held", folder, contents))
         self._chain = [target] if base is None else [*self._chain, target]
         self._num_bytes = 0 if base is None else self._num_bytes + encoded.delta_bytes
         self._digest = encoded.digest
 
-    def _write(self, version: int, write: Callable[[str], object]) -> None:
+    def _write_folder(self, version: int, write: Callable[[str], object]) -> None:
         target = self._target(version)
         temporary = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)

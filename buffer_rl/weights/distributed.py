@@ -91,10 +91,12 @@ class DistributedSender:
 
     def broadcast_held(self, _: Iterator[Mapping[str, Any]], name: str, as_delta: bool) -> None:
         """Send the group what is held, or what changed in it, which is a broadcast for each bucket."""
-        if self._held is not None:
-            self.broadcast(self._held.buckets(as_delta=as_delta), name, flattened=as_delta)
+        if self._held is None or (group := self._groups.get(name)) is None:
+            return
+        for bucket in self._held.buckets(as_delta=as_delta):
+            self._send(group, list(bucket.values()), flattened=as_delta)
 
-    def broadcast(self, buckets: Iterator[Mapping[str, Any]], name: str, *, flattened: bool = False) -> None:
+    def broadcast(self, buckets: Iterator[Mapping[str, Any]], name: str) -> None:
         """Send the group bucket after bucket, tensor by tensor, each bucket while the next one is gathered."""
         group = self._groups.get(name)
         sent: Future[None] | None = None
@@ -103,7 +105,7 @@ class DistributedSender:
                 if group is not None and (sent is None or sent.exception() is None):
                     # Copied: a trainer may gather the next bucket in the same memory.
                     copied = [tensor.detach().to(group.device, copy=True) for tensor in bucket.values()]
-                    sent = thread.submit(self._send, group, copied, flattened)
+                    sent = thread.submit(self._send, group, copied)
         if sent is not None:
             sent.result()
 
@@ -112,7 +114,7 @@ class DistributedSender:
         if (group := self._groups.pop(name, None)) is not None:
             group.close()
 
-    def _send(self, group: WeightGroup, tensors: list[Any], flattened: bool) -> None:
+    def _send(self, group: WeightGroup, tensors: list[Any], *, flattened: bool = False) -> None:
         try:
             group.send(tensors, self._timeout_s, flattened=flattened)
         except BufferRLError:
