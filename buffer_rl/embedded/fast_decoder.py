@@ -54,6 +54,13 @@ def _rotary_tables(rotary: Any, shape: CacheShape) -> tuple[torch.Tensor, torch.
     return torch.cat((cos, cos), dim=-1).to(shape.dtype), torch.cat((-sin, sin), dim=-1).to(shape.dtype)
 
 
+def _places(at: Any, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of flat positions. By numpy, which divides by one number several times as fast as torch."""
+    flat = at.numpy()
+    rows = flat // num_columns
+    return torch.from_numpy(rows), torch.from_numpy(flat - rows * num_columns)
+
+
 class FastDecoder:
     """Functional forward passes of one Llama-like model.
 
@@ -132,7 +139,7 @@ class FastDecoder:
         before. Returns False, with nothing changed, if they have to be taken as a whole: ``load_weights``."""
         if not self.layers or any(at is None for at in changes.values()):
             return False
-        parts = []
+        parts: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
         at = {name: positions.to(self.shape.device) for name, positions in changes.items() if positions is not None}
         new = {name: self._own(weights[name].view(-1)[changes[name]]) for name in at}
         for name, target, index in self._copies():
@@ -144,16 +151,19 @@ class FastDecoder:
             for name in names:
                 num_rows, num_columns = weights[name].shape
                 if name in at:
-                    rows, columns = at[name] // num_columns + start, at[name] % num_columns
-                    values = new[name] if scale is None else (new[name].float() * scale[columns]).to(self.shape.dtype)
-                    parts.append((target, (columns, rows), values))
+                    rows, columns = _places(changes[name], num_columns)
+                    index = (columns * target.shape[1] + (rows + start)).to(self.shape.device)
+                    values = new[name]
+                    if scale is not None:
+                        values = (values.float() * scale[columns.to(self.shape.device)]).to(self.shape.dtype)
+                    parts.append((target.view(-1), index, values))
                 if scale is not None and norm in at:
-                    columns = at[norm]
-                    folded = self._own(weights[name][:, changes[norm]]).float() * scale[columns]
-                    parts.append((target, (columns, slice(start, start + num_rows)), folded.t().to(self.shape.dtype)))
+                    folded = self._own(weights[name][:, changes[norm]]).float() * scale[at[norm]]
+                    place = (at[norm], slice(start, start + num_rows))
+                    parts.append((target, place, folded.t().to(self.shape.dtype)))
                 start += num_rows
-        for target, index, values in parts:
-            target[index] = values
+        for target, place, values in parts:
+            target[place] = values
         return True
 
     def _copies(self) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], Any]]]:
