@@ -11,9 +11,9 @@ generate through; ``pause`` is the time without generation: update, check of the
 same machine; folders of versions are in the temporary folder. Beside them the machine's own limits, for the same
 number of bytes: a copy in memory, and a TCP connection over the loopback interface.
 
-With ``--delta``, float32 weights are trained for an engine in bfloat16: in each step every element moves by the learning
-rate, which is as far as Adam goes. The best of the publications, as the machine's limits are; ``bytes`` are those of the
-delta by those of all weights.
+With ``--delta``, float32 weights are trained for an engine in bfloat16: in each step every element moves by the
+learning rate, which is as far as Adam goes. The best of the publications, as the machine's limits are; ``bytes`` are
+those of the delta by those of all weights.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ def report_delta(folder: Path, megabytes: int, repeats: int, lr: float) -> None:
     copy, write = copy_s(num_bytes), write_s(folder, num_bytes)
     for name, row in rows.items():
         times = f"write {row['perf/publish_write'] * 1e3:8.1f} ms  pause {row['perf/publish_pause'] * 1e3:8.1f} ms"
-        print(f"  {name:20}{times}  by copy {row['perf/publish_pause'] / copy:6.2f}  bytes {row['bytes']:.4f}", flush=True)
+        print(
+            f"  {name:20}{times}  by copy {row['perf/publish_pause'] / copy:6.2f}  bytes {row['bytes']:.4f}", flush=True
+        )
     print(f"  copy {copy * 1e3:.1f} ms, write of a file {write * 1e3:.1f} ms", flush=True)
 
 

@@ -142,9 +142,9 @@ class FastDecoder:
         parts: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
         at = {name: positions.to(self.shape.device) for name, positions in changes.items() if positions is not None}
         new = {name: self._own(weights[name].view(-1)[changes[name]]) for name in at}
-        for name, target, index in self._copies():
+        for name, copied, place_of in self._copies():
             if name in at:
-                parts.append((target, index(at[name]), new[name]))
+                parts.append((copied, place_of(at[name]), new[name]))
         for target, names, norm in self._matrices("lm_head.weight" in weights):
             scale = None if norm is None else self._own(weights[norm]).float()
             start = 0
@@ -189,7 +189,11 @@ class FastDecoder:
             at = f"model.layers.{number}."
             yield layer.qkv, [f"{at}self_attn.{part}_proj.weight" for part in "qkv"], f"{at}input_layernorm.weight"
             yield layer.out, [f"{at}self_attn.o_proj.weight"], None
-            yield layer.gate_up, [f"{at}mlp.{x}_proj.weight" for x in ("gate", "up")], f"{at}post_attention_layernorm.weight"
+            yield (
+                layer.gate_up,
+                [f"{at}mlp.{x}_proj.weight" for x in ("gate", "up")],
+                f"{at}post_attention_layernorm.weight",
+            )
             yield layer.down, [f"{at}mlp.down_proj.weight"], None
 
     @torch.inference_mode()

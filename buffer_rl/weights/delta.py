@@ -111,7 +111,7 @@ def weights_digest(tensors: Tensors) -> str:
 class Encoded:
     """A version that a sender holds. base: digest of the version that its delta is of; None: there is no delta.
 
-    delta_plan, full_plan: names, number formats and shapes of the buckets of each. delta_bytes, full_bytes: their sizes.
+    delta_plan, full_plan: names, number formats and shapes of the buckets of each. delta_bytes, full_bytes: of all.
     """
 
     digest: str
@@ -151,7 +151,7 @@ class DeltaSource:
                 part = {} if base is None else encode(name, held, cast)
                 digests[name] = tensor_digest(cast)
                 self._tensors[name] = cast.clone() if held is None else held.copy_(cast)
-                # A part that is whole is what is held: the trainer may gather the next bucket in the memory of this one.
+                # A whole part is what is held: the trainer may gather the next bucket in the memory of this one.
                 delta |= {own: self._tensors[name] if own == name else found for own, found in part.items()}
             self._delta += [delta] if delta else []
         base = base if before == digests.keys() else None

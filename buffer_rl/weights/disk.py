@@ -183,9 +183,10 @@ class DiskTransport:
 
     def _write_held(self, version: int) -> None:
         """Write what the trainer holds: what changed since the newest folder where that is its base, else all."""
-        encoded, target, base = self._encoded, self._target(version), None
+        encoded, target = self._encoded, self._target(version)
+        base: tuple[str, str] | None = None
         assert encoded is not None
-        if self._chain and encoded.base == self._digest:
+        if self._chain and encoded.base is not None and encoded.base == self._digest:
             if target == self._chain[-1] and encoded.digest == self._digest:
                 return  # published once more, for engines that came since
             is_less = self._num_bytes + encoded.delta_bytes < encoded.full_bytes

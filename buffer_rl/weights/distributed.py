@@ -8,8 +8,8 @@ starts the trainer's side, then calls the engines, and only then waits for the t
 group, so the other does not wait for it long. The group is made again, under another name, when engines join or leave
 and after each failure: its members no longer agree on what comes next.
 
-While a bucket is sent, the trainer gathers the next one. Under ``--publish-delta`` it gathers before the pause, and holds
-the version and what changed: that is sent where all engines say that they have the version before, else all of it.
+While a bucket is sent, the trainer gathers the next one. Under ``--publish-delta`` it gathers before the pause, and
+holds the version and what changed: that is sent where all engines say that they have the version before, else all.
 """
 
 from __future__ import annotations
@@ -176,16 +176,17 @@ class DistributedTransport:
 
     def _publish_held(self, version: int, name: str) -> None:
         assert self._encoded is not None
+        engines: Any = self._engines  # roles take whole versions
         digest, base = self._encoded.digest, self._encoded.base
-        if base is not None and any(info.digest != base for info in self._engines.server_info().values()):
+        if base is not None and any(info.digest != base for info in engines.server_info().values()):
             base = None
         plan, as_delta = (self._encoded.full_plan, False) if base is None else (self._encoded.delta_plan, True)
-        self._engines.begin_weight_update(base)
+        engines.begin_weight_update(base)
         sending = self._trainer.start("broadcast_held", name, as_delta)
         for bucket in plan:
-            self._engines.update_weights_from_distributed(bucket, name=name, flattened=as_delta)
+            engines.update_weights_from_distributed(bucket, name=name, flattened=as_delta)
         sending.wait()
-        self._engines.end_weight_update(digest, version)
+        engines.end_weight_update(digest, version)
 
     def close(self) -> None:
         """Have both sides leave the group: the engines first, as the trainer may be waiting for them."""

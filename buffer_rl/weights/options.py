@@ -32,8 +32,8 @@ class WeightOptions(Section):
     )
     publish_delta: bool = option(
         False,
-        "send embedded engines what changed since the version that they have, in --engine-dtype; with --weight-sync-mode "
-        "disk or distributed. Trainer and engines each keep a version more in memory",
+        "send embedded engines what changed since the version that they have, in --engine-dtype; with "
+        "--weight-sync-mode disk or distributed. Trainer and engines each keep a version more in memory",
     )
     publish_follow: str | None = option(
         None,

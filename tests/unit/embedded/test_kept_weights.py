@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_deltas_give_the_bits_that_whole_versions_give_without_a_whole_load(
     model, versions = start(architecture, dtype)
     whole = LoadedModel(model.options)
     monkeypatch.setattr(model, "_replace_whole", None)
-    for before, after in zip(versions, versions[1:], strict=False):
+    for before, after in pairwise(versions):
         parts = delta(before, after)
         assert any(name.endswith("norm.weight:values") for name in parts)
         model.replace_tensors(parts, weights_digest(after), weights_digest(before))
@@ -137,7 +138,10 @@ def test_a_delta_that_comes_twice_or_early_is_refused_by_its_base_and_costs_noth
     parts = delta(*versions[:2])
     model.replace_tensors(parts, digests[1], digests[0])
     after = served(model)
-    for late_or_early, digest, base in ((parts, digests[1], digests[0]), (delta(*versions[2:4]), digests[3], digests[2])):
+    for late_or_early, digest, base in (
+        (parts, digests[1], digests[0]),
+        (delta(*versions[2:4]), digests[3], digests[2]),
+    ):
         with pytest.raises(EngineError, match="the delta is of the version"):
             model.replace_tensors(late_or_early, digest, base)
         assert (served(model), model.kept.digest) == (after, digests[1])

@@ -70,10 +70,10 @@ class Run:
         self.spoils = False
 
         class Sender(transport.sender):  # type: ignore[misc]  # whichever it is
-            def write_held(own, *arguments: Any) -> None:  # noqa: N805
+            def write_held(own, *arguments: Any) -> None:
                 self.spoiling(own, super().write_held, arguments)
 
-            def broadcast_held(own, *arguments: Any) -> None:  # noqa: N805
+            def broadcast_held(own, *arguments: Any) -> None:
                 self.spoiling(own, super().broadcast_held, arguments)
 
         class Spoiling(transport):  # type: ignore[misc]  # as above
@@ -169,7 +169,8 @@ def test_engines_that_join_late_die_and_miss_versions_serve_what_a_whole_publica
         assert len(whole) <= 6
     else:
         sent = [base is None for base in run.control.bases]
-        assert sent.count(True) == 5  # the first, an engine that joins, that misses versions, that is new; after the fault
+        # The first; an engine that joins, that missed versions, that is new; after the fault.
+        assert sent.count(True) == 5
         assert len(sent) == NUM_STEPS + 1
 
 

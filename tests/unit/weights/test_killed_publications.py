@@ -43,9 +43,7 @@ def near_folders(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def start(
-    folders: tuple[str, str], near_folders: tuple[str, str], tmp_path: Path
-) -> Iterator[Callable[..., Trial]]:
+def start(folders: tuple[str, str], near_folders: tuple[str, str], tmp_path: Path) -> Iterator[Callable[..., Trial]]:
     trials: list[Trial] = []
 
     def start_trial(transport: str, publish_delta: bool, *, own: bool) -> Trial:
