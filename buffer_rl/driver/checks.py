@@ -30,7 +30,6 @@ from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.rollout.options import generate_path, is_built_in_rollout
 from buffer_rl.rollout.prompts import check_template_kwargs
-from buffer_rl.weights.options import check_delta
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -56,7 +55,6 @@ def check_options(args: Args) -> None:
     check_algorithm(args)
     check_agents(args)
     require_local_engines(args.weight_sync_mode, [*args.engine_urls, *urls_of(args)])
-    check_delta(args)
     check_template_kwargs(args.apply_chat_template_kwargs)
     _check_custom_config(args)
     _check_optimizer(args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import Section, option
 
 if TYPE_CHECKING:
@@ -60,23 +59,3 @@ def engines_may_differ(args: Args) -> bool:
 def publishes_adapters(args: Args) -> bool:
     """Whether engines get adapters alone: none has one before the first publication."""
     return args.lora_publish == "adapter"
-
-
-def check_delta(args: Args) -> None:
-    """Raises ConfigError for ``--publish-delta`` where nobody could apply what changed, or nothing would be saved."""
-    if not args.publish_delta:
-        return
-    refused = {
-        f"--weight-sync-mode {args.weight_sync_mode}": (
-            args.weight_sync_mode not in ("disk", "distributed"),
-            "it sends all weights, through memory or in its own way",
-        ),
-        f"--rollout-engine {args.rollout_engine}": (
-            args.rollout_engine != "embedded" and not args.engine_urls,
-            "its engines take whole tensors",
-        ),
-        "--lora-publish adapter": (publishes_adapters(args), "adapters are all that is sent"),
-    }
-    for flag, (is_given, reason) in refused.items():
-        if is_given:
-            raise ConfigError(f"{flag}: {reason}", where="--publish-delta", hint="take it out")

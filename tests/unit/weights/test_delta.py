@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.driver.role_checks import check_delta
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.weights.delta import DeltaSource, apply, encode, tensor_digest, weights_digest
-from buffer_rl.weights.options import check_delta
 from buffer_rl.weights.sender import cast_for_engines
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
