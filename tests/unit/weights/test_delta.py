@@ -124,9 +124,10 @@ def test_a_digest_is_of_names_formats_shapes_and_every_bit() -> None:
 
 def versions(num: int) -> list[dict[str, torch.Tensor]]:
     random = torch.Generator().manual_seed(0)
-    found = [{"a": torch.randn(50, 40, generator=random), "b": torch.randn(30, generator=random)}]
+    found = [{name: torch.randn(size, generator=random) for name, size in (("a", (50, 40)), ("b", (30,)), ("c", (9,)))}]
     for _ in range(num - 1):
-        found.append({**found[-1], "a": changed(found[-1]["a"], [int(torch.randint(2000, (), generator=random))])})
+        at = int(torch.randint(2000, (), generator=random))
+        found.append({**found[-1], "a": changed(found[-1]["a"], [at]), "b": found[-1]["b"] + 1})
     return found
 
 
@@ -144,12 +145,12 @@ def test_a_source_holds_the_newest_version_and_the_delta_of_the_one_before() -> 
         encoded = source.advance(buckets_in_one_memory(version))
         assert encoded.digest == weights_digest(version)
         assert encoded.base == (None if not number else weights_digest(held))
-        assert encoded.full_bytes == 4 * 2030
-        assert [plan["names"] for plan in encoded.full_plan] == [["a"], ["b"]]
+        assert encoded.full_bytes == 4 * 2039
+        assert [plan["names"] for plan in encoded.full_plan] == [["a"], ["b"], ["c"]]
         whole = {name: tensor for bucket in source.buckets(as_delta=False) for name, tensor in bucket.items()}
         assert weights_digest(whole) == encoded.digest
         if number:
-            assert encoded.delta_bytes == 2 + 4
+            assert encoded.delta_bytes == 2 + 4 + 4 * 30  # a gap and a value of a, all of b
             for bucket in source.buckets(as_delta=True):
                 apply(bucket, held)
             assert weights_digest(held) == encoded.digest
@@ -168,7 +169,7 @@ def test_what_failed_to_be_gathered_and_what_has_other_names_is_no_base() -> Non
     with pytest.raises(EngineError, match="broken"):
         source.advance(failing())
     assert source.advance([third]).base is None
-    assert source.advance([{**third, "c": third["b"]}]).base is None
+    assert source.advance([{**third, "d": third["b"]}]).base is None
     assert source.advance([third]).base is None
     assert source.advance([third]).base == weights_digest(third)
     assert source.advance([third]).delta_plan == []
