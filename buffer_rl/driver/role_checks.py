@@ -56,6 +56,7 @@ def check_roles(args: Args, registry: PluginRegistry) -> None:
         _check_loss(args, registry)
         _check_trainer(args, registry)
         _check_memory_options(args)
+        check_delta(args)
         if args.fsdp_size != 1:
             _check_sharding(args)
 
@@ -226,6 +227,26 @@ def _check_adapter_publication(args: Args) -> None:
         if is_given:
             hint = f"take {flag} out, or {where}"
             raise ConfigError(f"{reason}: it does not go with {flag}", where=where, hint=hint)
+
+
+def check_delta(args: Args) -> None:
+    """Raises ConfigError for ``--publish-delta`` where nobody could apply what changed, or nothing would be saved."""
+    if not args.publish_delta:
+        return
+    refused = {
+        f"--weight-sync-mode {args.weight_sync_mode}": (
+            args.weight_sync_mode not in ("disk", "distributed"),
+            "it sends all weights, through memory or in its own way",
+        ),
+        f"--rollout-engine {args.rollout_engine}": (
+            args.rollout_engine != "embedded" and not args.engine_urls,
+            "its engines take whole tensors",
+        ),
+        "--lora-publish adapter": (args.lora_publish == "adapter", "adapters are all that is sent"),
+    }
+    for flag, (is_given, reason) in refused.items():
+        if is_given:
+            raise ConfigError(f"{flag}: {reason}", where="--publish-delta", hint="take it out")
 
 
 def _check_sharding(args: Args) -> None:

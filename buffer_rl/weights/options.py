@@ -29,6 +29,11 @@ class WeightOptions(Section):
         "--weight-sync-mode disk and by roles. If not set: in --run-dir",
         metavar="PATH",
     )
+    publish_delta: bool = option(
+        False,
+        "send embedded engines what changed since the version that they have, in --engine-dtype; with "
+        "--weight-sync-mode disk or distributed. Trainer and engines each keep a version more in memory",
+    )
     publish_follow: str | None = option(
         None,
         "folder on a shared file system where each published version is written as well, with a pointer to the newest, "
