@@ -71,6 +71,7 @@ test-all: $(VENV)/.stamp-dev
 test-processors: $(VENV)/.stamp-dev
 	$(BIN)/python tests/run.py --all --processors $(PYTEST_ARGS)
 
+.PRECIOUS: $(VENV)-torch-%/.stamp
 # With newer packages than the pinned ones, each torch in an environment of its own (5.5 GB: a build for CUDA).
 $(VENV)-torch-%/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)

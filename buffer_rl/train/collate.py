@@ -284,7 +284,7 @@ def _packed_blocks(
     response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     prompt_b = np.asarray(batch.lengths, dtype=np.int64) - response_b
     tokens = list(batch.columns["tokens"])
-    experts = routed_experts(batch) if shares_prompts else None
+    experts = batch.columns.get("routed_experts")
     keys = (
         prompt_keys(tokens, prompt_b, experts) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
     )
