@@ -185,7 +185,7 @@ class Journal:
             array("d", turn.log_probs).tobytes(),
             kept,
             None if experts is None else experts.tobytes(),
-            json.dumps([turn.finish_reason, turn.matched, spans, experts is not None and _form(experts)]),
+            json.dumps([turn.finish_reason, turn.matched, spans, *(() if experts is None else _form(turn, experts))]),
         )
         if self._has_old:
             interval = self._save_interval
@@ -265,7 +265,8 @@ def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[
         log_probs=tuple(array("d", log_probs)),
         spans=tuple(VersionSpan(version, start, end) for start, end in spans),
         kept=None if kept is None else _split(kept, len(output_ids)),
-        experts=None if experts is None else np.frombuffer(experts, dtype=form[0][0]).reshape(form[0][1]),
+        experts=None if experts is None else np.frombuffer(experts, dtype=form[0]).reshape(form[1]),
+        experts_start=0 if experts is None else form[2],
         finish_reason=finish_reason,
         matched=matched,
         digest=digest,
@@ -273,8 +274,8 @@ def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[
     )
 
 
-def _form(experts: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    return experts.dtype.str, experts.shape
+def _form(turn: Turn, experts: np.ndarray) -> tuple[str, tuple[int, ...], int]:
+    return experts.dtype.str, experts.shape, turn.experts_start
 
 
 def _split(kept: bytes, count: int) -> tuple[bytes, ...]:

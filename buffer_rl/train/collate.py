@@ -285,9 +285,8 @@ def _packed_blocks(
     prompt_b = np.asarray(batch.lengths, dtype=np.int64) - response_b
     tokens = list(batch.columns["tokens"])
     experts = batch.columns.get("routed_experts")
-    keys = (
-        prompt_keys(tokens, prompt_b, experts) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
-    )
+    own = None if experts is None else list(experts)
+    keys = prompt_keys(tokens, prompt_b, own) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
     blocks: list[list[int]] = []
     held: set[bytes] = set()  # prompts of the last block
     num_tokens = longest = 0

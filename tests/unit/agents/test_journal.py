@@ -71,6 +71,7 @@ def has(path: Path, of: RunStart, **where: Any) -> bool:
         {"output_ids": (), "log_probs": (), "spans": (), "kept": ()},
         {"output_ids": (2**32 - 1, 0)},
         {"experts": np.arange(12, dtype=np.int16).reshape(3, 2, 2)},
+        {"experts": np.arange(8, dtype=np.uint8).reshape(2, 2, 2), "experts_start": 1},
         {"spans": (VersionSpan(3, 0, 1), VersionSpan(3, 1, 2))},
     ],
 )
@@ -83,6 +84,7 @@ def test_a_turn_comes_back_as_it_was_written(changes: dict[str, Any], tmp_path: 
     found = again.find([1, 2], DIGEST, 0)
     assert found == written
     assert found is not None
+    assert found.experts_start == written.experts_start
     assert (found.experts is None) == (written.experts is None)
     if found.experts is not None and written.experts is not None:
         assert (found.experts.dtype, found.experts.tolist()) == (written.experts.dtype, written.experts.tolist())
