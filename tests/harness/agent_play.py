@@ -60,8 +60,9 @@ class AgentEngine:
     raises, the engine raises. Texts end with ``<eos>``, or at the limit of tokens.
 
     experts: whether answers have those of their tokens, which are the token's place and the number of the request.
-    calls: rid, prompt ids and parameters of each request. starts: the first token whose experts were asked. aborted: ids of those that ``abort`` ended. cancelled: of
-    those whose caller was cancelled. asked, ended: set with the first request, and when one ends."""
+    calls: rid, prompt ids and parameters of each request. starts: the first token whose experts were asked.
+    aborted: ids of those that ``abort`` ended. cancelled: of those whose caller was cancelled. asked, ended: set with
+    the first request, and when one ends."""
 
     say: Say = lambda prompt, params: "x"
     version: int = 3
