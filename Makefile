@@ -24,7 +24,7 @@ help:
 	@echo "make test-megatron  run the tests of all layouts of Megatron ranks on the CPU"
 	@echo "make test-harnesses  run agent programs of others, unchanged, over a session; installs them in a temporary folder"
 	@echo "make test-gpu     everything that one GPU can show, and a table of it (ARGS='--dry-run': without one)"
-	@echo "make campaign     long fault campaigns (an hour); writes docs/campaigns.md"
+	@echo "make campaign     long fault campaigns (an hour); writes docs/evidence/campaigns.md"
 	@echo "make test-times   run tests and say where their time went (PYTEST_ARGS='tests/unit/algo')"
 	@echo "make golden-record  note what the golden runs end with, before code is moved; make golden compares"
 	@echo "make lint         format check, ruff, mypy --strict, import rules, unused names"
@@ -71,6 +71,7 @@ test-all: $(VENV)/.stamp-dev
 test-processors: $(VENV)/.stamp-dev
 	$(BIN)/python tests/run.py --all --processors $(PYTEST_ARGS)
 
+.PRECIOUS: $(VENV)-torch-%/.stamp
 # With newer packages than the pinned ones, each torch in an environment of its own (5.5 GB: a build for CUDA).
 $(VENV)-torch-%/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)

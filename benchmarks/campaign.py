@@ -2,7 +2,7 @@
 
     python benchmarks/campaign.py [--only NAME ...]
 
-The table is ``docs/campaigns.md``, a row each with its day; with ``--only`` the other rows stay as they are.
+The table is ``docs/evidence/campaigns.md``, a row each with its day; with ``--only`` the other rows stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "campaigns.md"
+PAGE = ROOT / "docs" / "evidence" / "campaigns.md"
 TIMEOUT_S = 3600.0
 CAMPAIGNS: Mapping[str, tuple[str, ...]] = {
     "ledger": ("benchmarks/ledger_kills.py",),

@@ -1,7 +1,7 @@
 """Prompts by difficulty against shuffled prompts: held-out accuracy after equal numbers of steps.
 
     python benchmarks/difficulty.py                  # three seeds of each order: ten minutes on one core
-    python benchmarks/difficulty.py --write          # also the table of docs/options.md
+    python benchmarks/difficulty.py --write          # also the table of docs/evidence/benchmarks.md
     python benchmarks/difficulty.py --quick          # a minute: does everything work?
 
 Half of the rows are worth training on: words of 3 to 10 letters, spelt backwards, as in ``comparison_tasks.py``, whose
@@ -30,7 +30,7 @@ from comparison_ours import Spec
 from comparison_tasks import TASKS, Task, quick, reversed_word, start_model, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "options.md"
+PAGE = ROOT / "docs" / "evidence" / "benchmarks.md"
 BEGIN, END = "<!-- written by benchmarks/difficulty.py -->", "<!-- end of what benchmarks/difficulty.py writes -->"
 ORDERS: Mapping[str, Mapping[str, Any]] = {
     "shuffled": {},
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also what has run")
     short_or_published = parser.add_mutually_exclusive_group()
     short_or_published.add_argument("--quick", action="store_true", help="a few steps: does everything work?")
-    short_or_published.add_argument("--write", action="store_true", help="write the table in docs/")
+    short_or_published.add_argument("--write", action="store_true", help="write the table in docs/evidence/")
     args = parser.parse_args(argv)
     full = replace(TASKS["short"], name="uneven", steps=STEPS, eval_every=EVAL_EVERY)
     task, num_rows = full, NUM_ROWS

@@ -3,12 +3,17 @@
     python benchmarks/publication.py                                     # 10 MB to 2 GB: minutes, and 12 GB of memory
     python benchmarks/publication.py --sizes 10,100                      # MB of float32 weights
     python benchmarks/publication.py --sglang-python .venv-sglang/bin/python       # also to a SGLang server
+    python benchmarks/publication.py --delta --sizes 100,1000            # MB of bfloat16 weights, whole and as deltas
 
 Weights of a random model, and an engine in a process of its own, one thread each. ``write`` is what engines
 generate through; ``pause`` is the time without generation: update, check of the version, continue. ``checksum`` is what
 ``--check-weight-update-equal`` adds to the pause. Medians over alternating publications, so that all transports see the
 same machine; folders of versions are in the temporary folder. Beside them the machine's own limits, for the same
 number of bytes: a copy in memory, and a TCP connection over the loopback interface.
+
+With ``--delta``, float32 weights are trained for an engine in bfloat16: in each step every element moves by the
+learning rate, which is as far as Adam goes. The best of the publications, as the machine's limits are; ``bytes`` are
+those of the delta by those of all weights.
 """
 
 from __future__ import annotations
@@ -90,6 +95,69 @@ def measure(folder: Path, path: str, engine: str, python: str, repeats: int) -> 
     return {name: {part: median(rows, part) for part in rows[0]} for name, rows in times.items()}
 
 
+def measure_delta(folder: Path, path: str, repeats: int, lr: float) -> dict[str, dict[str, float]]:
+    """The least seconds of each part by transport, of whole versions in bfloat16 and of deltas, to an embedded engine,
+    and the share of the bytes."""
+    weights, random = weights_of(path), torch.Generator().manual_seed(0)
+    found: dict[str, dict[str, float]] = {}
+
+    def step() -> None:
+        for tensor in weights.values():
+            tensor += lr * (torch.randint(0, 2, tensor.shape, generator=random, dtype=torch.int8) * 2 - 1)
+
+    def export() -> Any:
+        yield from weight_buckets(((name, tensor.to(torch.bfloat16)) for name, tensor in weights.items()), copy=False)
+
+    common = {"run_dir": str(folder / "run"), "engine_dtype": "bfloat16", "update_weights_timeout_s": TIMEOUT_S}
+    args = options_for(path, **common)
+    with served(args, folder) as server, EngineControlClient([server.url], timeout_s=TIMEOUT_S) as control:
+        version = 0
+        for delta in (False, True):
+            for name, transport in TRANSPORTS.items():
+                if delta and name == "tensor":
+                    continue
+                own = options_for(path, **common, publish_delta=delta)
+                side, rows = transport(own), list[dict[str, float]]()
+                publisher = Publisher(side, local_senders(transport, own, export), control)
+                for _ in range(repeats + 1):
+                    version += 1
+                    step()
+                    rows.append(publisher.publish(version))
+                publisher.close()
+                row = {part: min(each[part] for each in rows[1:]) for part in rows[0]}
+                encoded = side._encoded if delta else None
+                row["bytes"] = 1.0 if encoded is None else encoded.delta_bytes / encoded.full_bytes
+                found[f"{name}, delta" if delta else name] = row
+    return found
+
+
+def write_s(folder: Path, num_bytes: int) -> float:
+    """Seconds of a file of so many bytes in ``folder``, the best of three."""
+    block = bytes(1 << 20)
+
+    def write() -> None:
+        with (folder / "file").open("wb") as file:
+            for left in range(num_bytes, 0, -len(block)):
+                file.write(block[:left])
+
+    return min(timed(write) for _ in range(3))
+
+
+def report_delta(folder: Path, megabytes: int, repeats: int, lr: float) -> None:
+    """Print the rows of one size, in bfloat16."""
+    path = make_model(folder, 2 * megabytes)
+    num_bytes = sum(tensor.nbytes for tensor in weights_of(path).values()) // 2
+    print(f"{num_bytes / 1e6:.0f} MB in bfloat16, a learning rate of {lr:g}", flush=True)
+    rows = measure_delta(folder, path, repeats, lr)
+    copy, write = copy_s(num_bytes), write_s(folder, num_bytes)
+    for name, row in rows.items():
+        times = f"write {row['perf/publish_write'] * 1e3:8.1f} ms  pause {row['perf/publish_pause'] * 1e3:8.1f} ms"
+        print(
+            f"  {name:20}{times}  by copy {row['perf/publish_pause'] / copy:6.2f}  bytes {row['bytes']:.4f}", flush=True
+        )
+    print(f"  copy {copy * 1e3:.1f} ms, write of a file {write * 1e3:.1f} ms", flush=True)
+
+
 def weights_of(path: str) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face folder by name."""
     return {name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -146,11 +214,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="10,100,500,2000", help="MB of weights, separated by commas")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--delta", action="store_true", help="whole versions and deltas in bfloat16")
+    parser.add_argument("--lr", type=float, default=1e-6, help="with --delta: what every element moves by in a step")
     parser.add_argument("--sglang-python", default="", help="the Python of an environment with SGLang")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for megabytes in map(int, args.sizes.split(",")):
         with tempfile.TemporaryDirectory(prefix="publication_") as name:
+            if args.delta:
+                report_delta(Path(name), megabytes, args.repeats, args.lr)
+                continue
             path = make_model(Path(name), megabytes)
             num_bytes = sum(tensor.nbytes for tensor in weights_of(path).values())
             print(f"{num_bytes / 1e6:.0f} MB")

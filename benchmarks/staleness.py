@@ -2,7 +2,7 @@
 
     python benchmarks/staleness.py                   # every correction, three seeds: half an hour
     python benchmarks/staleness.py --corrections "decoupled PPO"
-    python benchmarks/staleness.py --write           # also the table of docs/schedules.md and docs/staleness.svg
+    python benchmarks/staleness.py --write           # also the table and the picture of docs/evidence/schedules.md
     python benchmarks/staleness.py --quick           # a minute: does everything work?
 
 The model, the task (``short``: words spelt backwards) and the settings are those of ``comparison_tasks.py``; ``--task
@@ -33,7 +33,7 @@ from comparison_tasks import TASKS, quick, start_model
 from buffer_rl.observe.svg_chart import Line, line_chart, picture_file
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, PICTURE = ROOT / "docs" / "schedules.md", ROOT / "docs" / "staleness.svg"
+PAGE, PICTURE = ROOT / "docs" / "evidence" / "schedules.md", ROOT / "docs" / "evidence" / "staleness.svg"
 BEGIN, END = "<!-- written by benchmarks/staleness.py -->", "<!-- end of what benchmarks/staleness.py writes -->"
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "decoupled PPO": {"loss_type": "decoupled_ppo"},
@@ -145,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also what has run")
     short_or_published = parser.add_mutually_exclusive_group()
     short_or_published.add_argument("--quick", action="store_true", help="a few steps: does everything work?")
-    short_or_published.add_argument("--write", action="store_true", help="write the table and the picture in docs/")
+    short_or_published.add_argument(
+        "--write", action="store_true", help="write the table and the picture in docs/evidence/"
+    )
     args = parser.parse_args(argv)
     wanted = cases(args.corrections)
     if args.quick:

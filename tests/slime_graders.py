@@ -1,8 +1,8 @@
 """Compares slime's own graders with those that stand for them here: ``python tests/slime_graders.py PATH`` of a slime
 checkout, with sympy and pylatexenc installed.
 
-Prints a table in Markdown, one row a name of ``--rm-type``, with the differences by their names in docs/hubs.md; exits
-with 1 where a decision is not the one that tests/unit/rm_hub/grader_vectors.jsonl has. Nothing of the checkout is
+Prints a table in Markdown, one row a name of ``--rm-type``, with the differences by their names in rm_hub/README.md;
+exits with 1 where a decision is not the one that tests/unit/rm_hub/grader_vectors.jsonl has. Nothing of the checkout is
 copied.
 """
 

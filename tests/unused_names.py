@@ -50,6 +50,8 @@ ALLOWED: Mapping[str, str] = {
     "receive_weights": "the publisher calls it by its name",
     "log_probs_of": "the driver calls it by its name",
     "use_adapter": "the publisher calls it by its name",
+    "write_held": "the publisher calls it by its name",
+    "broadcast_held": "the publisher calls it by its name",
     "generate_turn": "generate functions of users call it",
     "add_observation": "generate functions of users call it",
     "cache_key": "evaluation functions of users read it",

@@ -121,10 +121,6 @@ class Journal:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
-            if "experts" not in {name for _, name, *_ in self._db.execute("PRAGMA table_info (turns)")}:
-                self._db.execute(
-                    "ALTER TABLE turns ADD COLUMN experts BLOB"
-                )  # of a run that began with an older release
             self._begin()
         except sqlite3.Error as error:
             self._leave(error)
@@ -189,23 +185,31 @@ class Journal:
             array("d", turn.log_probs).tobytes(),
             kept,
             None if experts is None else experts.tobytes(),
-            json.dumps([turn.finish_reason, turn.matched, spans, experts is not None and _form(experts)]),
+            json.dumps([turn.finish_reason, turn.matched, spans, *(() if experts is None else _form(turn, experts))]),
         )
         if self._has_old:
             interval = self._save_interval
             saved = self._newest - self._newest % interval if interval else self._newest
             self._has_old = self._write(_REMOVE, self._newest - 1, saved, saved - (interval or 0)) > 0
 
-    def turns(self, sample: str, play: int, version: int) -> dict[_Key, tuple[Any, ...]]:
-        """What ``turn_of`` makes the turns of a play of, by digest and ordinal; those of ``version`` alone."""
-        found = self._read(_READ, sample, play, version, self._start.name)
+    def turns(self, sample: str, play: int, version: int, needs: Sequence[str] = ()) -> dict[_Key, tuple[Any, ...]]:
+        """What ``turn_of`` makes the turns of a play of, by digest and ordinal; those of ``version`` alone. needs: the
+        columns that they must have: a run that is resumed may replay what it did not note before."""
+        query = _READ + "".join(f" AND {column} IS NOT NULL" for column in needs)
+        found = self._read(query, sample, play, version, self._start.name)
         return {(digest.hex(), ordinal): (version, *values) for digest, ordinal, *values in found}
 
     def _begin(self) -> None:
-        """Forget what is not of this start; the first of its workers does it."""
+        """Forget what is not of this start; the first of its workers does it. One that is late, whose driver is dead,
+        leaves the file to the next start."""
         assert self._db is not None
         start = self._start
         self._db.execute("BEGIN IMMEDIATE")
+        if self._is_over():
+            self.close()
+            return
+        if "experts" not in {name for _, name, *_ in self._db.execute("PRAGMA table_info (turns)")}:
+            self._db.execute("ALTER TABLE turns ADD COLUMN experts BLOB")  # the run began with an older release
         found = self._db.execute("SELECT name, origin FROM starts").fetchall()
         if [start.name] != [name for name, _ in found]:
             known = {origin for _, origin in found} | {f"{name}:{start.version}" for name, _ in found}
@@ -228,13 +232,17 @@ class Journal:
 
     def _write(self, statement: str, *values: Any) -> int:
         """Returns how many rows it changed. The last value of each statement is the start that the file must be of."""
-        if self._driver and process_note(int(self._driver.split()[0])) != self._driver:
+        if self._is_over():
             return 0
         try:
             return 0 if self._db is None else self._db.execute(statement, (*values, self._start.name)).rowcount
         except sqlite3.Error as error:
             self._leave(error)
             return 0
+
+    def _is_over(self) -> bool:
+        """Whether the driver is dead; False if it is on another machine."""
+        return bool(self._driver) and process_note(int(self._driver.split()[0])) != self._driver
 
     def _leave(self, error: sqlite3.Error) -> None:
         self.close()
@@ -257,7 +265,8 @@ def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[
         log_probs=tuple(array("d", log_probs)),
         spans=tuple(VersionSpan(version, start, end) for start, end in spans),
         kept=None if kept is None else _split(kept, len(output_ids)),
-        experts=None if experts is None else np.frombuffer(experts, dtype=form[0][0]).reshape(form[0][1]),
+        experts=None if experts is None else np.frombuffer(experts, dtype=form[0]).reshape(form[1]),
+        experts_start=0 if experts is None else form[2],
         finish_reason=finish_reason,
         matched=matched,
         digest=digest,
@@ -265,8 +274,8 @@ def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[
     )
 
 
-def _form(experts: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    return experts.dtype.str, experts.shape
+def _form(turn: Turn, experts: np.ndarray) -> tuple[str, tuple[int, ...], int]:
+    return experts.dtype.str, experts.shape, turn.experts_start
 
 
 def _split(kept: bytes, count: int) -> tuple[bytes, ...]:
@@ -305,7 +314,10 @@ class Play:
         name = f"{own}{lease.context.seed}|{sample.uid}|{sample.sample_index}"
         number, kills, was_killed = journal.begin(name, version)
         play = cls(number=number, kills=kills, was_killed=was_killed, sample=name, version=version, journal=journal)
-        play._turns.update(journal.turns(name, number, version))
+        args = lease.context.args
+        asked = {"kept": args.replay_kept_tokens, "experts": args.replay_routed_experts}
+        needs = [column for column, is_asked in asked.items() if is_asked and not lease.evaluation]
+        play._turns.update(journal.turns(name, number, version, needs))
         return play
 
     def find(self, prompt_ids: Sequence[int], digest: str, ordinal: int) -> Turn | None:

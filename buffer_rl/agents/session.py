@@ -21,7 +21,7 @@ from buffer_rl.agents.conversation import Cause, Conversation, History, NextProm
 from buffer_rl.agents.journal import Play
 from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.template_reader import reader_of
-from buffer_rl.agents.turns import Turn, turn_digest
+from buffer_rl.agents.turns import Turn, continued, turn_digest
 from buffer_rl.engines.protocol import SEED_BITS
 from buffer_rl.errors import BufferRLError, EngineError, RewardError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_reward
@@ -146,6 +146,7 @@ class Session:
         self.params = dict(params)
         self._lease, self._sample, self._limits = lease, sample, limits
         self._play = play or Play()
+        self._replays_experts = lease.context.args.replay_routed_experts and not lease.evaluation
         self._seed = f"{lease.context.seed}|{sample.uid}|{sample.sample_index}|{self._play.number}"
         self._ordinals: Counter[str] = Counter()
         self._named: dict[str, asyncio.Task[Exchange]] = {}  # requests with a key of their own, by digest
@@ -228,6 +229,8 @@ class Session:
     ) -> Exchange:
         ordinal = self._ordinals[digest]
         turn = self._play.find(input_ids, digest, ordinal)
+        if turn is not None and turn.experts_start:
+            turn = turn.on(continued(self._turns(), input_ids))
         if turn is None and known:
             raise UnknownRepeatError("the request is marked as a repeat, and no such request is known")
         self._bound_by_session(params)  # behind the digest: what is left depends on the order of concurrent answers
@@ -244,11 +247,16 @@ class Session:
         self.exchanges.append(exchange)
         return exchange
 
+    def _turns(self) -> list[Turn]:
+        return [exchange.turn for exchange in self.exchanges]
+
     async def _sampled(self, input_ids: Sequence[int], params: dict[str, Any], digest: str, ordinal: int) -> Turn:
         self.running += 1
         try:
             seeded = params | {"sampling_seed": _seed_of(f"{self._seed}|{digest}|{ordinal}")}
-            result = await answer_for(self._sample, list(input_ids), seeded, lease=self._lease)
+            base = continued(self._turns(), input_ids) if self._replays_experts else None
+            start = 0 if base is None else base.num_tokens - 1
+            result = await answer_for(self._sample, list(input_ids), seeded, lease=self._lease, experts_start=start)
         except EngineError as error:
             self.failure = error
             self.close(End.ENGINE)
@@ -264,7 +272,9 @@ class Session:
             log_probs=tuple(result.log_probs),
             spans=tuple(result.spans),
             kept=None if result.kept is None else tuple(result.kept),
-            experts=None if self.evaluation else getattr(result, "experts", None),
+            experts=getattr(result, "experts", None) if self._replays_experts else None,
+            experts_start=getattr(result, "experts_start", 0) if self._replays_experts else 0,
+            base=base,
             finish_reason=result.finish_reason,
             matched=result.matched,
             digest=digest,

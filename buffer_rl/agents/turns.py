@@ -11,7 +11,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ class Turn:
     ended the turn. log_probs: of each output token, in nats, ``[num_tokens]``. spans: which weight version sampled
     which output tokens; they tile ``output_ids``, or are empty if no version is known. kept: see
     ``Sample.rollout_kept_tokens``, ``[num_tokens]``; None if the engine did not return them. experts: of the tokens of
-    both but the last, likewise; see ``Sample.rollout_routed_experts``.
+    both but the last, likewise; see ``Sample.rollout_routed_experts``. Those of the first ``experts_start`` tokens are
+    in ``base``, an earlier turn of the session that this one continues.
     finish_reason: stop, length or abort. matched: the token id or the string that stopped it, None if unknown.
     digest: of the prompt and the parameters (``turn_digest``). ordinal: how often the same was asked before in the
     session. Both together are the turn's identity.
@@ -49,6 +50,8 @@ class Turn:
     spans: tuple[VersionSpan, ...] = ()
     kept: tuple[bytes, ...] | None = None
     experts: np.ndarray | None = field(default=None, compare=False)
+    experts_start: int = field(default=0, compare=False)
+    base: Turn | None = field(default=None, compare=False, repr=False)
     finish_reason: str = "stop"
     matched: int | str | None = None
     digest: str
@@ -60,7 +63,7 @@ class Turn:
             fault = "it has no prompt"
         elif len(self.log_probs) != length or len(self.output_ids if self.kept is None else self.kept) != length:
             fault = f"{len(self.log_probs)} log_probs, {len(self.kept or ())} kept, {length} output tokens"
-        elif self.experts is not None and len(self.experts) != max(len(self.prompt_ids) + length - 1, 0):
+        elif self.experts is not None and self.experts_start + len(self.experts) != self.num_tokens - 1:
             fault = f"experts of {len(self.experts)} tokens for {len(self.prompt_ids)} + {length}"
         elif self.spans and not tile(self.spans, length):
             fault = f"its version spans {[(s.start, s.end) for s in self.spans]} do not tile {length} output tokens"
@@ -69,6 +72,22 @@ class Turn:
         if fault:
             expected = f"a prompt, one log_prob an output token, one of {', '.join(STATUS_OF_REASON)}"
             raise RolloutError(fault, where=f"turn {self.digest[:12]}/{self.ordinal}", expected=expected)
+
+    def whole_experts(self) -> np.ndarray | None:
+        """Of all tokens but the last, ``[num_tokens - 1, layers, experts a token]``."""
+        if self.experts is None or not self.experts_start:
+            return self.experts
+        before = None if self.base is None else self.base.whole_experts()
+        return joined(None if before is None else before[: self.experts_start], self.experts, self.experts_start)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def on(self, base: Turn | None) -> Turn | None:
+        """This turn with ``base`` for the experts of its first tokens; None if it does not have them."""
+        return None if base is None or base.num_tokens <= self.experts_start else replace(self, base=base)
 
     @property
     def order(self) -> tuple[int, str, int]:
@@ -81,6 +100,14 @@ def turn_digest(prompt_ids: Sequence[int], parameters: Mapping[str, Any]) -> str
     """Digest of what was asked: hexadecimal, 64 characters. parameters: of sampling, as JSON holds them."""
     said = json.dumps(parameters, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(_bytes(prompt_ids) + said.encode()).hexdigest()
+
+
+def continued(turns: Iterable[Turn], prompt_ids: Sequence[int]) -> Turn | None:
+    """The longest of the turns with experts whose tokens a prompt begins with; None if there is none."""
+    sent = _bytes(prompt_ids)
+    found = (turn for turn in turns if turn.experts is not None)
+    fitting = (turn for turn in found if sent.startswith(_bytes([*turn.prompt_ids, *turn.output_ids])))
+    return max(fitting, key=lambda turn: turn.num_tokens, default=None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +151,12 @@ class Row:
 
     def _append(self, turn: Turn) -> None:
         known = self.rollout_routed_experts
-        self.rollout_routed_experts = joined(known, turn.experts, 0) if self.turns else turn.experts
+        reaches = known is not None and turn.experts_start <= len(known)
+        if reaches:
+            self.rollout_routed_experts = joined(known, turn.experts, turn.experts_start)
+        else:
+            whole = turn.whole_experts()
+            self.rollout_routed_experts = joined(known, whole, 0) if self.turns else whole
         self.experts_recomputed += 0 if turn.experts is None else num_recomputed(turn.spans)
         gap = turn.prompt_ids[len(self.tokens) :]
         start = self.response_length + len(gap)

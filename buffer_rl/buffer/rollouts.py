@@ -132,7 +132,7 @@ class Rollouts:
         if rollout is None:
             raise BufferStateError(f"the report is refused: {ticket.task} is not open", hint="it came too late")
         if ticket.worker not in rollout.missing:
-            raise BufferStateError(f"the report is refused: another worker goes on with {ticket.task}")
+            raise BufferStateError(f"the report is refused: another worker has {ticket.task} now")
         return rollout
 
     def start(self, ticket: Ticket, waiting: Sequence[SampleGroup] = ()) -> Ticket:

@@ -83,7 +83,7 @@ def check_devices(args: Args) -> None:
     import torch  # takes seconds, so only where a GPU is requested
 
     what, where = "there is no CUDA device, or torch is a build without CUDA", " and ".join(asked)
-    hint = "nvidia-smi shows the devices; 'auto' takes one where there is one"
+    hint = "nvidia-smi shows the devices; 'auto' takes one if there is one"
     refuse(asked and not torch.cuda.is_available(), what, where, hint=hint)
     here = Node(node_id="", address="127.0.0.1", gpus=torch.cuda.device_count())
     plan_devices(args, [here], engines=not train_only(args))

@@ -62,9 +62,9 @@ class DataOptions(Section):
     )
     loss_mask_type: Literal["auto", "qwen", "qwen3", "distill_qwen"] = option(
         "auto",
-        "how supervised fine-tuning finds the assistant's tokens. auto: {% generation %} marks of the template, "
-        "otherwise qwen. qwen: the text that each answer appends. qwen3: each answer rendered alone, so that all "
-        "keep their thinking. distill_qwen: only the last answer, as written",
+        "how supervised fine-tuning finds the assistant's tokens. With auto: {% generation %} marks of the template, "
+        "else as with qwen. With qwen: the text that each answer appends. With qwen3: each answer rendered alone, "
+        "so that all keep their thinking. With distill_qwen: only the last answer, as written",
     )
     accept_changed_rows: bool = option(
         False, "with --load: continue although rows or field names changed; their number and order must not"

@@ -67,7 +67,7 @@ class RunOptions(Section):
         False, "write checkpoints in the background; one is complete before the next begins and before the run ends"
     )
     save_optim: bool = option(
-        True, "keep the optimizer's state in checkpoints; a run that is resumed without starts Adam's moments anew"
+        True, "keep the optimizer's state in checkpoints; without it a resumed run starts with new Adam moments"
     )
     save_dtype: Literal["input", "float32", "bfloat16", "float16"] = option(
         "input",

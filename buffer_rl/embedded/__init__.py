@@ -18,5 +18,6 @@ routers        the modules of a mixture of experts that choose experts, and what
 decode_check   compares a decoder with the model's own forward pass, on a small copy
 weight_groups  groups in which a sender broadcasts weights to engines
 adapter        LoRA adapters of peft's format, as low-rank additions to the products of a decoder
+kept_weights   the newest version as it was published, which deltas change
 loader         models from Hugging Face folders, new weights for them, checksums of the weights served
 """

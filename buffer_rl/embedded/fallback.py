@@ -7,7 +7,7 @@ probabilities is checked when the decoder is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, Self
@@ -77,6 +77,21 @@ class FallbackDecoder:
     def load(self, module: Any) -> None:
         """Take the weights of ``module``, a model of the same sizes."""
         self.module = module
+
+    @torch.inference_mode()
+    def patch(self, weights: Mapping[str, torch.Tensor], changes: Mapping[str, torch.Tensor | None]) -> bool:
+        """As ``FastDecoder.patch``, if the module has all that changed under the same names and shapes."""
+        if self.module is None:
+            return False
+        state, new = self.module.state_dict(), {}
+        for name, at in changes.items():
+            target = state.get(name)
+            if at is None or target is None or target.shape != weights[name].shape or not target.is_contiguous():
+                return False
+            new[name] = (target.view(-1), at.to(target.device), weights[name].view(-1)[at].to(target))
+        for flat, at, values in new.values():
+            flat[at] = values
+        return True
 
     def with_adapter(self, folder: str, name: str) -> Self:
         """A decoder over the same module with the adapter in ``folder``, in peft's format, which the module has as

@@ -10,7 +10,7 @@ L positions, V vocabulary padded to a multiple of 128, P prompts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -52,6 +52,13 @@ def _rotary_tables(rotary: Any, shape: CacheShape) -> tuple[torch.Tensor, torch.
     angles = positions[:, None] * rotary.inv_freq.float().to(shape.device)
     cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
     return torch.cat((cos, cos), dim=-1).to(shape.dtype), torch.cat((-sin, sin), dim=-1).to(shape.dtype)
+
+
+def _places(at: Any, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of flat positions. By numpy, which divides by one number several times as fast as torch."""
+    flat = at.numpy()
+    rows = flat // num_columns
+    return torch.from_numpy(rows), torch.from_numpy(flat - rows * num_columns)
 
 
 class FastDecoder:
@@ -125,6 +132,69 @@ class FastDecoder:
         self._norms = {
             name: self._own(weight).clone() for name, weight in weights.items() if name.endswith("norm.weight")
         }
+
+    @torch.inference_mode()
+    def patch(self, weights: Mapping[str, torch.Tensor], changes: Mapping[str, torch.Tensor | None]) -> bool:
+        """Take the elements of ``weights`` at the flat positions ``changes``; elsewhere they are those that were taken
+        before. Returns False, with nothing changed, if they have to be taken as a whole: ``load_weights``."""
+        if not self.layers or any(at is None for at in changes.values()):
+            return False
+        parts: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
+        at = {name: positions.to(self.shape.device) for name, positions in changes.items() if positions is not None}
+        new = {name: self._own(weights[name].view(-1)[changes[name]]) for name in at}
+        for name, copied, place_of in self._copies():
+            if name in at:
+                parts.append((copied, place_of(at[name]), new[name]))
+        for target, names, norm in self._matrices("lm_head.weight" in weights):
+            scale = None if norm is None else self._own(weights[norm]).float()
+            start = 0
+            for name in names:
+                num_rows, num_columns = weights[name].shape
+                if name in at:
+                    rows, columns = _places(changes[name], num_columns)
+                    index = (columns * target.shape[1] + (rows + start)).to(self.shape.device)
+                    values = new[name]
+                    if scale is not None:
+                        values = (values.float() * scale[columns.to(self.shape.device)]).to(self.shape.dtype)
+                    parts.append((target.view(-1), index, values))
+                if scale is not None and norm in at:
+                    folded = self._own(weights[name][:, changes[norm]]).float() * scale[at[norm]]
+                    place = (at[norm], slice(start, start + num_rows))
+                    parts.append((target, place, folded.t().to(self.shape.dtype)))
+                start += num_rows
+        for target, place, values in parts:
+            target[place] = values
+        return True
+
+    def _copies(self) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], Any]]]:
+        """Names of weights that are prepared by copying their elements, where to, and to which index flat positions."""
+        yield "model.embed_tokens.weight", self.embed.view(-1), lambda at: at
+        yield from ((name, norm, lambda at: at) for name, norm in self._norms.items())
+        dim, num_kv = self.shape.head_dim, self.shape.num_kv_heads
+        for number, layer in enumerate(self.layers):
+            block, sizes = f"model.layers.{number}.self_attn.", {"q": self.num_heads, "k": num_kv, "v": num_kv}
+            start = 0
+            for part, num_heads in sizes.items():
+                heads = slice(start, start + num_heads)
+                if layer.qkv_bias is not None:
+                    yield f"{block}{part}_proj.bias", layer.qkv_bias[start * dim :], lambda at: at
+                if layer.qk_norm is not None and part != "v":
+                    yield f"{block}{part}_norm.weight", layer.qk_norm[heads], lambda at: (slice(None), at)
+                start += num_heads
+
+    def _matrices(self, has_head: bool) -> Iterator[tuple[torch.Tensor, list[str], str | None]]:
+        """Prepared matrices, the names of the weights whose rows are their columns, and of the norm before them."""
+        yield self.head, ["lm_head.weight" if has_head else "model.embed_tokens.weight"], "model.norm.weight"
+        for number, layer in enumerate(self.layers):
+            at = f"model.layers.{number}."
+            yield layer.qkv, [f"{at}self_attn.{part}_proj.weight" for part in "qkv"], f"{at}input_layernorm.weight"
+            yield layer.out, [f"{at}self_attn.o_proj.weight"], None
+            yield (
+                layer.gate_up,
+                [f"{at}mlp.{x}_proj.weight" for x in ("gate", "up")],
+                f"{at}post_attention_layernorm.weight",
+            )
+            yield layer.down, [f"{at}mlp.down_proj.weight"], None
 
     @torch.inference_mode()
     def with_adapter(self, folder: str) -> Self:

@@ -22,6 +22,7 @@ import torch
 
 from buffer_rl.embedded.fallback import FallbackDecoder
 from buffer_rl.embedded.fast_decoder import FastDecoder
+from buffer_rl.embedded.kept_weights import Changes, KeptWeights, steps_to
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import text_config
 from buffer_rl.records.experts import ExpertSizes
@@ -108,7 +109,7 @@ def _checkpoint_shapes(module: Any) -> dict[str, tuple[int, ...]]:
 class LoadedModel:
     """A decoder whose weights can be replaced by those of another folder.
 
-    checkpoint_shapes: of all weights, under the module's own names and those of a checkpoint.
+    checkpoint_shapes: of all weights, under the module's own names and those of a checkpoint. kept: what deltas are of.
     """
 
     def __init__(self, options: LoadOptions) -> None:
@@ -128,6 +129,7 @@ class LoadedModel:
         else:
             how = {"deterministic": options.deterministic, "returns_experts": options.returns_experts}
             self.decoder = FallbackDecoder(module, limit, **how)
+        self.kept = KeptWeights()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         self.checkpoint_shapes = self._shapes | _checkpoint_shapes(module)
         self._module_class: Any = type(module)
@@ -139,6 +141,13 @@ class LoadedModel:
     def replace_weights(self, path: str) -> None:
         """Take the weights in ``path``. Raises EngineError, with the old weights still in place, if they cannot be
         read or are of another model."""
+        if (steps := steps_to(Path(path), self.kept.digest)) is not None:
+            changes: Changes | None = None
+            for step in steps:
+                changes = self.kept.take(read_folder(step.folder), step.digest, step.base)
+            self._serve_kept(changes if len(steps) == 1 else None)
+            return
+        self.kept.forget()
         config = Path(path, "config.json")
         if config.is_file() and config.read_bytes() == self._config_text and self._take(read_tensors(config.parent)):
             return
@@ -165,9 +174,28 @@ class LoadedModel:
         if isinstance(self.decoder, FallbackDecoder):
             self.decoder.forget_adapter(name)
 
-    def replace_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take weights under the names of a Hugging Face checkpoint, all of them. Raises EngineError, with the old
-        weights still in place, if a tensor is missing, unknown or of the wrong shape."""
+    def replace_tensors(
+        self, tensors: Mapping[str, torch.Tensor], digest: str | None = None, base: str | None = None
+    ) -> None:
+        """Take weights under the names of a Hugging Face checkpoint, all of them, or a delta of the version whose
+        digest is ``base``. Raises EngineError, with the old weights still in place, if a tensor is missing, unknown or
+        of the wrong shape, or if the version has another digest than ``digest``; without one, none is kept."""
+        if digest is not None:
+            self._serve_kept(self.kept.take(tensors, digest, base))
+            return
+        self.kept.forget()
+        self._replace_whole(tensors)
+
+    def _serve_kept(self, changes: Changes | None) -> None:
+        """changes: in what is kept since it was served before; None: any."""
+        try:
+            if changes is None or not self.decoder.patch(self.kept.tensors, changes):
+                self._replace_whole(self.kept.tensors)
+        except BaseException:
+            self.kept.forget()
+            raise
+
+    def _replace_whole(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self._take(tensors):
             return
         where = "the tensors of the update"
@@ -196,6 +224,20 @@ class LoadedModel:
             return False
         self.decoder.load_weights(tensors)
         return True
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's files. Raises EngineError if one cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"the weights cannot be read: {error}", where=str(folder)) from error
+    return tensors
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -246,14 +288,15 @@ class StagedUpdate:
         self._tensors: dict[str, torch.Tensor] | None = None
         self._version: str | None = None
         self._flush = False
+        self.base: str | None = None
 
-    def begin(self, selector: Any = "all") -> None:
-        """Start an update; one that was left unfinished is forgotten. Raises EngineError unless all weights are to
-        come."""
+    def begin(self, selector: Any = "all", base: str | None = None) -> None:
+        """Start an update, of all weights or, with ``base``, of a delta; one that was left unfinished is forgotten.
+        Raises EngineError for another selector."""
         if selector != "all":
             raise EngineError(f"selector {selector!r} is not supported", expected='"all"')
         self.discard()
-        self._tensors = {}
+        self._tensors, self.base = {}, base
 
     def add(self, serialized: Any, load_format: Any, version: str | None, *, flush_cache: bool) -> None:
         """Stage one bucket. serialized: a list with one handle (see ``buffer_rl.weights.shared_bucket``).
@@ -297,7 +340,7 @@ class StagedUpdate:
 
     def discard(self) -> None:
         """Forget what is staged."""
-        self._tensors, self._version, self._flush = None, None, False
+        self._tensors, self._version, self._flush, self.base = None, None, False, None
 
 
 def _opened(serialized: Any, load_format: Any) -> dict[str, torch.Tensor]:

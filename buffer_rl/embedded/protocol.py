@@ -389,7 +389,7 @@ def meta_info(request: Request, version: str, return_logprob: bool, return_kept:
         offsets = np.array([0, *accumulate(len(ids) // 4 for ids in request.kept)], dtype="<i4")
         meta["top_p_token_ids"] = b64encode(b"".join(request.kept)).decode()
         meta["top_p_token_offsets"] = b64encode(offsets.tobytes()).decode()
-    if request.row.experts is not None:
+    if request.row.experts is not None and request.finish_reason is not None:  # the pieces of a stream have none
         experts = np.concatenate(request.row.experts)[request.experts_start :].astype("<i4")
         meta["routed_experts"] = b64encode(experts.tobytes()).decode()
         meta["routed_experts_start_len"] = request.experts_start

@@ -175,7 +175,11 @@ class _Handlers:
         )
 
     async def begin_weight_update(self, request: HttpRequest) -> Response:
-        self.service.staged.begin((await _object(request)).get("selector", "all"))
+        body = await _object(request)
+        base = _digest(body, "base")
+        if base not in (None, self.service.model.kept.digest):
+            raise EngineError(f"the version {base} is not kept", hint="publish the whole version")
+        self.service.staged.begin(body.get("selector", "all"), base)
         return json_response({"success": True, "message": "Weight update begun."})
 
     async def update_weights_from_tensor(self, request: HttpRequest) -> Response:
@@ -202,8 +206,9 @@ class _Handlers:
         self.service.groups.destroy(await _object(request))
         return json_response({"success": True, "message": "Succeeded to destroy custom process group."})
 
-    async def end_weight_update(self, _: HttpRequest) -> Response:
-        await self.service.end_weight_update()
+    async def end_weight_update(self, request: HttpRequest) -> Response:
+        body = await _object(request)
+        await self.service.end_weight_update(_digest(body, "digest"), weight_version(body))
         return json_response({"success": True, "message": "Succeeded to update model weights."})
 
     async def weights_checker(self, request: HttpRequest) -> Response:
@@ -271,6 +276,14 @@ async def _object(request: HttpRequest) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     return body
+
+
+def _digest(body: Mapping[str, Any], key: str) -> str | None:
+    """Of a version that a body names, if it does."""
+    value = body.get(key)
+    if value is not None and not isinstance(value, str):
+        raise BadRequestError(f"'{key}' must be a digest of weights")
+    return value
 
 
 def _tags(body: Mapping[str, Any]) -> Sequence[str]:

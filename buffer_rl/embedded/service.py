@@ -312,17 +312,22 @@ class EngineService:
     async def part_arrived(self) -> None:
         """Called after each part of an update: it is staged until the end."""
 
-    async def end_weight_update(self) -> None:
-        """Take the weights that were staged, all at once.
+    async def end_weight_update(self, digest: str | None = None, name: str | None = None) -> None:
+        """Take the weights that were staged, all at once. digest: of the version that they make. name: what it is
+        called, if no part says it.
 
         An engine that is not paused finishes its running requests first. Raises EngineError, with nothing changed,
         if no update is under way, or in the cases of ``update_weights``.
         """
+        base = self.staged.base
         tensors, version, flush_cache = self.staged.finish()
+        if base is not None and digest is None:
+            raise EngineError("a delta was staged", expected="a digest of the version that it makes")
+        version = name if version is None else version
 
         def run() -> None:
             try:
-                self._replace(lambda: self.model.replace_tensors(tensors), version, flush_cache)
+                self._replace(lambda: self.model.replace_tensors(tensors, digest, base), version, flush_cache)
             finally:
                 tensors.clear()
 
@@ -401,6 +406,7 @@ class EngineService:
             "context_length": self.limits.context_length,
             "max_running_requests": self.scheduler.max_running_requests,
             "weight_version": self.label or self.scheduler.version,
+            "digest": self.model.kept.digest,
             "adapters": self.scheduler.adapters,
             "paused": self.scheduler.paused,
             "lacks": sorted(self.scheduler.lacks),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from buffer_rl.embedded.loader import StagedUpdate
 from buffer_rl.embedded.protocol import weight_version
 from buffer_rl.engines.protocol import BadRequestError
 from buffer_rl.errors import EngineError
+from buffer_rl.weights.delta import GAPS, VALUES
 from buffer_rl.weights.process_group import FLATTENED, WeightGroup, join
 from buffer_rl.weights.shared_bucket import DTYPES
 
@@ -156,14 +158,17 @@ class WeightGroups:
             )
         expected: dict[str, tuple[torch.dtype, torch.Size]] = {}
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            if not isinstance(name, str) or (self._shapes is not None and name not in self._shapes):
+            own = str(name).removesuffix(GAPS).removesuffix(VALUES) if self._staged.base is not None else name
+            if not isinstance(name, str) or (self._shapes is not None and own not in self._shapes):
                 raise EngineError(f"the model has no weights {str(name)[:MAX_NAME_CHARS]!r}")
             if name in expected:
                 raise EngineError(f"the weights {name} came twice in one update")
             plain = str(dtype).removeprefix("torch.")
             if plain not in DTYPES:
                 raise BadRequestError(f"dtype {dtype!r} of {name} is not known; known: {', '.join(DTYPES)}")
-            wanted = shape if self._shapes is None else list(self._shapes[name])
+            wanted = shape if self._shapes is None else list(self._shapes[own])
+            if own != name and isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int:
+                wanted = [min(max(shape[0], 0), math.prod(wanted))]  # as many elements of it as changed
             if not isinstance(shape, list) or shape != wanted:
                 raise EngineError(f"the shape of {name} is {shape}", expected=f"{wanted}")
             expected[name] = (DTYPES[plain], torch.Size(shape))

@@ -123,11 +123,19 @@ def parse_answer(
             where=url,
             expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
         ) from error
-    if token_ids != result.output_ids or len(result.log_probs) != len(token_ids):
+    if token_ids != result.output_ids:
         raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
-    if not tile(result.spans, len(result.output_ids)):
+    _check_answer(result, url, vocab_size, meta["weight_versions"])
+    return result
+
+
+def _check_answer(result: GenerateResult, url: str, vocab_size: int | None, versions: Any) -> None:
+    token_ids = result.output_ids
+    if len(result.log_probs) != len(token_ids):
+        raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
+    if not tile(result.spans, len(token_ids)):
         raise EngineError(
-            f"weight_versions {meta['weight_versions']} of {len(result.output_ids)} output tokens",
+            f"weight_versions {versions} of {len(token_ids)} output tokens",
             where=url,
             expected="spans {version, start, end} that cover every output token once, in order",
             hint="the engine has to report which weights sampled each token, as a current SGLang does",
@@ -149,7 +157,6 @@ def parse_answer(
             where=url,
             expected=f"one of {', '.join(STATUS_OF_REASON)}",
         )
-    return result
 
 
 def request_timeout_s(args: Args) -> float:

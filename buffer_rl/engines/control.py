@@ -116,9 +116,9 @@ class EngineControlClient:
         requests that run with it."""
         self._post("/unload_lora_adapter", {"lora_name": name})
 
-    def begin_weight_update(self) -> None:
-        """Have every engine stage what ``update_weights_from_tensor`` sends."""
-        self._post("/begin_weight_update", {"selector": "all"})
+    def begin_weight_update(self, base: str | None = None) -> None:
+        """Have every engine stage what comes: all weights, or a delta of the version whose digest is ``base``."""
+        self._post("/begin_weight_update", {"selector": "all"} if base is None else {"selector": "all", "base": base})
 
     def update_weights_from_tensor(
         self, serialized: Mapping[str, Sequence[str]], load_format: str | None, version: int | None
@@ -173,9 +173,11 @@ class EngineControlClient:
         """Have every engine leave a group. EngineError if one is not in it."""
         self._post("/destroy_weights_update_group", {"group_name": name})
 
-    def end_weight_update(self) -> None:
-        """Have every engine serve what was sent since ``begin_weight_update``."""
-        self._post("/end_weight_update", {})
+    def end_weight_update(self, digest: str | None = None, version: int | None = None) -> None:
+        """Have every engine serve what was sent since ``begin_weight_update``. digest: of the version that it has then,
+        which it keeps for deltas. version: what the weights are called, if no bucket said so."""
+        body = {} if digest is None else {"digest": digest, "weight_version": str(version)}
+        self._post("/end_weight_update", body)
 
     def wait_for_engine(self) -> None:
         """Does nothing: these engines are not replaced, so none will come."""

@@ -107,7 +107,7 @@ class ServerInfo:
     """What an engine says that it is. is_embedded: one of this package's. imitates: the server that it answers as.
     deterministic: an answer depends on the request and its seed alone. shares_seeds: the rows of a request have its
     seed, where it is not ours. device: ``"cuda"`` or ``"cpu"``; empty where it does not say. context_length: None where
-    it is the model's own."""
+    it is the model's own. digest: of the version that a delta may be of; None: it keeps none."""
 
     is_embedded: bool = False
     imitates: str | None = None
@@ -117,6 +117,7 @@ class ServerInfo:
     shares_seeds: bool = False
     device: str = ""
     context_length: int | None = None
+    digest: str | None = None
 
     @classmethod
     def parse(cls, answer: Any, url: str) -> ServerInfo:
@@ -132,6 +133,7 @@ class ServerInfo:
                 shares_seeds=deterministic or bool(answer.get("enable_deterministic_inference")),
                 device=str(answer.get("device") or ""),
                 context_length=None if length is None else int(length),
+                digest=answer.get("digest"),
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise EngineError(f"not what a server says of itself: {error}", where=f"{url}/server_info") from error

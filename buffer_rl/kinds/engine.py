@@ -117,7 +117,7 @@ KINDS = (
         changed=dict.fromkeys(
             ("load", "cleanup"),
             "a weight transport has two sides now: connect(trainer, engines), prepare(version), publish(version) and "
-            "close() in the driver, and a class `sender` in each rank of the trainer; see docs/models.md",
+            "close() in the driver, and a class `sender` in each rank of the trainer; see docs/scale.md",
         ),
         constructed=("args",),
     ),

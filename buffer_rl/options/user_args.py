@@ -40,7 +40,7 @@ class UserArgs:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"args has no {name!r}: it is no option of this run (buffer-rl train --help all lists them), nor a name of "
-            "slime's that has a meaning here (docs/coming_from_slime.md)"
+            "slime's that has a meaning here (plugins/buffer_rl_slime/README.md)"
         )
 
 

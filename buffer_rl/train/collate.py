@@ -152,7 +152,7 @@ def _kept(batch: TrainBatch, target_n: np.ndarray) -> list[np.ndarray]:
                 "its kept tokens are not those that its response was drawn from",
                 where=str(row_id),
                 expected="in kept_counts a number for each response token, 0 for the whole vocabulary, and in "
-                "kept_tokens so many different ids, the response token among them",
+                "kept_tokens that number of different ids, the response token among them",
             )
     return [np.concatenate(columns[name]).astype(np.int64) for name in ("kept_counts", "kept_tokens")]
 
@@ -284,10 +284,9 @@ def _packed_blocks(
     response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     prompt_b = np.asarray(batch.lengths, dtype=np.int64) - response_b
     tokens = list(batch.columns["tokens"])
-    experts = routed_experts(batch) if shares_prompts else None
-    keys = (
-        prompt_keys(tokens, prompt_b, experts) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
-    )
+    experts = batch.columns.get("routed_experts")
+    own = None if experts is None else list(experts)
+    keys = prompt_keys(tokens, prompt_b, own) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
     blocks: list[list[int]] = []
     held: set[bytes] = set()  # prompts of the last block
     num_tokens = longest = 0

@@ -100,7 +100,7 @@ def check_eval_prompts(args: Args, engines: list[ContextLimit], sources: Sequenc
             "\n".join(["evaluation prompts leave no room for a response", *long[:MAX_REPORTED], *more]),
             where="--eval-prompt-data and --eval-config",
             expected=f"fewer than {limit + 1} tokens ({of})",
-            hint="take the rows out, or raise the limit where the model has room",
+            hint="take the rows out, or raise the limit if the model has room",
         )
 
 

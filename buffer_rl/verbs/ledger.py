@@ -25,8 +25,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     parser = subparsers.add_parser(
         "ledger",
         description="Show how many groups of each epoch are pending, leased, finished, trained, rejected and\n"
-        "quarantined, what became of the leases of the newest tickets, which groups the newest steps trained on,\n"
-        "what happened to one group, and whether the accounting holds. The run may be at work.",
+        "quarantined. Also the leases of the newest tickets, the groups of the newest steps, the history of one\n"
+        "group, and whether the accounting holds. The run may be at work.",
     )
     parser.add_argument(
         "path", metavar="PATH", help=f"a ledger, or a folder that holds {FILE_NAME}: of a run, or of a checkpoint"

@@ -50,8 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     check.add_argument(
         "--on",
         metavar="FILE",
-        help="call a reward on a label, an empty and a truncated answer to rows of this file; a filter on groups with "
-        "rewards of 0 and 1; a generate function, an agent or an environment with an engine that answers the label",
+        help="call the plugin on rows of this file. A reward gets the label, an empty and a truncated answer. A filter "
+        "gets groups with rewards of 0 and 1. The others get an engine that answers the label",
     )
     check.add_argument("--config", metavar="FILE", help="with --on: options of a run, such as label_key and reward_key")
     new = actions.add_parser("new", help="write a working plugin of your own, with its test")

@@ -6,6 +6,7 @@ sender         the side of a transport in the trainer's ranks, and the check of 
 disk           transport ``disk``, a folder of safetensors per version
 tensor         transport ``tensor``, the trainer's memory on the same machine
 distributed    transport ``distributed``, broadcasts to all engines at once
+delta          what changed between two versions, and digests of versions
 adapters       adapters alone, beside each other at the engines, and the check that these apply them
 follow         each version for engines that others run, in a folder that they poll
 shared_bucket  layout of a bucket of tensors, handles of it, and SGLang's pickled form

@@ -1,55 +1,119 @@
 """Weights by disk: a folder of safetensors for each version, which the engines read.
 
-The folder gets its name by one rename, so that no engine ever reads half a version.
+The folder gets its name by one rename, so that no engine ever reads half a version. Under ``--publish-delta`` a folder
+has what changed since the one before it, down to a whole one, and an engine reads those that it lacks. Whole ones are
+written where there is none before, where an engine refused a delta, after ``MAX_DELTAS``, and where the deltas would
+together be as large as one: so engines that join read at most twice what a version has.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.options.section import required
+from buffer_rl.weights.sender import cast_for_engines, drained
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.records.groups import Topology
+    from buffer_rl.weights.delta import DeltaSource, Encoded
     from buffer_rl.weights.sender import Senders
 
 VERSION_GLOB = "v" + "[0-9]" * 6
 COPIED = (".json", ".jinja", ".model", ".py", ".txt")
 """Endings of the files beside the weights: configuration, tokenizer, code of the model."""
 INDEX = "model.safetensors.index.json"
+MAX_DELTAS = 50
+CONTENTS = "contents.json"
+"""In a folder of ``--publish-delta``: its ``Contents``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a folder has. digest: of the version. base: the folder beside it and the digest of the version that its
+    delta is of; None: it is whole."""
+
+    digest: str
+    base: tuple[str, str] | None
+
+
+def read_contents(folder: Path) -> Contents | None:
+    """Of a folder; None without any. Raises EngineError if they are none."""
+    path = folder / CONTENTS
+    try:
+        found = json.loads(path.read_bytes())
+        base = found["base"]
+        if base is not None and Path(base[0]).name != base[0]:
+            raise ValueError("a base is a folder beside it")
+        return Contents(digest=str(found["digest"]), base=None if base is None else (base[0], str(base[1])))
+    except FileNotFoundError:
+        return None
+    except (IndexError, KeyError, OSError, TypeError, ValueError) as error:
+        raise EngineError(f"not the contents of a folder of weights: {error}", where=str(path)) from error
 
 
 class DiskSender:
     """Writes one rank's weights, a file for each bucket."""
 
     def __init__(self, args: Args, topology: Topology) -> None:
+        self._args = args
         self._model = Path(required(args.hf_checkpoint, "hf_checkpoint"))
         self._is_source = topology.is_source
+        self._held: DeltaSource | None = None
+
+    def encode(self, buckets: Iterator[Mapping[str, Any]]) -> Encoded | None:
+        """Hold the weights and what changed in them; None on other ranks than the source."""
+        from buffer_rl.weights.delta import DeltaSource
+
+        if self._is_source and self._held is None:
+            self._held = DeltaSource(cast_for_engines(self._args))
+        if self._held is None:
+            drained(buckets)
+            return None
+        return self._held.advance(buckets)
+
+    def write_held(self, _: Iterator[Mapping[str, Any]], folder: str, contents: Contents) -> None:
+        """Write what is held, whole or as a delta; on other ranks nothing."""
+        if self._held is None:
+            return
+        target, as_delta = Path(folder), contents.base is not None
+        target.mkdir(parents=True)
+        files = self._write_files(self._held.buckets(as_delta=as_delta), target)
+        if not as_delta:
+            self._write_rest(target, *files)
+        (target / CONTENTS).write_text(json.dumps(asdict(contents)))
 
     def write(self, buckets: Iterator[Mapping[str, Any]], folder: str) -> None:
         """Write a Hugging Face folder, with the configuration of ``--hf-checkpoint``; on other ranks nothing."""
         if not self._is_source:
-            for _ in buckets:
-                pass
+            drained(buckets)
             return
-        from safetensors.torch import save_file
-
         target = Path(folder)
         target.mkdir(parents=True)
-        files, num_bytes = {}, 0
+        self._write_rest(target, *self._write_files(buckets, target))
+
+    def _write_files(self, buckets: Iterator[Mapping[str, Any]], target: Path) -> tuple[dict[str, str], int]:
+        """The file of each tensor, and how many bytes they have."""
+        from safetensors.torch import save_file
+
+        files: dict[str, str] = {}
+        num_bytes = 0
         for number, bucket in enumerate(buckets, start=1):
             name = f"model-{number:05d}.safetensors"
             tensors = {key: _alone(tensor) for key, tensor in bucket.items()}
             save_file(tensors, target / name, metadata={"format": "pt"})
             files.update(dict.fromkeys(tensors, name))
             num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        return files, num_bytes
+
+    def _write_rest(self, target: Path, files: dict[str, str], num_bytes: int) -> None:
         (target / INDEX).write_text(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": files}))
         for path in self._model.iterdir():
             if path.suffix in COPIED and not path.name.endswith(".index.json"):
@@ -75,17 +139,70 @@ class DiskTransport:
 
     def __init__(self, args: Args) -> None:
         self._folder = disk_folder(args)
+        self._publishes_delta, self._sends_delta = args.publish_delta, False
+        self._encoded: Encoded | None = None
+        self._chain: list[Path] = []
+        self._num_bytes = 0  # of the deltas in the chain
+        self._digest: str | None = None  # of its last folder
+        self._is_refused = False
 
     def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
-        """Only note both sides: the folder is there for every engine."""
+        """Only note both sides: the folder is there for every engine. Deltas are for embedded engines."""
         self._trainer, self._engines = trainer, engines
+        if self._publishes_delta:
+            self._sends_delta = all(info.is_ours for info in engines.server_info().values())
 
     def prepare(self, version: int) -> None:
         """Write the version while engines go on generating. Raises ConfigError where the driver does not see it."""
+        if self._is_refused or not self._sends_delta:
+            self._chain, self._is_refused = [], False
+        if self._sends_delta:
+            self._encoded = next(answer for answer in self._trainer.send("encode") if answer is not None)
+            self._write_held(version)
+        else:
+            self._write_folder(version, self._write_version)
+
+    def publish(self, version: int) -> None:
+        """Have the paused engines read the version. Where one refused a delta, it is whole the next time."""
+        if self._is_refused:
+            self._chain = []
+            self._write_held(version)
+        self._is_refused = len(self._chain) > 1
+        self._engines.update_weights_from_disk(str(self._target(version)), version)
+        self._is_refused = False
+
+    def release(self, version: int) -> None:
+        """All engines have the version: forget the older ones that it does not build on, and what a run that was killed
+        has left half written."""
+        for folder in (*self._folder.glob(VERSION_GLOB), *self._folder.glob(f".{VERSION_GLOB}.tmp")):
+            if folder != self._target(version) and folder not in self._chain:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing to free: the newest version stays for engines that join."""
+
+    def _write_held(self, version: int) -> None:
+        """Write what the trainer holds: what changed since the newest folder where that is its base, else all."""
+        encoded, target = self._encoded, self._target(version)
+        base: tuple[str, str] | None = None
+        assert encoded is not None
+        if self._chain and encoded.base is not None and encoded.base == self._digest:
+            if target == self._chain[-1] and encoded.digest == self._digest:
+                return  # published once more, for engines that came since
+            is_less = self._num_bytes + encoded.delta_bytes < encoded.full_bytes
+            if target not in self._chain and is_less and len(self._chain) <= MAX_DELTAS:
+                base = (self._chain[-1].name, encoded.base)
+        contents = Contents(digest=encoded.digest, base=base)
+        self._write_folder(version, lambda folder: self._trainer.send("write_held", folder, contents))
+        self._chain = [target] if base is None else [*self._chain, target]
+        self._num_bytes = 0 if base is None else self._num_bytes + encoded.delta_bytes
+        self._digest = encoded.digest
+
+    def _write_folder(self, version: int, write: Callable[[str], object]) -> None:
         target = self._target(version)
         temporary = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        self._write_version(str(temporary))
+        write(str(temporary))
         shutil.rmtree(target, ignore_errors=True)
         try:
             temporary.rename(target)
@@ -95,19 +212,6 @@ class DiskTransport:
                 where=f"--update-weight-disk-dir {self._folder}",
                 expected="a folder on a file system that all nodes share",
             ) from error
-
-    def publish(self, version: int) -> None:
-        """Have the paused engines read the version."""
-        self._engines.update_weights_from_disk(str(self._target(version)), version)
-
-    def release(self, version: int) -> None:
-        """All engines have the version: forget the older ones, and what a run that was killed has left half written."""
-        for folder in (*self._folder.glob(VERSION_GLOB), *self._folder.glob(f".{VERSION_GLOB}.tmp")):
-            if folder != self._target(version):
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Nothing to free: the newest version stays for engines that join."""
 
     def _write_version(self, folder: str) -> None:
         self._trainer.send("write", folder)

@@ -8,7 +8,8 @@ starts the trainer's side, then calls the engines, and only then waits for the t
 group, so the other does not wait for it long. The group is made again, under another name, when engines join or leave
 and after each failure: its members no longer agree on what comes next.
 
-While a bucket is sent, the trainer gathers the next one.
+While a bucket is sent, the trainer gathers the next one. Under ``--publish-delta`` it gathers before the pause, and
+holds the version and what changed: that is sent where all engines say that they have the version before, else all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import BufferRLError, EngineError
+from buffer_rl.weights.sender import cast_for_engines, drained
 from buffer_rl.weights.tensor import tensor_parallel_ranks
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.engines.protocol import ServerInfo
     from buffer_rl.records.groups import Topology
-    from buffer_rl.weights.options import WeightOptions
+    from buffer_rl.weights.delta import DeltaSource, Encoded
     from buffer_rl.weights.process_group import Backend, Rendezvous, WeightGroup
     from buffer_rl.weights.role_weights import RoleReceivers
     from buffer_rl.weights.sender import Senders
@@ -42,8 +44,10 @@ class DistributedSender:
     """The side of one rank. All ranks iterate the weights or none does; the source, rank 0 of each group, sends."""
 
     def __init__(self, args: Args, topology: Topology) -> None:
+        self._args = args
         self._timeout_s = args.update_weights_timeout_s
         self._is_source = topology.is_source
+        self._held: DeltaSource | None = None
         self._rendezvous: Rendezvous | None = None
         self._groups: dict[str, WeightGroup] = {}
 
@@ -74,6 +78,24 @@ class DistributedSender:
         finally:
             self._rendezvous = None
 
+    def encode(self, buckets: Iterator[Mapping[str, Any]]) -> Encoded | None:
+        """Hold the weights and what changed in them; None on other ranks than the source."""
+        from buffer_rl.weights.delta import DeltaSource
+
+        if not self._is_source:
+            drained(buckets)
+            return None
+        if self._held is None:
+            self._held = DeltaSource(cast_for_engines(self._args))
+        return self._held.advance(buckets)
+
+    def broadcast_held(self, _: Iterator[Mapping[str, Any]], name: str, as_delta: bool) -> None:
+        """Send the group what is held, or what changed in it, which is a broadcast for each bucket."""
+        if self._held is None or (group := self._groups.get(name)) is None:
+            return
+        for bucket in self._held.buckets(as_delta=as_delta):
+            self._send(group, list(bucket.values()), flattened=as_delta)
+
     def broadcast(self, buckets: Iterator[Mapping[str, Any]], name: str) -> None:
         """Send the group bucket after bucket, tensor by tensor, each bucket while the next one is gathered."""
         group = self._groups.get(name)
@@ -92,9 +114,9 @@ class DistributedSender:
         if (group := self._groups.pop(name, None)) is not None:
             group.close()
 
-    def _send(self, group: WeightGroup, tensors: list[Any]) -> None:
+    def _send(self, group: WeightGroup, tensors: list[Any], *, flattened: bool = False) -> None:
         try:
-            group.send(tensors, self._timeout_s)
+            group.send(tensors, self._timeout_s, flattened=flattened)
         except BufferRLError:
             group.close()  # the receivers' part fails now rather than at their deadline
             raise
@@ -107,9 +129,11 @@ class DistributedTransport:
     staged = True
     reaches_roles = True
 
-    def __init__(self, args: WeightOptions) -> None:
+    def __init__(self, args: Args) -> None:
         self._name: str | None = None
         self._plan: list[Any] = []
+        self._publishes_delta = args.publish_delta
+        self._encoded: Encoded | None = None
 
     def connect(self, trainer: Senders, engines: EngineControlClient | RoleReceivers) -> None:
         """Make the group of the trainer and the engines that are there now. A name of its own each time: an engine may
@@ -118,6 +142,9 @@ class DistributedTransport:
         self._trainer, self._engines = trainer, engines
         infos = engines.server_info()  # of those that live
         ranks = tensor_parallel_ranks(infos)
+        # Roles and servers of others take all of it: an update of a delta has a begin and an end of its own.
+        self._publishes_delta = self._publishes_delta and all(info.is_ours for info in infos.values())
+        self.staged = not self._publishes_delta
         plans = [answer for answer in trainer.send("listen") if answer is not None]
         if not plans or not plans[0][2]:
             raise EngineError("the trainer has no weights to send", where="--weight-sync-mode distributed")
@@ -130,17 +157,36 @@ class DistributedTransport:
         joining.wait()
 
     def prepare(self, version: int) -> None:
-        """Nothing: the trainer's weights stay as they are until the publication has ended."""
+        """Nothing, but for a delta: the trainer's weights stay as they are until the publication has ended."""
+        if not self.staged:
+            self._encoded = next(answer for answer in self._trainer.send("encode") if answer is not None)
 
     def publish(self, version: int) -> None:
         """Have the engines receive bucket after bucket; the version gets its number with the last."""
         assert self._name is not None
+        if not self.staged:
+            self._publish_held(version, self._name)
+            return
         last = len(self._plan) - 1
         sending = self._trainer.start("broadcast", self._name)
         for index, bucket in enumerate(self._plan):
             number = version if index == last else None
             self._engines.update_weights_from_distributed(bucket, name=self._name, version=number)
         sending.wait()
+
+    def _publish_held(self, version: int, name: str) -> None:
+        assert self._encoded is not None
+        engines: Any = self._engines  # roles take whole versions
+        digest, base = self._encoded.digest, self._encoded.base
+        if base is not None and any(info.digest != base for info in engines.server_info().values()):
+            base = None
+        plan, as_delta = (self._encoded.full_plan, False) if base is None else (self._encoded.delta_plan, True)
+        engines.begin_weight_update(base)
+        sending = self._trainer.start("broadcast_held", name, as_delta)
+        for bucket in plan:
+            engines.update_weights_from_distributed(bucket, name=name, flattened=as_delta)
+        sending.wait()
+        engines.end_weight_update(digest, version)
 
     def close(self) -> None:
         """Have both sides leave the group: the engines first, as the trainer may be waiting for them."""

@@ -7,7 +7,9 @@ from typing import ClassVar
 from buffer_rl.args import Args
 from buffer_rl.cluster.locality import require_local_engines
 from buffer_rl.engines.external import urls_of
+from buffer_rl.options.checks import first, refuse
 from buffer_rl.options.section import Section, option
+from buffer_rl.plan.schedule import rollout_only
 
 
 class WeightOptions(Section):
@@ -29,6 +31,11 @@ class WeightOptions(Section):
         "--weight-sync-mode disk and by roles. If not set: in --run-dir",
         metavar="PATH",
     )
+    publish_delta: bool = option(
+        False,
+        "send embedded engines what changed since the version that they have, in --engine-dtype; with "
+        "--weight-sync-mode disk or distributed. Trainer and engines each keep a version more in memory",
+    )
     publish_follow: str | None = option(
         None,
         "folder on a shared file system where each published version is written as well, with a pointer to the newest, "
@@ -44,6 +51,20 @@ class WeightOptions(Section):
     @staticmethod
     def check(args: Args) -> None:
         require_local_engines(args.weight_sync_mode, [*args.engine_urls, *urls_of(args)])
+        if args.publish_delta and not rollout_only(args):
+            _check_delta(args)
+
+
+def _check_delta(args: Args) -> None:
+    """For engines that cannot apply what changed, and for transports that would save nothing by it."""
+    mode, engine = args.weight_sync_mode, args.rollout_engine
+    other_mode = mode not in ("disk", "distributed")
+    refused = {
+        f"--weight-sync-mode {mode}: it sends all weights, through memory or in its own way": other_mode,
+        f"--rollout-engine {engine}: its engines take whole tensors": engine != "embedded" and not args.engine_urls,
+        "--lora-publish adapter: adapters are all that is sent": publishes_adapters(args),
+    }
+    refuse(first(refused), "{}", "--publish-delta", hint="take it out")
 
 
 def engines_may_differ(args: Args) -> bool:

@@ -80,6 +80,12 @@ class RankSender:
         return call(KIND, self._name, getattr(self._sender, method), buckets, *arguments, at=f"sender.{method}")
 
 
+def drained(buckets: Iterable[Any]) -> None:
+    """Iterate to the end, as all ranks do or none, and send nothing."""
+    for _ in buckets:
+        pass
+
+
 class PublishedNames:
     """The weights of ``args.hf_checkpoint``, which the engines serve, and the check of others against them.
 
@@ -130,16 +136,10 @@ class PublishedNames:
     def _shapes_of_model(self) -> tuple[Shapes, set[str]]:
         """By their names in the model and in its checkpoint, and the names that a checkpoint leaves out as tied ones;
         nothing where transformers cannot build the model."""
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.core_model_loading import revert_weight_conversion
 
-        read: Any = AutoConfig.from_pretrained
-        build: Any = AutoModelForCausalLM.from_config
         try:
-            config = read(self._path, local_files_only=True, trust_remote_code=self._trust)
-            with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                model: Any = build(config, trust_remote_code=self._trust)
+            model = empty_model(self._path, trust=self._trust)
             state = model.state_dict()
             converted = revert_weight_conversion(model, state)
         except Exception:  # fault boundary: code of any architecture; the files are left
@@ -148,6 +148,37 @@ class PublishedNames:
         tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         shapes = {name: tuple(tensor.shape) for name, tensor in (*state.items(), *converted.items())}
         return shapes, tied | own
+
+
+def empty_model(path: str, *, trust: bool) -> Any:
+    """The model of a folder's configuration, on no device. Raises whatever the code of its architecture does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    read: Any = AutoConfig.from_pretrained
+    build: Any = AutoModelForCausalLM.from_config
+    config = read(path, local_files_only=True, trust_remote_code=trust)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return build(config, trust_remote_code=trust)
+
+
+def cast_for_engines(args: Args) -> Callable[[str, Tensor], Tensor]:
+    """Brings a weight, by its name, to ``--engine-dtype``, if engines would do the same to it: they keep what is of
+    less precision, and the parts that the architecture computes in float32. Where it cannot be asked, none is cast."""
+    import torch
+
+    dtype: Any = getattr(torch, args.engine_dtype)
+    wide = {torch.float64, torch.float32} - {dtype}
+    try:
+        model = empty_model(str(args.hf_checkpoint), trust=args.trust_remote_code)
+    except Exception:  # fault boundary: code of any architecture
+        return lambda name, tensor: tensor
+    parts = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+
+    def cast(name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype in wide and not any(part in name for part in parts) else tensor
+
+    return cast
 
 
 def _shapes_of_files(folder: Path) -> Shapes:

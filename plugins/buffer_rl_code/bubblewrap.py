@@ -1,7 +1,8 @@
 """A sandbox of bubblewrap (``bwrap``): new namespaces of everything, without privileges, under limits.
 
-What holds, and why each part is there, is in docs/security.md. The order matters: this process, if it is root, becomes
-an unprivileged user *before* bwrap starts, and bwrap starts with an empty environment, which the program can read.
+plugins/buffer_rl_code/README.md says what holds, and why each part is there. The order matters: this process, if it is
+root, becomes an unprivileged user *before* bwrap starts, and bwrap starts with an empty environment, which the program
+can read.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _fetched(
             f"there is no such folder, and the Hub gave nothing: {type(error).__name__}: {text[:400]}",
             where=where,
             expected="a local folder, or a name of the Hub (HF_ENDPOINT: a mirror of it; HF_TOKEN: for private ones)",
-            hint=f"HF_HUB_OFFLINE=1 if it is in the cache; else, where there is a network: hf download {name} "
+            hint=f"HF_HUB_OFFLINE=1 if it is in the cache; else, with a network: hf download {name} "
             f"--repo-type {kind} --local-dir FOLDER",
         ) from error
     local = os.path.join(glob.escape(folder) if glob.has_magic(path) else folder, path).rstrip("/")

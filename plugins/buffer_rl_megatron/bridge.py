@@ -206,7 +206,7 @@ class Bridge:
         except (NotImplementedError, IndexError) as error:  # which is how mbridge says it
             raise ConfigError(
                 f"no tensor of it belongs to the parameter {name}: name one in the mapping of the architecture, as "
-                "docs/add_a_model.md says"
+                "plugins/buffer_rl_megatron_glm4/README.md says"
             ) from error
 
     @torch.no_grad()

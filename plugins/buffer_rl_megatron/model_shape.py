@@ -135,7 +135,7 @@ def check_mapped(model_type: str) -> None:
             f"there is no Megatron mapping of the architecture {model_type}",
             where="config.json",
             expected=", ".join([*OWN, *sorted(others)]),
-            hint="docs/add_a_model.md says how to write one",
+            hint="plugins/buffer_rl_megatron_glm4/README.md says how to write one",
         )
 
 

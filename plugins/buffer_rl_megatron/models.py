@@ -1,7 +1,7 @@
 """Which architectures there are, and mbridge's mapping of each, made to fit the layers of this package.
 
 An architecture of a third party is a subclass of mbridge's ``LLMBridge``, found by the entry point of the group
-``buffer_rl_megatron.model`` that has the name of its ``model_type``: docs/add_a_model.md.
+``buffer_rl_megatron.model`` that has the name of its ``model_type``: plugins/buffer_rl_megatron_glm4/README.md.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def check(args: MegatronArgs) -> None:
     hint = "add --use-distributed-optimizer --overlap-grad-reduce"
     refuse(early, what, "--overlap-param-gather", hint=hint)
     what = "names and layouts of weights are those of the architecture's mapping"
-    hint = "leave it out; docs/add_a_model.md says how to write a mapping"
+    hint = "leave it out; plugins/buffer_rl_megatron_glm4/README.md says how to write a mapping"
     refuse(args.model_converter_path is not None, what, "--model-converter-path", hint=hint)
     _check_experts(args, ranks)
     _check_recomputed(args, has_te=has_te)

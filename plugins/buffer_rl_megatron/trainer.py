@@ -268,7 +268,7 @@ class MegatronTrainer:
 
     def make_bridge(self, folder: str) -> Bridge:
         """What builds, fills and exports the models of a Hugging Face folder. A trainer of yours may return another
-        with ``config``, ``build``, ``load`` and ``export`` (docs/add_a_model.md)."""
+        with ``config``, ``build``, ``load`` and ``export`` (plugins/buffer_rl_megatron_glm4/README.md)."""
         args = self._args
         return load_bridge(
             folder,

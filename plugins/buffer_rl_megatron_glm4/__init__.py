@@ -1,4 +1,4 @@
-"""GLM-4 (``model_type`` "glm4") for Megatron models: the worked example of docs/add_a_model.md.
+"""GLM-4 (``model_type`` "glm4") for Megatron models: the worked example of plugins/buffer_rl_megatron_glm4/README.md.
 
 What it has that the models of ``buffer_rl_megatron`` have not: a norm behind attention and one behind the feed-forward
 layer, gate and up projection as one tensor, and rotary embeddings of half of each head, in interleaved pairs.

@@ -8,5 +8,5 @@ rollout     ``ServiceRollout``: complete groups from the service into the Buffer
 options     ``--rollout-service-url`` and the token
 __main__    ``python -m buffer_rl_rollout_service``: starts the service
 
-``docs/rollout_service.md`` has the commands, and the guarantees over deaths and restarts.
+``plugins/buffer_rl_rollout_service/README.md`` has the commands, and the guarantees over deaths and restarts.
 """

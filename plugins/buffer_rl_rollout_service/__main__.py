@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m buffer_rl_rollout_service",
         description="Takes trajectories from agents over HTTP, and gives complete groups of them to a run.",
-        epilog=f"The token that callers send is {TOKEN_VARIABLE}, or else the one in DIR/{TOKEN_FILE}, a new one where "
+        epilog=f"The token that callers send is {TOKEN_VARIABLE}, or else the one in DIR/{TOKEN_FILE}, a new one if "
         "there is none.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -250,7 +250,10 @@ class Service:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             field = ".".join(str(part) for part in first["loc"])[:200] or "the body"
             return refusal(
-                422, f"{field}: {first['msg']}", where=where, expected="the fields of docs/rollout_service.md"
+                422,
+                f"{field}: {first['msg']}",
+                where=where,
+                expected="the fields of plugins/buffer_rl_rollout_service/README.md",
             )
         if isinstance(error, JSONError):
             if error.is_deep:

@@ -127,7 +127,7 @@ class Trajectory(BaseModel):
             return self
         assert self.tokens is not None
         if self.response_length is None or self.response_length >= len(self.tokens):
-            raise ValueError(f"response_length: expected 1 to {len(self.tokens) - 1}, as there are so many tokens")
+            raise ValueError(f"response_length: expected 1 to {len(self.tokens) - 1}, one less than its tokens")
         for name in ("loss_mask", "rollout_log_probs"):
             values = getattr(self, name)
             if values is not None and len(values) != self.response_length:

@@ -1,5 +1,5 @@
-"""The way over from slime (docs/coming_from_slime.md): its import names on top of this library, for functions that were
-written for it, and its launch scripts as options.
+"""The way over from slime (plugins/buffer_rl_slime/README.md): its import names on top of this library, for functions
+that were written for it, and its launch scripts as options.
 
 scripts   ``buffer-rl import slime``, and what slime's flags mean on a command line of this library
 names     the table of modules that are imported as ``slime`` or ``miles`` if no package of that name is installed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from buffer_rl.plugin.import_names import NameTable
 
-PAGE = "docs/coming_from_slime.md"
+PAGE = "plugins/buffer_rl_slime/README.md"
 FULLY_ASYNC = "take --schedule async with the built-in rollout, without --rollout-function-path"
 
 SLIME = NameTable(

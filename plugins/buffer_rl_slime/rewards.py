@@ -2,7 +2,7 @@
 are those of ``rm_hub``.
 
 A sample may not choose code: ``sample.custom_rm_path`` is refused, and ``rm_type`` in its metadata goes through
-``--row-rm-types``, as everywhere. How the graders differ from slime's is in ``docs/hubs.md``.
+``--row-rm-types``, as everywhere. How the graders differ from slime's is in ``rm_hub/README.md``.
 """
 
 from __future__ import annotations

@@ -5,5 +5,5 @@ logger      ``TrackerLogger``: starts a process for the tracker, sends it metric
 __main__    that process: one tracker, from its start to its end
 trackers    Weights & Biases, Trackio and MLflow
 
-``docs/trackers.md`` has the commands.
+``plugins/buffer_rl_trackers/README.md`` has the commands.
 """

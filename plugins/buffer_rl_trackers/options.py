@@ -17,7 +17,7 @@ from buffer_rl.plugin.hookspecs import FlagMeaning, hookimpl
 if TYPE_CHECKING:
     from buffer_rl.args import Args
 
-PAGE = "docs/trackers.md"
+PAGE = "plugins/buffer_rl_trackers/README.md"
 KEYS = {
     "wandb-key": "WANDB_API_KEY",
     "wandb-api-key": "WANDB_API_KEY",

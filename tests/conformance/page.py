@@ -1,4 +1,4 @@
-"""docs/conformance.md: what each server answered to each case."""
+"""docs/evidence/conformance.md: what each server answered to each case."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     python tests/conformance/run.py --server "sh start.sh {model} {port} {log}" --write
 
 The server has to be on this machine, with a context of 520 tokens and ``--weight-version 0``. ``--models`` alone makes
-the models. ``--server`` starts a server by a command, waits for it and ends it. ``--write`` writes docs/conformance.md.
-The exit status is 1 if an answer is not what its case expects of that server.
+the models. ``--server`` starts a server by a command, waits for it and ends it. ``--write`` writes
+docs/evidence/conformance.md. The exit status is 1 if an answer is not what its case expects of that server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from conformance.reference import CONTEXT, Reference
 from conformance.steps import Case, Runner, mismatch, tracing
 from harness import sglang_service
 
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "conformance.md"
 START_TIMEOUT_S = 300.0
 SLOW_S = 3.0
 RACES = 20

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 
 from buffer_rl.agents.gateway import Gateway
@@ -58,13 +59,17 @@ class AgentEngine:
     """say: the answer's text to the text of a prompt and the parameters, or something to await that gives it; what it
     raises, the engine raises. Texts end with ``<eos>``, or at the limit of tokens.
 
-    calls: rid, prompt ids and parameters of each request. aborted: ids of those that ``abort`` ended. cancelled: of
-    those whose caller was cancelled. asked, ended: set with the first request, and when one ends."""
+    experts: whether answers have those of their tokens, which are the token's place and the number of the request.
+    calls: rid, prompt ids and parameters of each request. starts: the first token whose experts were asked.
+    aborted: ids of those that ``abort`` ended. cancelled: of those whose caller was cancelled. asked, ended: set with
+    the first request, and when one ends."""
 
     say: Say = lambda prompt, params: "x"
     version: int = 3
+    experts: bool = False
     tokenizer: Any = field(default_factory=chat_tokenizer)
     calls: list[tuple[str, list[int], dict[str, Any]]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,9 +77,17 @@ class AgentEngine:
     _running: dict[str, asyncio.Task[str]] = field(default_factory=dict)
 
     async def agenerate(
-        self, rid: str, input_ids: Sequence[int], sampling_params: dict[str, Any], **_: Any
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        sampling_params: dict[str, Any],
+        *,
+        experts_start: int = 0,
+        **_: Any,
     ) -> GenerateResult:
         self.calls.append((rid, list(input_ids), sampling_params))
+        self.starts.append(experts_start)
+        number = len(self.starts)
         self.asked.set()
         task = self._running[rid] = asyncio.ensure_future(self._said(input_ids, sampling_params))
         try:
@@ -90,7 +103,12 @@ class AgentEngine:
             return self.result([], "abort")
         ids = [*self.tokenizer.encode(task.result()), END]
         most = sampling_params["max_new_tokens"]
-        return self.result(ids[:most], "stop" if len(ids) <= most else "length")
+        result = self.result(ids[:most], "stop" if len(ids) <= most else "length")
+        if not self.experts:
+            return result
+        places = np.arange(experts_start, len(input_ids) + len(result.output_ids) - 1, dtype=np.int16)
+        experts = np.stack([places, np.full_like(places, number)], axis=-1)[:, None]
+        return replace(result, experts=experts, experts_start=experts_start)
 
     def result(self, ids: Sequence[int], reason: str) -> GenerateResult:
         return GenerateResult(

@@ -195,7 +195,7 @@ class FakeEngines:
         if not self._keeps_version:
             self.version = version
 
-    def begin_weight_update(self) -> None:
+    def begin_weight_update(self, base: str | None = None) -> None:
         """Stage what comes."""
         self._note("begin")
 
@@ -207,7 +207,7 @@ class FakeEngines:
         if version is not None and not self._keeps_version:
             self.version = version
 
-    def end_weight_update(self) -> None:
+    def end_weight_update(self, digest: str | None = None, version: int | None = None) -> None:
         """Serve what came."""
         self._note("end")
 

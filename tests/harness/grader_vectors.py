@@ -2,7 +2,7 @@
 
 A line has ``rm_type`` (slime's names, in one text), ``response`` (with ``before`` or ``after`` it ``times``), ``label``
 and perhaps ``metadata``; ``reward`` is what is decided here, "error" where there is none. Where slime decides
-otherwise, ``slime`` has its reward and ``why`` the name of the difference, as docs/hubs.md explains it.
+otherwise, ``slime`` has its reward and ``why`` the name of the difference, as rm_hub/README.md explains it.
 """
 
 from __future__ import annotations

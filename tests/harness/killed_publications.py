@@ -187,14 +187,17 @@ class Trial:
     """Publications of one transport to two engines, version after version. own: the engines are the run's own.
 
     folders: of the weights of even and of odd versions; engines start with the former, as version 0. A killed process
-    is replaced by ``repair``.
+    is replaced by ``repair``. publish_delta: what changed is sent where all have the version before.
     """
 
-    def __init__(self, transport: str, folders: tuple[str, str], folder: Path, *, own: bool) -> None:
+    def __init__(
+        self, transport: str, folders: tuple[str, str], folder: Path, *, own: bool, publish_delta: bool = False
+    ) -> None:
         self.own, self.folders, self.version = own, folders, -1
         self.args: Any = compose(CORE_SECTIONS)(
             hf_checkpoint=folders[0], run_dir=str(folder), rollout_num_engines=2, deterministic=True,
             weight_sync_mode=transport, update_weights_timeout_s=TIMEOUT_S, engine_device="cpu",
+            publish_delta=publish_delta,
         )  # fmt: skip
         self._factory: Any = PluginRegistry().resolve("weight_transport", transport)
         self.registry = EngineRegistry()

@@ -46,11 +46,11 @@ VOCAB_MULTIPLE = 64
 class SessionUpdate(StagedUpdate):
     """A session, in which ``taken`` gives what has arrived since the last call."""
 
-    def begin(self, selector: Any = "all") -> None:
+    def begin(self, selector: Any = "all", base: str | None = None) -> None:
         """Open the session. Raises EngineError if it is open."""
         if self._tensors is not None:
             raise EngineError("a weight-update session is already open; call end_weight_update() first")
-        super().begin(selector)
+        super().begin(selector, base)
 
     def discard(self) -> None:
         """Forget what has arrived and is not served yet; the session stays open."""
@@ -172,7 +172,7 @@ class SGLangService(EngineService):
 
         await self._thread.call(run, when_drained=True)
 
-    async def end_weight_update(self) -> None:
+    async def end_weight_update(self, digest: str | None = None, name: str | None = None) -> None:
         self.staged.finish()
 
     def answers(self, call: GenerateCall) -> list[dict[str, Any]]:

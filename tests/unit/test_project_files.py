@@ -20,8 +20,9 @@ PAGES = sorted(
     for path in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        ROOT / "plugins" / "README.md",
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "plugins").rglob("README.md"),
+        *ROOT.glob("*_hub/README.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "examples").rglob("README.md"),
     )
 )
@@ -48,9 +49,34 @@ def test_every_make_command_of_a_page_is_a_target(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_link_of_a_page_leads_to_a_file(page):
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
-    assert [link for link in links if "://" not in link and not (ROOT / page).parent.joinpath(link).exists()] == []
+def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_in_it(page):
+    prose = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not _leads_somewhere(ROOT / page, link)] == []
+
+
+def test_a_dead_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `page`, and [more](x.md)\n\n```\n# no heading\n```\n")
+    (tmp_path / "x.md").write_text("## Twice\n## Twice\n")
+    good = ["#a-page-and-more", "x.md", "x.md#twice", "x.md#twice-1", "page.md#a-page-and-more", "https://nowhere#x"]
+    assert [link for link in good if not _leads_somewhere(page, link)] == []
+    dead = ["y.md", "#no-heading", "x.md#thrice", "x.md#twice-2"]
+    assert [link for link in dead if _leads_somewhere(page, link)] == []
+
+
+def test_every_page_that_code_names_exists():
+    """In docstrings, comments, hints and help texts of the packages and of what is beside them."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
+    named = re.compile(r"\b(?:docs|plugins|rm_hub|filter_hub)/[\w/]*\w\.(?:md|svg)(?:#[\w-]+)?")
+    written = [ROOT / file for file in files if file.endswith((".py", ".txt", ".yaml", ".sbatch", "Makefile"))]
+    found = {(path, page) for path in written if path.exists() for page in named.findall(path.read_text())}
+    assert len(found) > 40
+    dead = {(str(path), page) for path, page in found if not _leads_somewhere(ROOT / "README.md", page)}
+    assert {(path, page) for path, page in dead if page != "docs/coming_from_there.md"} == set()  # of an example
+
+
+def test_the_folder_of_pages_stays_small():
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 15
 
 
 def test_make_knows_what_to_do_for_both_commands():
@@ -110,7 +136,7 @@ def test_every_file_of_tests_is_run_by_one_of_the_two_processes(with_slow):
 
 def test_every_core_dependency_is_explained_and_every_dependency_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    explained = (ROOT / "docs" / "dependencies.md").read_text()
+    explained = (ROOT / "CONTRIBUTING.md").read_text()
     pins = dict(
         line.lower().replace("_", "-").split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -130,6 +156,23 @@ def test_the_wheel_has_the_plugins_and_what_the_report_is_made_of():
     assert {f"buffer_rl/observe/templates/report.{kind}" for kind in ("html", "css", "js")} <= shipped
     plugins = ROOT / "plugins"
     assert {str(path.relative_to(plugins)) for path in plugins.rglob("*.py")} <= shipped
+
+
+def _leads_somewhere(page: Path, link: str) -> bool:
+    """Whether a relative link of a page leads to a file, and to a heading of it if it names one."""
+    name, _, anchor = link.partition("#")
+    path = page.parent / name if name else page
+    return "://" in link or (path.exists() and (not anchor or anchor in _anchors(path.read_text())))
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    found: Counter[str] = Counter()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for heading in re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        found[re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")] += 1
+    return {f"{name}-{at}" if at else name for name, count in found.items() for at in range(count)}
 
 
 def _code(text: str) -> list[str]:

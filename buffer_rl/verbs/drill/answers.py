@@ -123,7 +123,7 @@ class _Proxy(BaseHTTPRequestHandler):
         if self.headers.get("transfer-encoding", "identity").lower() != "chunked":
             return self.rfile.read(int(self.headers.get("content-length") or 0))
         chunks = []
-        while size := int(self.rfile.readline().partition(b";")[0], 16):
+        while size := int(self.rfile.readline().partition(b";")[0].strip() or b"0", 16):  # nothing: who asked is gone
             chunks.append(self.rfile.read(size))
             self.rfile.readline()
         while self.rfile.readline().strip():  # trailers

@@ -48,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     """Add the verb."""
     parser = subparsers.add_parser(
         "plan",
-        description="Predict seconds a step and trained tokens per second of a run on other numbers of engines and\n"
-        "trainer ranks, and with other schedules: from the costs in its own timeline and metrics, in virtual time.",
+        description="Predict seconds per step and trained tokens per second of a run on other numbers of engines and\n"
+        "trainer ranks, and with other schedules. It simulates the costs of the recorded run in virtual time.",
     )
     parser.add_argument(
         "--trace", metavar="RUN_DIR", required=True, help="the folder of a recorded run, of 8 steps or more"

@@ -64,7 +64,7 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigError(
             "the run has recorded no samples",
             where=str(namespace.folder),
-            hint="--dump-samples N writes N groups a rollout to samples.jsonl; --save-debug-rollout-data whole steps",
+            hint="--dump-samples N writes N groups per rollout to samples.jsonl; --save-debug-rollout-data whole steps",
         )
     rescored = asyncio.run(rescore(args, PluginRegistry.from_flags(args.plugin), steps))
     facts = {"run_dir": str(namespace.folder), "reward": _reward_of(args), **facts_of(rescored)}

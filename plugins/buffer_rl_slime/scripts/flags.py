@@ -13,7 +13,7 @@ from buffer_rl.plugin.hookspecs import FlagMeaning, hookimpl
 from buffer_rl_slime.scripts import peers
 from buffer_rl_slime.scripts.meaning import Known, Verdict
 
-PAGE = "docs/coming_from_slime.md; 'buffer-rl import slime SCRIPT' translates a launch script"
+PAGE = "plugins/buffer_rl_slime/README.md; 'buffer-rl import slime SCRIPT' translates a launch script"
 
 _SHAPE = "the model's shape is read from --hf-checkpoint"
 _KERNELS = "it chooses how something is computed, not what"
@@ -179,7 +179,7 @@ NOT_YET: tuple[tuple[str, str], ...] = (
     ("the model is in the run's checkpoints (hf/), see buffer-rl export", "save-hf"),
     ("samples.jsonl has --dump-samples groups of each rollout", "dump-details save-debug-train-data"),
     (
-        "trajectories from elsewhere come through the rollout service (docs/rollout_service.md)",
+        "trajectories from elsewhere come through the rollout service (plugins/buffer_rl_rollout_service/README.md)",
         "rollout-buffer-url fetch-trajectory-retry-times rollout-task-type",
     ),
     (

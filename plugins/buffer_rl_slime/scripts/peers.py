@@ -40,7 +40,10 @@ NOT_NEEDED: tuple[tuple[str, str], ...] = (
 
 NOT_YET: tuple[tuple[str, str], ...] = (
     ("the Buffer is the run's own; its age limit is --max-staleness", "custom-async-data-buffer-path"),
-    ("trackers are TensorBoard, Weights & Biases and those of plugins (docs/trackers.md)", "use-clearml"),
+    (
+        "trackers are TensorBoard, Weights & Biases and those of plugins (plugins/buffer_rl_trackers/README.md)",
+        "use-clearml",
+    ),
 )
 """Reasons, with the flags of Relax and miles that have nothing in their place."""
 

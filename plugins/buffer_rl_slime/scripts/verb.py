@@ -65,7 +65,7 @@ def _add_project(projects: argparse._SubParsersAction[Any], name: str, project: 
     parser.add_argument(
         "--train-backend",
         choices=_BACKENDS,
-        help="the trainer (default: megatron where its plugin is there, else torch)",
+        help="the trainer (default: megatron if its plugin is installed, else torch)",
     )
     parser.add_argument("-p", "--plugin", nargs="*", action="extend", default=[], metavar="NAME", help="as for train")
     parser.set_defaults(run=run, found=plugins_named(argv))

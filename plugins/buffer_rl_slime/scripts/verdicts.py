@@ -131,7 +131,7 @@ class Judge:
             )
         if "." in raw or ":" in raw:
             whose = (
-                f"{self.target.project}'s function: docs/coming_from_slime.md says which run"
+                f"{self.target.project}'s function: plugins/buffer_rl_slime/README.md says which run"
                 if raw.startswith(("slime.", "relax."))
                 else "your function"
             )
@@ -193,7 +193,11 @@ class Judge:
             return Verdict.NOT_YET, f"there is no reward of this name; {hint}", {}
         if name in GRADERS:
             called = "" if name == given else f"{name} is slime's {given}; "
-            return Verdict.CHANGES, f"{called}it decides otherwise on some answers (docs/hubs.md)", {"rm_type": name}
+            return (
+                Verdict.CHANGES,
+                f"{called}it decides otherwise on some answers (rm_hub/README.md)",
+                {"rm_type": name},
+            )
         return (
             (Verdict.SAME if name == given else Verdict.RENAMED),
             "" if name == given else f"it is {name} here",

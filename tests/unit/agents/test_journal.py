@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sqlite3
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from buffer_rl.rollout.context import RunStart
 from harness.agent_play import AgentEngine, session_of, user
 
 DIGEST = "ab" * 32
+NEEDS: list[tuple[str, ...]] = [(), ("kept",), ("kept", "experts")]
 
 
 def start(name: str, version: int = 3, origin: str = "") -> RunStart:
@@ -69,6 +71,7 @@ def has(path: Path, of: RunStart, **where: Any) -> bool:
         {"output_ids": (), "log_probs": (), "spans": (), "kept": ()},
         {"output_ids": (2**32 - 1, 0)},
         {"experts": np.arange(12, dtype=np.int16).reshape(3, 2, 2)},
+        {"experts": np.arange(8, dtype=np.uint8).reshape(2, 2, 2), "experts_start": 1},
         {"spans": (VersionSpan(3, 0, 1), VersionSpan(3, 1, 2))},
     ],
 )
@@ -81,6 +84,7 @@ def test_a_turn_comes_back_as_it_was_written(changes: dict[str, Any], tmp_path: 
     found = again.find([1, 2], DIGEST, 0)
     assert found == written
     assert found is not None
+    assert found.experts_start == written.experts_start
     assert (found.experts is None) == (written.experts is None)
     if found.experts is not None and written.experts is not None:
         assert (found.experts.dtype, found.experts.tolist()) == (written.experts.dtype, written.experts.tolist())
@@ -183,6 +187,25 @@ def test_what_a_worker_of_this_machine_writes_after_its_drivers_death_is_not_kep
     is_seen = place == "here"
     assert then.begin("s", 3)[0] == (1 if is_seen else 2)
     assert (play(then, sample="other").find((1, 2), DIGEST, 0) is None) is is_seen
+
+
+def test_a_worker_that_comes_after_its_drivers_death_leaves_the_file_to_the_next_start(tmp_path: Path) -> None:
+    path, dead = tmp_path / FILE_NAME, f"{os.getpid()} 0"  # this process began later
+    worker = Journal(path, start("b"))
+    Journal(path, replace(start("a"), machine=machine_id(), driver=dead)).begin("s", 3)
+    play(worker).record(turn())
+    worker.close()
+    assert has(path, start("b"))
+
+
+def test_a_turn_without_what_the_run_replays_by_now_is_sampled_again(tmp_path: Path) -> None:
+    """A resumed run may ask for kept tokens or experts that it did not note before."""
+    journal = Journal(tmp_path / FILE_NAME, start("a"))
+    play(journal).record(turn())
+    play(journal).record(turn(1, kept=(b"", b"")))
+    play(journal).record(turn(2, kept=(b"", b""), experts=np.zeros((3, 1, 2), dtype=np.uint8)))
+    found = {needs: sorted(ordinal for _, ordinal in journal.turns("s", 0, 3, needs)) for needs in NEEDS}
+    assert found == {(): [0, 1, 2], ("kept",): [1, 2], ("kept", "experts"): [2]}
 
 
 def test_a_worker_that_dies_in_a_play_is_seen_and_the_second_time_the_play_is_the_next_one(tmp_path: Path) -> None:

@@ -49,6 +49,32 @@ async def test_a_turn_has_what_the_engine_answered_and_the_message_is_its_text()
     assert exchange.answer.finish_reason == "stop"
 
 
+async def test_a_turn_asks_for_the_experts_of_the_tokens_that_no_earlier_turn_has() -> None:
+    """Each token has those of the first request that held it, also where two turns go on from one."""
+    engine = AgentEngine(echo, experts=True)
+    async with session_of(engine, replay_routed_experts=True) as session:
+        first = await session.chat(user("7"))
+        assert first.answer is not None
+        said = [*user("7"), first.answer.message]
+        second, third = await session.chat([*said, *user("8")]), await session.chat([*said, *user("9")])
+        other = await session.chat(user("5"))
+        found = {
+            row.turns[-1].digest: row.rollout_routed_experts for row in rows(each.turn for each in session.exchanges)
+        }
+    known = first.turn.num_tokens - 1
+    assert engine.starts == [0, known, known, 0]
+    for number, exchange in ((2, second), (3, third)):
+        experts = found[exchange.turn.digest]
+        assert experts is not None
+        length = exchange.turn.num_tokens - 1
+        assert experts[:, 0].tolist() == [[at, 1 if at < known else number] for at in range(length)]
+        assert exchange.turn.experts is not None
+        assert len(exchange.turn.experts) == length - known
+    experts = found[other.turn.digest]
+    assert experts is not None
+    assert len(experts) == other.turn.num_tokens - 1
+
+
 async def test_the_next_turn_goes_on_behind_the_ids_of_the_one_before_it() -> None:
     engine = AgentEngine(echo)
     async with session_of(engine) as session:

@@ -199,5 +199,10 @@ def test_a_row_has_the_experts_of_the_first_turn_that_held_each_token() -> None:
     other = found[1, 9, 7].sample(Sample(uid=UID), 1)
     assert other.rollout_routed_experts.reshape(-1).tolist() == [30, 31]
     assert "experts_recomputed" not in vars(other)
+    parts = {"experts": numbered(43, 2), "experts_start": 3, "base": first}
+    goes_on, fork = turn([1, 2, 3, 4, 5], [6], **parts), turn([1, 2, 3, 4, 8], [9], **parts)
+    for row in rows([first, goes_on, fork]):
+        assert row.rollout_routed_experts is not None
+        assert row.rollout_routed_experts.reshape(-1).tolist() == [10, 11, 12, 43, 44]
     for turns in ([first, turn([1, 2, 3, 4], [5])], [turn([1, 2], [3, 4]), second]):
         assert rows(turns)[0].rollout_routed_experts is None

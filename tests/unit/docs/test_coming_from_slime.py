@@ -14,7 +14,7 @@ from buffer_rl_slime.scripts.flags import REMARKS, REWARD_NAMES, known_flag
 from buffer_rl_slime.scripts.meaning import Verdict
 from buffer_rl_trackers.options import TrackerOptions
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming_from_slime.md"
+PAGE = Path(__file__).resolve().parents[3] / "plugins" / "buffer_rl_slime" / "README.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 SECTIONS = [*CORE_SECTIONS, SglangOptions, TrackerOptions]
 OPTIONS = compose(SECTIONS)

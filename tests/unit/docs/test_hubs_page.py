@@ -1,4 +1,4 @@
-"""The page on the hubs lists every file and every registered name, and its examples work."""
+"""The pages of the hubs list every file and every registered name, and their examples work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "hubs.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / hub / "README.md").read_text(encoding="utf-8") for hub in ("rm_hub", "filter_hub"))
 KINDS = ("reward", "group_reward", "filter", "sample_filter", "buffer_filter")
 HUB_FILES = sorted(
     path.relative_to(ROOT).as_posix()

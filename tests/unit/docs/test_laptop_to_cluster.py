@@ -17,7 +17,7 @@ from buffer_rl.options.sources import resolve
 from buffer_rl.plan.counts import with_counts
 from buffer_rl_sglang.options import SglangOptions
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "laptop_to_cluster.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "cluster.md"
 BLOCKS = re.findall(r"```\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 COMMANDS = [
     line for block in BLOCKS for line in block.replace("\\\n", "").splitlines() if line.startswith("buffer-rl train ")

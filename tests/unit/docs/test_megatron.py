@@ -1,4 +1,5 @@
-"""Each command line of docs/megatron.md can be typed: its flags are options, and its ranks fit the parallelism."""
+"""Each command line of plugins/buffer_rl_megatron/README.md can be typed: its flags are options, and its ranks fit the
+parallelism."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from buffer_rl_megatron.options import MegatronOptions, layout
 from buffer_rl_sglang.options import SglangOptions
 from harness.megatron_ranks import HAS_MEGATRON, REASON
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "megatron.md"
+PAGE = Path(__file__).resolve().parents[3] / "plugins" / "buffer_rl_megatron" / "README.md"
 FENCES = re.findall(r"```(\w*)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 BLOCKS = [text for language, text in FENCES if not language]
 COMMANDS = [

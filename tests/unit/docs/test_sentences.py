@@ -1,30 +1,29 @@
-"""Sentences of at most 35 words in the README and in the pages of the list, which grows."""
+"""Sentences of at most 35 words in all pages, in the help of all commands and options, and in the texts of errors."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_WORDS = 35
-PAGES = [
-    "README.md",
-    "docs/README.md",
-    "docs/agents.md",
-    "docs/environments.md",
-    "docs/hubs.md",
-    "docs/laptop_to_cluster.md",
-    "docs/operators.md",
-    "docs/plugins.md",
-    "docs/rollouts.md",
-    "docs/runs.md",
-    "docs/scale.md",
-    "docs/schedules.md",
-    "docs/your_own_task.md",
-]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "docs/evidence/*.md", "plugins/**/README.md", "*_hub/README.md")
+    for path in ROOT.glob(pattern)
+)
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("buffer_rl", "plugins", "rm_hub", "filter_hub")
+    for path in (ROOT / folder).rglob("*.py")
+)
+OF_USERS = {"hint", "expected", "what", "help", "description", "epilog", "message"}
+"""Arguments by keyword that a user of the command line reads, whatever is called with them."""
 
 
 def sentences(page: str) -> Iterator[str]:
@@ -45,6 +44,46 @@ def too_long(page: str) -> list[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_no_sentence_of_a_page_is_too_long(name: str) -> None:
     assert too_long((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_sentence_of_a_help_text_or_an_error_is_too_long(name: str) -> None:
+    found = texts_for_users((ROOT / name).read_text(encoding="utf-8"))
+    assert [sentence for text in found for sentence in too_long(text)] == []
+
+
+def texts_for_users(source: str) -> Iterator[str]:
+    """The literal texts of errors and of help: of calls of ``…Error`` all arguments, of ``option`` the second one, of
+    any call those of ``OF_USERS``. A placeholder is one word; of a condition both texts count."""
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        positional = call.args if name.endswith("Error") else call.args[1:2] if name == "option" else []
+        for value in [*positional, *(word.value for word in call.keywords if word.arg in OF_USERS)]:
+            yield from literal_texts(value)
+
+
+def literal_texts(value: ast.expr) -> list[str]:
+    match value:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.JoinedStr(values=parts):
+            return ["".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in parts)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return [a + b for a, b in product(literal_texts(left) or ["X"], literal_texts(right) or ["X"])]
+        case ast.IfExp(body=body, orelse=orelse):
+            return literal_texts(body) + literal_texts(orelse)
+    return []
+
+
+def test_texts_of_errors_and_help_are_found_in_source() -> None:
+    source = """
+raise errors.ConfigError(f"a {number} b" "c", where=place, expected="d " + f"{x}", hint="e" if odd else "f")
+lora_rank: int = option(0, "g", metavar="h")
+parser.add_argument("--i", help="j")
+print("k", file=out)
+"""
+    assert list(texts_for_users(source)) == ["a X bc", "d X", "e", "f", "g", "j"]
+    assert sum(len(list(texts_for_users((ROOT / name).read_text(encoding="utf-8")))) for name in SOURCES) > 2_000
 
 
 def test_sentences_are_counted_across_lines_without_tables_and_code() -> None:

@@ -138,7 +138,9 @@ def test_a_publication_waits_for_an_engine_that_joins_with_a_deadline():
 
 
 def publisher(control: FleetControl, folder: Path, notices: list[str]) -> Publisher:
-    args: Any = SimpleNamespace(run_dir=str(folder), update_weight_disk_dir=None, hf_checkpoint=str(folder))
+    args: Any = SimpleNamespace(
+        run_dir=str(folder), update_weight_disk_dir=None, publish_delta=False, hf_checkpoint=str(folder)
+    )
     trainer = local_senders(DiskTransport, args, lambda: iter(()))
     return Publisher(DiskTransport(args), trainer, control, first_pause_s=0.0, notice=notices.append)
 

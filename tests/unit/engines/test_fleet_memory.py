@@ -84,7 +84,9 @@ Fleet = Callable[..., tuple[FleetControl, EngineRegistry]]
 
 
 def publish(control: FleetControl, folder: Path, version: int) -> None:
-    args: Any = SimpleNamespace(run_dir=str(folder), update_weight_disk_dir=None, hf_checkpoint=str(folder))
+    args: Any = SimpleNamespace(
+        run_dir=str(folder), update_weight_disk_dir=None, publish_delta=False, hf_checkpoint=str(folder)
+    )
     trainer = local_senders(DiskTransport, args, lambda: iter(()))
     Publisher(DiskTransport(args), trainer, control, first_pause_s=0.0).publish(version)
 

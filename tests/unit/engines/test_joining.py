@@ -89,6 +89,7 @@ def fleet(folder: Path) -> Iterator[tuple[EngineRegistry, list[Process], Publish
         args: Any = SimpleNamespace(
             run_dir=str(folder),
             update_weight_disk_dir=None,
+            publish_delta=False,
             hf_checkpoint=str(folder),
             engine_max_restarts=100,
             engine_start_timeout_s=30.0,

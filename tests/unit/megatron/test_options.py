@@ -63,7 +63,11 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(model: str) -> None:
         ({"expert_model_parallel_size": 2, "num_train_ranks": 2}, "--expert-model-parallel-size", "no experts"),
         ({"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline-model-parallel-size", "one pipeline stage"),
         ({"num_layers": 28}, "--num-layers", "it says 28, and the model has 4"),
-        ({"model_converter_path": "my_model:Names"}, "--model-converter-path", "docs/add_a_model.md"),
+        (
+            {"model_converter_path": "my_model:Names"},
+            "--model-converter-path",
+            "plugins/buffer_rl_megatron_glm4/README.md",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(model: str, changes: dict[str, Any], where: str, said: str) -> None:

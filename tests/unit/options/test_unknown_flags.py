@@ -39,7 +39,7 @@ def test_all_unknown_flags_are_in_one_error_each_with_what_is_known_of_it() -> N
     assert lines[1].startswith("  --tensor-model-parallel-size: not there yet: ")
     assert lines[2] == "  --foo"
     assert lines[3] == "  --hidden-dropout: changes the result: there is no dropout here"
-    assert "coming_from_slime.md" in hint
+    assert "plugins/buffer_rl_slime/README.md" in hint
     assert "swiglu" not in text
 
 

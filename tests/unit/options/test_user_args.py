@@ -85,7 +85,7 @@ def test_the_routers_address_is_taken_apart(url: str | None, host: str | None, p
 
 def test_a_name_that_is_not_there_is_an_attribute_error_that_says_where_to_read() -> None:
     own = user_args(make())
-    with pytest.raises(AttributeError, match="coming_from_slime"):
+    with pytest.raises(AttributeError, match=r"plugins/buffer_rl_slime/README\.md"):
         _ = own.tis_level
     assert getattr(own, "tis_level", 2) == 2
 

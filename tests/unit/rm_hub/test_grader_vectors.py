@@ -9,7 +9,7 @@ import pytest
 from harness.grader_vectors import our_grader, vectors
 
 RM_TYPES = ("math", "deepscaler", "dapo", "f1", "boxed_f1", "gpqa", "boxed_gpqa")
-HUBS = Path(__file__).parents[3] / "docs" / "hubs.md"
+HUBS = Path(__file__).parents[3] / "rm_hub" / "README.md"
 
 
 @pytest.mark.parametrize("rm_type", RM_TYPES)

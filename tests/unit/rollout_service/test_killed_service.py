@@ -86,7 +86,9 @@ async def test_fifty_writers_and_a_service_that_is_killed_lose_and_double_nothin
 
 def test_the_commands_of_the_page_work(tmp_path: Path) -> None:
     """Those that start the service and write to it, on a free port."""
-    page = (Path(__file__).parents[3] / "docs" / "rollout_service.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "plugins" / "buffer_rl_rollout_service" / "README.md").read_text(
+        encoding="utf-8"
+    )
     with reserved_port("127.0.0.1") as held:
         port = str(held.getsockname()[1])
         blocks = re.findall(r"^```(python)?\n(.*?)^```$", page.replace("8889", port), flags=re.DOTALL | re.MULTILINE)

@@ -118,7 +118,7 @@ def test_every_flag_has_one_line_under_its_verdict(folder: Path, capsys: pytest.
     line = SCRIPT.splitlines().index("   --actor-num-gpus-per-node ${GPUS} \\") + 1
     assert found["Same (26)"]["--actor-num-gpus-per-node"].split() == ["4", str(line)]
     assert found["Not needed (6)"]["--rotary-base"].endswith("tiny.sh:4")
-    assert "docs/hubs.md" in found["Changes the result (3)"]["--rm-type"]
+    assert "rm_hub/README.md" in found["Changes the result (3)"]["--rm-type"]
     assert list(found["Not there yet (2)"]) == ["--tensor-model-parallel-size", "--sequence-parallel"]
     assert "WANDB_API_KEY" in found["Not needed (6)"]["--wandb-key"]
     assert "0123456789abcdef" not in str(found)

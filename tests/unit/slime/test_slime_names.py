@@ -60,7 +60,7 @@ def test_a_file_that_asks_for_a_name_that_cannot_be_had_is_executed_once(tmp_pat
     source = (
         f"open({str(tmp_path / 'runs')!r}, 'a').write('x')\nfrom slime.utils.types import Sample\nimport slime.ray\n"
     )
-    with pytest.raises(PluginError, match=r"docs/coming_from_slime\.md"):
+    with pytest.raises(PluginError, match=r"plugins/buffer_rl_slime/README\.md"):
         PluginRegistry().resolve("reward", plugin(tmp_path, f"{source}def f(args, sample):\n    return 1.0\n"))
     assert (tmp_path / "runs").read_text() == "x"
 
@@ -117,7 +117,7 @@ def test_a_blocked_name_is_not_provided(tmp_path: Path, clean: None) -> None:
 )
 def test_what_cannot_be_had_says_which_page_to_read(line: str, clean: None) -> None:
     PluginRegistry.from_flags(["slime"])
-    with pytest.raises(ImportError, match=r"docs/coming_from_slime\.md"):
+    with pytest.raises(ImportError, match=r"plugins/buffer_rl_slime/README\.md"):
         exec(line, {})
 
 

@@ -88,7 +88,7 @@ VERDICTS: tuple[tuple[str, Verdict, str, Mapping[str, object]], ...] = (
     ("--rm-type exact_match", S, "", {"rm_type": "exact_match"}),
     ("--rm-type math", C, "math_boxed is slime's math", {"rm_type": "math_boxed"}),
     ("--rm-type gpqa", C, "gpqa_lenient is slime's gpqa", {"rm_type": "gpqa_lenient"}),
-    ("--rm-type deepscaler", C, "docs/hubs.md", {"rm_type": "deepscaler"}),
+    ("--rm-type deepscaler", C, "rm_hub/README.md", {"rm_type": "deepscaler"}),
     ("--rm-type remote_rm", S, "", {"rm_type": "remote_rm"}),
     ("--custom-config-path absent.yaml", T, "cannot read the file", {}),
     ("--rm-type nothing", T, "no reward of this name", {}),

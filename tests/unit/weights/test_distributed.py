@@ -193,7 +193,7 @@ def test_the_next_bucket_is_gathered_while_one_is_sent_and_all_are_gathered_afte
         def __init__(self, fails: bool) -> None:
             self.fails, self.second, self.sent, self.closed = fails, threading.Event(), 0, False
 
-        def send(self, tensors: list[torch.Tensor], timeout_s: float) -> None:
+        def send(self, tensors: list[torch.Tensor], timeout_s: float, **_: Any) -> None:
             assert self.second.wait(60)
             self.sent += 1
             if self.fails:
