@@ -134,8 +134,10 @@ def _check_required(args: Args) -> None:
     hint = "add --hf-checkpoint PATH, or 'hf_checkpoint: PATH' in the file of --config"
     refuse(not args.hf_checkpoint, "there is no model to train", "--hf-checkpoint", hint=hint)
     no_data = not args.prompt_data and not train_only(args) and args.data_source_path is None
-    hint = "add --prompt-data PATH, or 'prompt_data: PATH' in the file of --config"
-    hint += "; or your own data source, with --data-source-path"
+    hint = (
+        "add --prompt-data PATH, or 'prompt_data: PATH' in the file of --config; or your own data source, with "
+        "--data-source-path"
+    )
     refuse(no_data, "there are no training prompts", "--prompt-data", hint=hint)
     endless, hint = args.num_rollout is None and args.num_epoch is None, "add --num-rollout N or --num-epoch N"
     refuse(endless, "the length of the run is not given", "--num-rollout", hint=hint)

@@ -158,10 +158,13 @@ def _check_partial_rollout(args: Args) -> None:
     what = "there are no older tokens to mask: without --partial-rollout, a response is generated in one rollout"
     needs(args, "partial_rollout", what, "mask_offpolicy_in_partial_rollout")
     unmasked = args.partial_rollout and not args.mask_offpolicy_in_partial_rollout
-    what = f"a continued response has tokens of older weights, and --schedule {args.schedule} trains on tokens of "
+    what = (
+        f"a continued response has tokens of older weights, and --schedule {args.schedule} trains on tokens of "
+        "exactly the weights that it updates"
+    )
     hint = "add --mask-offpolicy-in-partial-rollout: older tokens are then context, with a loss mask of 0"
     exact = unmasked and Schedule.of(args).max_staleness == 0
-    refuse(exact, f"{what}exactly the weights that it updates", "--partial-rollout", hint=hint)
+    refuse(exact, what, "--partial-rollout", hint=hint)
 
 
 def _check_top_k(args: Args) -> None:

@@ -205,8 +205,11 @@ def _check_streaming(args: Args) -> None:
     refuse(args.num_advantage_workers and uses_critic(args), what, where, hint="take one of them out")
     for name, model in (("kl_coef", "ref"), ("use_opd", "teacher")):
         late = uses_critic(args) and model in frozen_models_of_trainer(args) and given(args, name)
-        what = f"the critic needs log-probabilities of the model {model!r} for each group, which the policy's trainer "
-        refuse(late, f"{what}computes too late", f"{STREAM} and {{}}", hint=f"add --num-{model}-workers 1")
+        what = (
+            f"the critic needs log-probabilities of the model {model!r} for each group, which the policy's trainer "
+            "computes too late"
+        )
+        refuse(late, what, f"{STREAM} and {{}}", hint=f"add --num-{model}-workers 1")
     what, hint = f"--schedule {args.schedule} starts training after the last group", "add --schedule pipelined"
     refuse(not Schedule.of(args).streams, what, STREAM, hint=hint)
     n = optimizer_steps(args)

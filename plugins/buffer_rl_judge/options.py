@@ -127,10 +127,12 @@ def _check_limits(args: JudgeArgs, *, pairwise: bool) -> None:
     each = 2 * min(args.judge_opponents * samples, samples * (samples - 1) // 2) if pairwise else samples
     number = args.rollout_batch_size * each
     seconds = 60 * number / (limit or math.inf)
-    what = f"the {number} requests of a step take {seconds:.0f} s at --judge-requests-per-minute {limit}, and a reward "
+    what = (
+        f"the {number} requests of a step take {seconds:.0f} s at --judge-requests-per-minute {limit}, and a reward "
+        f"has --rm-timeout-s {args.rm_timeout_s:g}"
+    )
     hint = f"--rm-timeout-s {2 * seconds:.0f}, or a smaller --rollout-batch-size"
-    late, deadline = seconds > args.rm_timeout_s, f"has --rm-timeout-s {args.rm_timeout_s:g}"
-    refuse(late, f"{what}{deadline}", "--judge-requests-per-minute", hint=hint)
+    refuse(seconds > args.rm_timeout_s, what, "--judge-requests-per-minute", hint=hint)
 
 
 def _rewards(args: JudgeArgs) -> list[str]:

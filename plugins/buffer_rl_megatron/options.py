@@ -225,8 +225,10 @@ def _check_experts(args: MegatronArgs, ranks: Layout) -> None:
     expected = "at most --tensor-model-parallel-size"
     refuse(expert_tp > ranks.tp_size, what, "--expert-tensor-parallel-size", expected)
     ep, of_stage = args.expert_model_parallel_size, ranks.dp_size * ranks.cp_size * ranks.tp_size
-    what = f"experts cannot be spread over {ep} x {expert_tp} of the {of_stage} ranks of a pipeline stage "
-    what += f"(data {ranks.dp_size} x context {ranks.cp_size} x tensor {ranks.tp_size})"
+    what = (
+        f"experts cannot be spread over {ep} x {expert_tp} of the {of_stage} ranks of a pipeline stage "
+        f"(data {ranks.dp_size} x context {ranks.cp_size} x tensor {ranks.tp_size})"
+    )
     where, expected = "--expert-tensor-parallel-size", f"sizes whose product divides {of_stage}"
     refuse(of_stage % (ep * expert_tp), what, f"--expert-model-parallel-size and {where}", expected)
     local = args.moe_grouped_gemm and args.transformer_impl != "transformer_engine"

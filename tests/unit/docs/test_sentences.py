@@ -53,13 +53,27 @@ def test_no_sentence_of_a_help_text_or_an_error_is_too_long(name: str) -> None:
 
 
 def texts_for_users(source: str) -> Iterator[str]:
-    """The literal texts of errors and of help: of calls of ``…Error`` all arguments, of ``option`` the second one, of
-    any call those of ``OF_USERS``. A placeholder is one word; of a condition both texts count."""
-    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-        positional = call.args if name.endswith("Error") else call.args[1:2] if name == "option" else []
-        for value in [*positional, *(word.value for word in call.keywords if word.arg in OF_USERS)]:
+    """The literal texts of errors and of help: of calls of ``…Error``, ``refuse`` and ``needs`` all arguments, of
+    ``option`` the second one, of any call those of ``OF_USERS``, and what is assigned to variables with these names. A
+    placeholder is one word; of a condition both texts count."""
+    for node in ast.walk(ast.parse(source)):
+        values: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            is_error = name.endswith("Error") or name in ("refuse", "needs")
+            values = node.args if is_error else node.args[1:2] if name == "option" else []
+            values = [*values, *(word.value for word in node.keywords if word.arg in OF_USERS)]
+        elif isinstance(node, ast.Assign):
+            values = [value for name, value in assigned(node.targets[0], node.value) if name in OF_USERS]
+        for value in values:
             yield from literal_texts(value)
+
+
+def assigned(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
+    """The variables of an assignment with their values, of ``a, b = 1, 2`` each."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return [pair for each in zip(target.elts, value.elts, strict=True) for pair in assigned(*each)]
+    return [(target.id, value)] if isinstance(target, ast.Name) else []
 
 
 def literal_texts(value: ast.expr) -> list[str]:
@@ -81,8 +95,12 @@ raise errors.ConfigError(f"a {number} b" "c", where=place, expected="d " + f"{x}
 lora_rank: int = option(0, "g", metavar="h")
 parser.add_argument("--i", help="j")
 print("k", file=out)
+what, where, hint = f"l {number}", "m", "n"
+refuse(number > 1, "o", where, hint=hint)
+needs(args, "p", what, "q")
 """
-    assert list(texts_for_users(source)) == ["a X bc", "d X", "e", "f", "g", "j"]
+    found = ["a X bc", "d X", "e", "f", "g", "j", "l X", "n", "o", "p", "q"]
+    assert sorted(texts_for_users(source)) == sorted(found)
     assert sum(len(list(texts_for_users((ROOT / name).read_text(encoding="utf-8")))) for name in SOURCES) > 2_000
 
 
