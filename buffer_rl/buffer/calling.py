@@ -15,7 +15,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, cast
 
 import ray
 
@@ -25,6 +26,7 @@ from buffer_rl.observe.pulse import Waits, waiting
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 RETRY_S = 0.2
 """Pause before a call is made again."""
@@ -44,7 +46,9 @@ def blocking(operation: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Waits for the answers of one actor, ``who`` in messages.
+    """Calls an actor, ``who`` in messages, and waits for its answers.
+
+    death_hint: of an actor whose death for good is a WorkerError, after which the run is not started again.
 
     Raises DeadlineError where none comes within ``timeout_s``, which the option ``flag`` sets; the actor's own error
     where it raised one of ``buffer_rl.errors``; WorkerDiedError where it is gone for good; else a WorkerError that says
@@ -55,6 +59,17 @@ class Answers:
     role: str
     timeout_s: float
     flag: str
+    death_hint: str = ""
+
+    def call(self, actor: Any, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
+        """The answer of a method of the actor's class. Called again if it is lost, so a repeat must do no harm."""
+        name = method.__name__
+        return cast("T", self.wait(name, partial(getattr(actor, name).remote, *args)))
+
+    async def acall(self, actor: Any, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
+        """``call`` for an event loop."""
+        name = method.__name__
+        return cast("T", await self.until(name, partial(getattr(actor, name).remote, *args)))
 
     def wait(self, method: str, submit: Callable[[], Any]) -> Any:
         """The answer to the call that ``submit`` makes, once it is there."""
@@ -107,6 +122,9 @@ class Answers:
                 hint="raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk",
             )
         if isinstance(error, ray.exceptions.RayActorError):
+            if self.death_hint:
+                what = f"its process died, and is not replaced again: {error}"
+                return WorkerError(what, where=where, hint=self.death_hint)
             if error.actor_init_failed:
                 return WorkerDiedError(
                     f"the process of {self.who} could not be set up: {_last_error(error)}", where=where

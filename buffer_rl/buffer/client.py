@@ -226,7 +226,7 @@ class BufferClient:
     def _wait_change(self, revision: int, timeout_s: float) -> None:
         """Wait until the Buffer has changed since ``revision``, or less long."""
         slice_s = min(timeout_s, WAIT_SLICE_S, self._answers.timeout_s / 2)
-        self._answers.wait("wait_change", partial(self.actor.wait_change.remote, revision, slice_s))
+        self._answers.call(self.actor, BufferActor.wait_change, revision, slice_s)  # type: ignore[arg-type]
 
     def start_take(self, task: str, request: ReadRequest) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
         """``take`` without waiting for the answer, nor for rows: the batch is None where the deal is not made yet."""
@@ -238,7 +238,7 @@ class BufferClient:
 
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display."""
-        return self._answers.wait("get_progress", self.actor.get_progress.remote)  # type: ignore[no-any-return]
+        return self._answers.call(self.actor, BufferActor.get_progress)  # type: ignore[arg-type]
 
     def _assembled(self, plan: BatchPlan) -> TrainBatch:
         return assemble(plan, self._resolve)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVarTuple, cast
 
 import ray
 
@@ -37,6 +37,8 @@ from buffer_rl.errors import (
 )
 from buffer_rl.records.groups import Topology
 
+Ts = TypeVarTuple("Ts")
+
 PATIENCE_S = 1.0
 """How long a process that may be dead is asked; Ray knows of a death by the time a call has failed with it."""
 
@@ -44,7 +46,7 @@ PATIENCE_S = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
     """A call under way. members: names of those that work on it, one for each of ``futures``. hung: as that of the
-    group."""
+    group. timeout_s: the longest wait for it, if ``wait`` gets no other."""
 
     role: str
     method: str
@@ -52,6 +54,7 @@ class Call:
     futures: Sequence[Future[Any]]
     collect: Collect = first_answer
     hung: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 60.0
 
     def ended(self) -> bool:
         """Whether all members answered, or one failed."""
@@ -66,20 +69,23 @@ class Call:
             raise name_failure(role, error, self.hung.get(role.removesuffix(f".{self.method}"), "")) from error
         return self.collect(self.role, [future.result() for future in self.futures])
 
-    def wait(self, timeout_s: float) -> Any:
+    def wait(self, timeout_s: float | None = None) -> Any:
         """``result``, once the call has ended. Raises DeadlineError after ``timeout_s``."""
-        wait(self.futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        wait(self.futures, timeout=limit, return_when=FIRST_EXCEPTION)
         if not self.ended():
-            raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{self.role}.{self.method}")
+            raise DeadlineError(f"no answer within {limit:g} s", where=f"{self.role}.{self.method}")
         return self.result()
 
 
 class ActorGroup:
     """The members of one role.
 
-    start_member: starts the actor of a rank, at first and in place of one that died. member_class: what its methods
-    declare with ``dispatch`` says where calls go; where absent, to all. places: of the members among the ranks of a
-    trainer; where absent, each is a replica of its own.
+    A call names a method of the members' class: ``group.call(TrainRank.fetch, 3, timeout_s=60)``. What the method
+    declares with ``dispatch`` says where the call goes, and what its answer is.
+
+    start_member: starts the actor of a rank, at first and in place of one that died. places: of the members among the
+    ranks of a trainer; where absent, each is a replica of its own.
     independent: members do not share their work, so that a restart replaces the dead alone. timeout_s: deadline of each
     call that a restart makes.
     hung: of members whose processes were ended because they hung, by name, what is to be said of it.
@@ -91,7 +97,6 @@ class ActorGroup:
         start_member: Callable[[int], Any],
         size: int = 1,
         *,
-        member_class: type | None = None,
         places: Sequence[Topology] = (),
         independent: bool = False,
         timeout_s: float = 60.0,
@@ -103,7 +108,6 @@ class ActorGroup:
         self.actors = [start_member(rank) for rank in range(size)]
         self.places = list(places) or [Topology(dp_rank=rank, dp_size=size) for rank in range(size)]
         self._start_member = start_member
-        self._class = member_class
         self._independent = independent
         self._timeout_s = timeout_s
         self._turns = itertools.count()
@@ -124,22 +128,19 @@ class ActorGroup:
                 chosen["concurrency_groups"] = {PULSE: 1}
             return cast("Any", ray.remote)(**chosen)(member_class).remote(*args(rank))
 
-        return cls(role, start, size, member_class=member_class, **more)
+        return cls(role, start, size, **more)
 
-    def start(self, method: str, *args: Any) -> Call:
+    def start(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> Call:
         """Call ``method`` on the members that it is dispatched to; returns at once."""
-        declared = dispatch_of(self._class, method)
-        calls = plan_calls(declared, args, self.places, next(self._turns) if declared.to is To.ONE else 0)
-        names = [self.name_of(rank) for rank in calls.members]
+        name, declared = method.__name__, dispatch_of(method)
+        calls, collect = plan_calls(declared, args, self.places, next(self._turns) if declared.to is To.ONE else 0)
         with self._order:  # of two threads' calls, which have members wait for each other, the same for all
-            futures = [
-                getattr(self.actors[rank], method).remote(*own).future()
-                for rank, own in zip(calls.members, calls.args, strict=True)
-            ]
-        for rank, future in zip(calls.members, futures, strict=True):
-            self._note(rank, method, future)
+            futures = {rank: getattr(self.actors[rank], name).remote(*own).future() for rank, own in calls.items()}
+        for rank, future in futures.items():
+            self._note(rank, name, future)
+        names = [self.name_of(rank) for rank in calls]
         return Call(
-            role=self.role, method=method, members=names, futures=futures, collect=calls.collect, hung=self.hung
+            role=self.role, method=name, members=names, futures=[*futures.values()], collect=collect, hung=self.hung
         )
 
     def _note(self, rank: int, method: str, future: Future[Any]) -> None:
@@ -155,11 +156,11 @@ class ActorGroup:
         """What errors and notices call a member."""
         return f"{self.role} {rank}" if len(self.actors) > 1 else self.role
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+    def call(self, method: Callable[[Any, *Ts], object], *args: *Ts, timeout_s: float) -> Any:
         """``start`` and wait for the answer. Raises DeadlineError, or a member's error, named."""
         return self.start(method, *args).wait(timeout_s)
 
-    def call_and_keep(self, method: str, *args: Any) -> bool:
+    def call_and_keep(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> bool:
         """``do_and_keep`` of ``call`` with these."""
         return self.do_and_keep(partial(self.call, method, *args, timeout_s=self._timeout_s))
 
@@ -180,7 +181,7 @@ class ActorGroup:
         """Replace the members: those that died where they are independent, else all of them, which are ready then and
         have been brought to the state that was kept."""
         for rank, actor in enumerate(self.actors):
-            if not self._independent or is_dead(actor, "ready"):
+            if not self._independent or is_dead(actor):
                 _kill(actor)
                 self.hung.pop(self.name_of(rank), None)
                 self.actors[rank] = self._start_member(rank)
@@ -188,19 +189,19 @@ class ActorGroup:
             with contextlib.suppress(WorkerDiedError):  # the next call finds who died
                 self._kept()
             return
-        self.call("ready", timeout_s=self._timeout_s)
+        self.call(Member.ready, timeout_s=self._timeout_s)
         self._kept()
 
-    def stop(self, close_method: str = "", timeout_s: float = 0.0) -> None:
+    def stop(self, close: Callable[[Any], object] | None = None, timeout_s: float = 0.0) -> None:
         """End the members' processes. Never raises: it is called while another error is on its way.
 
-        close_method: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
+        close: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
         """
-        if close_method:
+        if close is not None:
             asked: list[Future[Any]] = []
             for actor in self.actors:
                 with contextlib.suppress(Exception):  # fault boundary: a member, or Ray itself, may be gone
-                    asked.append(getattr(actor, close_method).remote().future())
+                    asked.append(getattr(actor, close.__name__).remote().future())
             wait(asked, timeout=timeout_s)
         for actor in self.actors:
             _kill(actor)
@@ -280,9 +281,9 @@ def _kill(actor: Any) -> None:
         ray.kill(getattr(actor, "process", actor), no_restart=True)
 
 
-def is_dead(actor: Any, method: str) -> bool:
-    """Whether an actor's process is gone. One that does not answer ``method`` at once is at work."""
-    asked = getattr(actor, method).remote()
+def is_dead(actor: Any) -> bool:
+    """Whether an actor's process is gone. One that does not answer at once is at work."""
+    asked = actor.__ray_ready__.remote()
     with contextlib.suppress(Exception):  # fault boundary: whatever it answers, it is there
         try:
             ray.get(asked, timeout=PATIENCE_S)

@@ -68,25 +68,19 @@ def dispatch(to: To = To.ALL, *, collect: Collect | None = None) -> Callable[[F]
     return declare
 
 
-def dispatch_of(member_class: type | None, method: str) -> Dispatch:
-    """What the class declares for a method; ``Dispatch()`` where it declares nothing."""
-    return getattr(getattr(member_class, method, None), _ATTRIBUTE, Dispatch())
+def dispatch_of(method: Callable[..., Any]) -> Dispatch:
+    """What is declared for a method of a class; ``Dispatch()`` if nothing is."""
+    return getattr(method, _ATTRIBUTE, Dispatch())
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """A call on a group as calls on its members.
-
-    members: the ranks that are called. args: of each. collect: ``(role, answers of these ranks, in order) -> answer``.
-    """
-
-    members: list[int]
-    args: list[tuple[Any, ...]]
-    collect: Collect
+ArgsOf = dict[int, tuple[Any, ...]]
+"""What each member that is called gets, by rank."""
 
 
-def plan_calls(declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], turn: int = 0) -> Calls:
-    """Which members are called with which arguments.
+def plan_calls(
+    declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], turn: int = 0
+) -> tuple[ArgsOf, Collect]:
+    """Which members are called with which arguments, and what makes one answer of theirs.
 
     places: of the members, in rank order. turn: how many calls to ONE member there were before. The caller's arguments
     are not changed. Raises ValueError for arguments that cannot be scattered."""
@@ -95,10 +89,12 @@ def plan_calls(declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topol
     if declared.to is To.SCATTER:
         return _scattered(declared, args, places, heads)
     chosen = {To.ALL: ranks, To.HEADS: heads, To.ONE: [turn % len(ranks)]}[declared.to]
-    return Calls(chosen, [args] * len(chosen), declared.collect)
+    return dict.fromkeys(chosen, args), declared.collect
 
 
-def _scattered(declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], heads: list[int]) -> Calls:
+def _scattered(
+    declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], heads: list[int]
+) -> tuple[ArgsOf, Collect]:
     """Every replica gets as many rows as the others: where they do not divide, the first rows again, whose answers are
     dropped."""
     lengths = {index: len(arg) for index, arg in enumerate(args) if isinstance(arg, list | TrainBatch)}
@@ -122,7 +118,7 @@ def _scattered(declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topol
         return declared.collect(role, [value for part in parts for value in part][:num_rows])
 
     per_replica = [own(rows) for rows in shares]
-    return Calls(list(range(len(places))), [per_replica[place.dp_rank] for place in places], join)
+    return {rank: per_replica[place.dp_rank] for rank, place in enumerate(places)}, join
 
 
 def _rows_of(arg: Any, rows: list[int]) -> Any:

@@ -23,9 +23,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.driver.tasks import all_of, unbroken
+from buffer_rl.engines.control import FleetControl
 from buffer_rl.engines.protocol import CACHE, WEIGHTS
 from buffer_rl.errors import ConfigError
-from buffer_rl.kinds.trainer import Memory
+from buffer_rl.kinds.trainer import Memory, Sleeps
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plan.schedule import RolePlan, RunPlan, Schedule
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 ENGINES = "engines"
 """The holder that is no trained role."""
-GIVE, TAKE = ("sleep", "release_memory"), ("wake_up", "resume_memory")
+GIVE, TAKE = (Sleeps.sleep, FleetControl.release_memory), (Sleeps.wake_up, FleetControl.resume_memory)
 """Methods of trained roles and of engines."""
 
 
@@ -154,7 +155,9 @@ class MemoryTurns:
         await self._change(GIVE, {holder: tags - rows[holder] for holder, tags in held.items()})
         await self._change(TAKE, {holder: rows[holder] - tags for holder, tags in held.items()})
 
-    async def _change(self, methods: tuple[str, str], parts: Mapping[str, frozenset[str]]) -> None:
+    async def _change(
+        self, methods: tuple[Callable[..., None], Callable[..., None]], parts: Mapping[str, frozenset[str]]
+    ) -> None:
         of_trained, of_engines = methods
         moves: list[Coroutine[Any, Any, object]] = []
         for holder, tags in parts.items():

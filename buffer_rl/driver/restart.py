@@ -109,11 +109,13 @@ class Processes(ExitStack):
         self._groups: list[ActorGroup] = []
         self._locals: list[tuple[LocalTarget, Callable[[], float], Callable[[], object]]] = []
 
-    def stops(self, group: ActorGroup, close_method: str = "", timeout_s: float = 0.0) -> ActorGroup:
+    def stops(
+        self, group: ActorGroup, close: Callable[[Any], object] | None = None, timeout_s: float = 0.0
+    ) -> ActorGroup:
         """Stop ``group`` (see ``ActorGroup.stop``), which has the calls of its role, and return it now."""
         self._groups.append(group)
         self.targets[group.role] = group
-        self.callback(group.stop, close_method, timeout_s)
+        self.callback(group.stop, close, timeout_s)
         return group
 
     def local(
@@ -151,7 +153,7 @@ class Processes(ExitStack):
 
 def _are_gone(group: ActorGroup, deadline: float) -> bool:
     waiting = list(group.actors)
-    while waiting := [actor for actor in waiting if not is_dead(actor, "__ray_ready__")]:
+    while waiting := [actor for actor in waiting if not is_dead(actor)]:
         if time.monotonic() >= deadline:
             return False
     return True

@@ -192,7 +192,7 @@ class RewardModelWatch:
         self._actors = list(group.actors)
         self._notice = notice
         self._max_deaths: int = args.role_max_restarts if max_deaths is None else max_deaths
-        self._pids = [answers_of(args).wait("pid", actor.pid.remote) for actor in self._actors]
+        self._pids = [answers_of(args).call(actor, RewardModelWorker.pid) for actor in self._actors]
         self._questions = [actor.pid.remote() for actor in self._actors]
         self._deaths = 0
 

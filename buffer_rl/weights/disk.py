@@ -110,7 +110,7 @@ class DiskTransport:
         """Nothing to free: the newest version stays for engines that join."""
 
     def _write_version(self, folder: str) -> None:
-        self._trainer.send("write", folder)
+        self._trainer.send(DiskSender.write, folder)
 
     def _target(self, version: int) -> Path:
         return self._folder / f"v{version:06d}"

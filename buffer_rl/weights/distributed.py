@@ -118,13 +118,13 @@ class DistributedTransport:
         self._trainer, self._engines = trainer, engines
         infos = engines.server_info()  # of those that live
         ranks = tensor_parallel_ranks(infos)
-        plans = [answer for answer in trainer.send("listen") if answer is not None]
+        plans = [answer for answer in trainer.send(DistributedSender.listen) if answer is not None]
         if not plans or not plans[0][2]:
             raise EngineError("the trainer has no weights to send", where="--weight-sync-mode distributed")
         address, port, self._plan, on_gpu = plans[0]
         backend = chosen_backend(infos.values(), on_gpu=on_gpu)
         self._name = f"buffer_rl_{secrets.token_hex(4)}"
-        joining = trainer.start("join", self._name, 1 + sum(ranks.values()), backend)
+        joining = trainer.start(DistributedSender.join, self._name, 1 + sum(ranks.values()), backend)
         limit = BLOCKED_TIMEOUT_S
         engines.init_weights_update_group(address, port, ranks, name=self._name, backend=backend, timeout_s=limit)
         joining.wait()
@@ -136,7 +136,7 @@ class DistributedTransport:
         """Have the engines receive bucket after bucket; the version gets its number with the last."""
         assert self._name is not None
         last = len(self._plan) - 1
-        sending = self._trainer.start("broadcast", self._name)
+        sending = self._trainer.start(DistributedSender.broadcast, self._name)
         for index, bucket in enumerate(self._plan):
             number = version if index == last else None
             self._engines.update_weights_from_distributed(bucket, name=self._name, version=number)
@@ -149,7 +149,7 @@ class DistributedTransport:
             with suppress(BufferRLError):  # an engine that failed has left by itself, and so has a process that died
                 self._engines.destroy_weights_update_group(name)
             with suppress(BufferRLError):
-                self._trainer.send("close", name)
+                self._trainer.send(DistributedSender.close, name)
 
 
 def chosen_backend(receivers: Iterable[ServerInfo], *, on_gpu: bool) -> Backend:

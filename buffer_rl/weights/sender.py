@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from buffer_rl.cluster.actor_group import Call
 from buffer_rl.cluster.dispatch import all_answers
@@ -24,27 +24,19 @@ if TYPE_CHECKING:
 
     from buffer_rl.args import Args
 
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+Buckets = Iterator[Mapping[str, Any]]
+
 KIND = "weight_transport"
 Shapes = dict[str, tuple[int, ...]]
 MAX_SHOWN = 5
 
 
-class StartedSend:
-    """A call of the ranks' senders that was started."""
-
-    def __init__(self, method: str, futures: Sequence[Future[Any]], timeout_s: float) -> None:
-        names = [f"{ACTOR} {rank}" for rank in range(len(futures))]
-        self._call = Call(role=ACTOR, method=method, members=names, futures=futures, collect=all_answers)
-        self._timeout_s = timeout_s
-
-    def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """All answers, in rank order. Raises DeadlineError, or a rank's error, named."""
-        answers: list[Any] = self._call.wait(self._timeout_s if timeout_s is None else timeout_s)
-        return answers
-
-
 class Senders:
     """The senders of the trainer's ranks: ``trainer`` of ``WeightTransport.connect``.
+
+    A call names a method of the transport's sender: ``trainer.send(DiskSender.write, folder)``.
 
     start_call: calls ``send_weights`` of every rank with its arguments; one future each. timeout_s: deadline of a call.
     """
@@ -53,13 +45,24 @@ class Senders:
         self._start_call = start_call
         self._timeout_s = timeout_s
 
-    def start(self, method: str, *arguments: Any) -> StartedSend:
-        """Have every rank's sender do ``method`` with the rank's weights and ``arguments``; does not wait for it."""
-        return StartedSend(method, self._start_call(method, *arguments), self._timeout_s)
+    def start(self, method: Callable[[Any, Buckets, *Ts], object], *arguments: *Ts) -> Call:
+        """Have every rank's sender do ``method`` with the rank's weights and ``arguments``; does not wait for it. The
+        call's answer has those of the ranks, in order."""
+        name = method.__name__
+        futures = self._start_call(name, *arguments)
+        names = [f"{ACTOR} {rank}" for rank in range(len(futures))]
+        return Call(
+            role=ACTOR,
+            method=name,
+            members=names,
+            futures=futures,
+            collect=all_answers,
+            timeout_s=self._timeout_s,
+        )
 
-    def send(self, method: str, *arguments: Any) -> list[Any]:
-        """``start`` and wait for the answers, in rank order."""
-        return self.start(method, *arguments).wait()
+    def send(self, method: Callable[[Any, Buckets, *Ts], R], *arguments: *Ts) -> list[R]:
+        """``start`` and wait for the answers, in rank order. Raises DeadlineError, or a rank's error, named."""
+        return cast("list[R]", self.start(method, *arguments).wait())
 
 
 class RankSender:

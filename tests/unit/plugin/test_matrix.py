@@ -463,7 +463,7 @@ CASES = {
             sender, staged = Side, True
             def __init__(self, args): ...
             def connect(self, trainer, engines): self.trainer, self.engines = trainer, engines
-            def prepare(self, version): self.answers = self.trainer.send("names", version)
+            def prepare(self, version): self.answers = self.trainer.send(Side.names, version)
             def publish(self, version):
                 assert self.answers == ["3:ab"]
                 self.engines.update_weights_from_disk("folder", version)
