@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import ray
 
 from buffer_rl.buffer.actor import BufferActor
-from buffer_rl.buffer.calling import Answers, JoinedCalls, StartedCall
 from buffer_rl.buffer.calls import Kind, OpenCalls, kind_of
 from buffer_rl.buffer.codec import Columns, RowIds
 from buffer_rl.buffer.columns import BatchPlan, Cell, assemble
@@ -26,6 +25,7 @@ from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
+from buffer_rl.cluster.calling import Answers, JoinedCalls, StartedCall
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import Column, RolloutReport, RowId, Ticket, TrainBatch
@@ -108,9 +108,6 @@ class BufferClient:
             return cast("R", await joined.make(submit.args[1:]))
 
     async def _send_changes(self, calls: list[tuple[int, int, str, tuple[Any, ...]]]) -> list[Any]:
-        if len(calls) == 1:
-            ((*_, name, _),) = calls
-            return [await self._answers.until(name, partial(self._change, self._caller, *calls[0]))]
         names = ", ".join(sorted({name for *_, name, _ in calls}))
         return cast(
             "list[Any]", await self._answers.until(names, partial(self.actor.change_many.remote, self._caller, calls))

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from buffer_rl.errors import WorkerError
 from buffer_rl.records.groups import Topology, TrainBatch
 
 F = TypeVar("F", bound=Callable[..., Any])
+Ts = TypeVarTuple("Ts")
+Method = Callable[[Any, *Ts], object]
+"""A method of a class whose objects are in other processes, such as ``TrainRank.fetch``, with what it takes."""
 Collect = Callable[[str, list[Any]], Any]
 """Makes one answer of the members' answers: ``(role, answers in rank order) -> answer``."""
 
@@ -73,14 +76,10 @@ def dispatch_of(method: Callable[..., Any]) -> Dispatch:
     return getattr(method, _ATTRIBUTE, Dispatch())
 
 
-ArgsOf = dict[int, tuple[Any, ...]]
-"""What each member that is called gets, by rank."""
-
-
 def plan_calls(
     declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], turn: int = 0
-) -> tuple[ArgsOf, Collect]:
-    """Which members are called with which arguments, and what makes one answer of theirs.
+) -> tuple[dict[int, tuple[Any, ...]], Collect]:
+    """What each member that is called gets, by rank, and what makes one answer of theirs.
 
     places: of the members, in rank order. turn: how many calls to ONE member there were before. The caller's arguments
     are not changed. Raises ValueError for arguments that cannot be scattered."""
@@ -94,7 +93,7 @@ def plan_calls(
 
 def _scattered(
     declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], heads: list[int]
-) -> tuple[ArgsOf, Collect]:
+) -> tuple[dict[int, tuple[Any, ...]], Collect]:
     """Every replica gets as many rows as the others: where they do not divide, the first rows again, whose answers are
     dropped."""
     lengths = {index: len(arg) for index, arg in enumerate(args) if isinstance(arg, list | TrainBatch)}

@@ -32,9 +32,10 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.environment import StopRequest
 from buffer_rl.driver.local_roles import RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.offload import MemoryTurns, Phase
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
 
 R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 
 class StopNow(Exception):
@@ -216,9 +216,8 @@ class Driver:
                     self._observer.phase("generate")
                     metrics = await self._production.selected(rollout_id, self._until)
                     if self._plan.records:
-                        await self._calls.call(
-                            "record", RolloutRecorder.save, rollout_id, timeout_s=self._plan.save_timeout_s
-                        )
+                        limit = self._plan.save_timeout_s
+                        await self._calls.call("record", RolloutRecorder.save, rollout_id, timeout_s=limit)
                 if trained := self._plan.roles.trained:
                     await self._memory.enter(Phase.LOG_PROBS, trained)
                     with self._times.of("train"):
@@ -332,9 +331,8 @@ class Driver:
         version = self._version
         with self._times.of("publish", "publish", version):
             self._observer.phase("publish")
-            times = await self._calls.call(
-                "publish", Publisher.publish, version, timeout_s=self._plan.publish_timeout_s
-            )
+            limit = self._plan.publish_timeout_s
+            times = await self._calls.call("publish", Publisher.publish, version, timeout_s=limit)
         self._published = version
         if self._plan.schedule.max_staleness and (paused := times.get("perf/publish_pause")):
             # The last part of a publication, in which tickets run and engines do not.
@@ -457,7 +455,7 @@ class Driver:
             await self._sealing
             self._sealing = None
 
-    async def _save_call(self, method: Callable[[Any, *Ts], None], *args: *Ts) -> None:
+    async def _save_call(self, method: Method[*Ts], *args: *Ts) -> None:
         self._saving = self._runtime.submit("save", method, *args)
         try:
             await self._runtime.answer(self._saving, self._plan.save_timeout_s)

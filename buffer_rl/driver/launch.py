@@ -12,13 +12,13 @@ trainers, and for the models that others load at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.actor import BufferWatch, start_buffer
 from buffer_rl.buffer.client import BufferClient
@@ -26,6 +26,7 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.environment import StopRequest, direct_variables, signals_as_exceptions, variables
 from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.cluster.hangs import HangWatch
@@ -97,7 +98,6 @@ CLOSE_TIMEOUT_S = 10.0
 """For rollout workers to close what they opened, and for a checkpoint that is being written to fail and be removed."""
 PUBLISH_END_S = 2.0
 """For a publication that is under way to end, so that no engine stays paused. What it waits for may be gone."""
-Ts = TypeVarTuple("Ts")
 Part = Iterator[None]
 """The steps of a part; it does not need all of them."""
 STEPS = ("start", "load", "be ready")
@@ -372,7 +372,7 @@ class _Run:
         args = self.args
         if (train := self.trained.get(ACTOR)) is None:
             return None
-        senders = Senders(lambda *call: train.start(TrainRank.send_weights, *call).futures, args.train_timeout_s)
+        senders = Senders(lambda *call: train.start(TrainRank.send_weights, *call))
         publisher = None if self.engines is None else self._engine_publisher(self.engines, senders)
         if (role := self.roles.get("actor_fwd")) is None:
             return publisher
@@ -420,7 +420,7 @@ class _Run:
                 publisher.try_retraction()
         return publisher
 
-    def _of_workers(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
+    def _of_workers(self, method: Method[*Ts], *args: *Ts) -> None:
         """A call of all rollout workers, which may wait for the requests that run: each has a deadline of its own."""
         if self.rollout is not None:
             self.rollout.call(method, *args, timeout_s=self.args.rollout_timeout_s + GRACE_S)
@@ -430,7 +430,7 @@ class _Run:
         if self.rollout is not None:
             self.rollout.call_and_keep(RolloutWorker.use_adapter, adapter)
 
-    def _of_actor(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> Any:
+    def _of_actor(self, method: Method[*Ts], *args: *Ts) -> Any:
         """The answer of the actor's ranks."""
         return self.trained[ACTOR].call(method, *args, timeout_s=self.args.train_timeout_s)
 

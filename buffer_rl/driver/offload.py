@@ -22,6 +22,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.cluster.dispatch import Method
 from buffer_rl.driver.tasks import all_of, unbroken
 from buffer_rl.engines.control import FleetControl
 from buffer_rl.engines.protocol import CACHE, WEIGHTS
@@ -155,9 +156,7 @@ class MemoryTurns:
         await self._change(GIVE, {holder: tags - rows[holder] for holder, tags in held.items()})
         await self._change(TAKE, {holder: rows[holder] - tags for holder, tags in held.items()})
 
-    async def _change(
-        self, methods: tuple[Callable[..., None], Callable[..., None]], parts: Mapping[str, frozenset[str]]
-    ) -> None:
+    async def _change(self, methods: tuple[Method[Any], Method[Any]], parts: Mapping[str, frozenset[str]]) -> None:
         of_trained, of_engines = methods
         moves: list[Coroutine[Any, Any, object]] = []
         for holder, tags in parts.items():

@@ -10,11 +10,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.driver.offload import MemoryTurns
 from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics, joined_metrics
 from buffer_rl.driver.tasks import Calls, NoAnswer, Restarts, StepTimes, Task, all_of, is_worker_death
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
     from buffer_rl.records.groups import RolloutReport, Ticket
 
-Ts = TypeVarTuple("Ts")
 Produced = tuple[dict[str, float], list[dict[str, Any]]]
 """Metrics of a ticket or an evaluation, and samples to show."""
 
@@ -199,9 +198,8 @@ class Production:
     def _close(self, rollout_id: int) -> asyncio.Task[RolloutReport]:
         """The closing of a selection of the window; it is begun once."""
         if self._closing is None:
-            call = self._calls.runtime.submit(
-                "selection", BufferClient.await_selection, rollout_id, self._plan.num_rollouts - 1
-            )
+            last = self._plan.num_rollouts - 1
+            call = self._calls.runtime.submit("selection", BufferClient.await_selection, rollout_id, last)
             self._closing = asyncio.ensure_future(self._answer_while_it_moves(call))
             self._closing.add_done_callback(lambda _: self._calls.tell())
         return self._closing
@@ -237,25 +235,25 @@ class Production:
     def _start_roles(self, step: int, *, while_open: bool) -> None:
         """Have the roles work on a selection; trained ones too, if they are to work while it is open."""
         plan = self._plan.roles
-        submits: dict[str, Callable[[], Task]] = {
-            role: partial(self._submit, role, RoleWorker.stream, step) for role in plan.dedicated_roles
-        }
+        limit = self._plan.train_timeout_s + (self._plan.rollout_timeout_s if while_open else 0.0)
+
+        def start(role: str, method: Method[*Ts], *work: *Ts) -> asyncio.Task[WorkReport]:
+            return self._calls.spawn(self._stream(role, step, limit, method, *work))
+
+        streams = {role: start(role, RoleWorker.stream, step) for role in plan.dedicated_roles}
         for role in plan.trained if while_open else ():
             if (models := plan.models_of(role)) or plan.stream_gradients:
-                work = step, models, plan.awaited_by(role), plan.stream_gradients
-                submits[role] = partial(self._submit, role, TrainRank.stream, *work)
-        limit = self._plan.train_timeout_s + (self._plan.rollout_timeout_s if while_open else 0.0)
-        self._streams[step] = {
-            role: self._calls.spawn(self._stream(role, step, submit, limit)) for role, submit in submits.items()
-        }
+                fields = plan.awaited_by(role)
+                streams[role] = start(role, TrainRank.stream, step, models, fields, plan.stream_gradients)
+        self._streams[step] = streams
 
-    async def _stream(self, role: str, step: int, submit: Callable[[], Task], limit_s: float) -> WorkReport:
+    async def _stream(self, role: str, step: int, limit_s: float, method: Method[*Ts], *work: *Ts) -> WorkReport:
         """The work of a role on a selection. One whose processes die is replaced, and works on what it had not
         written."""
         while True:
             seen = self._restarts.count(role)
             try:
-                return cast("WorkReport", await self._answer(submit(), limit_s))
+                return cast("WorkReport", await self._answer(self._submit(role, method, *work), limit_s))
             except BufferRLError as error:
                 if role not in self._plan.roles.dedicated_roles or not is_worker_death(role, error):
                     await self._lose(error)
@@ -351,7 +349,7 @@ class Production:
         streams = [task for tasks in self._streams.values() for task in tasks.values()]
         return [*self._producing.values(), *streams, *([] if self._closing is None else [self._closing])]
 
-    def _submit(self, role: str, method: Callable[[Any, *Ts], object], *args: *Ts) -> Task:
+    def _submit(self, role: str, method: Method[*Ts], *args: *Ts) -> Task:
         """Start a call of production."""
         call = self._calls.runtime.submit(role, method, *args)
         self._open_calls.add(call)

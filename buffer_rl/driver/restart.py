@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from buffer_rl.buffer.ledger_audit import process_note
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
+from buffer_rl.cluster.dispatch import Method
 from buffer_rl.cluster.locality import machine_id
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.folders import LINEAGE, START, later_checkpoint
@@ -109,9 +110,7 @@ class Processes(ExitStack):
         self._groups: list[ActorGroup] = []
         self._locals: list[tuple[LocalTarget, Callable[[], float], Callable[[], object]]] = []
 
-    def stops(
-        self, group: ActorGroup, close: Callable[[Any], object] | None = None, timeout_s: float = 0.0
-    ) -> ActorGroup:
+    def stops(self, group: ActorGroup, close: Method[()] | None = None, timeout_s: float = 0.0) -> ActorGroup:
         """Stop ``group`` (see ``ActorGroup.stop``), which has the calls of its role, and return it now."""
         self._groups.append(group)
         self.targets[group.role] = group

@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar, TypeVarTuple, cast
+from typing import Any, Protocol, TypeVar, cast
 
-from buffer_rl.cluster.actor_group import ActorGroup, Call
+from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.cluster.calling import Call
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.driver.tasks import NoAnswer, Task, run_to_end
 
 R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 POLL_S = 1.0
 """Each look is a call or a request to several processes, which does not pay more often."""
@@ -29,7 +31,7 @@ POLL_S = 1.0
 class Target(Protocol):
     """Something that a role's calls go to; ``ActorGroup`` is one."""
 
-    def start(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> Call: ...
+    def start(self, method: Method[*Ts], *args: *Ts) -> Call: ...
 
 
 class LocalTarget:
@@ -45,7 +47,7 @@ class LocalTarget:
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True)
         self._thread.start()
 
-    def start(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> Call:
+    def start(self, method: Method[*Ts], *args: *Ts) -> Call:
         future: Future[Any] = Future()
         self._calls.put((future, getattr(self._object, method.__name__), args))
         return Call(role=self.role, method=method.__name__, members=[self.role], futures=[future])
@@ -96,7 +98,7 @@ class RayRuntime:
         finally:
             over.set()  # a watcher may hang, so its thread is not waited for
 
-    def submit(self, role: str, method: Callable[[Any, *Ts], object], *args: *Ts) -> Call:
+    def submit(self, role: str, method: Method[*Ts], *args: *Ts) -> Call:
         return self._targets[role].start(method, *args)
 
     async def answer(self, task: Task, timeout_s: float) -> Any:
@@ -159,16 +161,13 @@ def _in_a_running_loop() -> bool:
 
 def _run_in_a_thread(loop: asyncio.AbstractEventLoop, main: Callable[[], Coroutine[Any, Any, R]]) -> R:
     """The same, if this thread runs an event loop already, as in a notebook."""
-    answer: Future[Any] = Future()
-    calls: SimpleQueue[_Work | None] = SimpleQueue()
-    for work in ((answer, run_to_end, (loop, main)), None):
-        calls.put(work)
-    thread = threading.Thread(target=_work, args=(calls,), name="driver", daemon=True)
-    thread.start()
+    target = LocalTarget("driver", partial(run_to_end, loop, main))
+    (answer,) = target.start(partial.__call__).futures
+    target.stop()
     try:
         return cast("R", answer.result())
     except BaseException:
         with suppress(RuntimeError):  # it has ended by itself
             loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        target.join(threading.TIMEOUT_MAX)
         raise

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.cluster.actor_group import PATIENCE_S, redirect_output
+from buffer_rl.cluster.actor_group import redirect_output
+from buffer_rl.cluster.calling import PATIENCE_S, Answers
 from buffer_rl.cluster.placement import near
 from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
 from buffer_rl.options.section import dump_args, load_args

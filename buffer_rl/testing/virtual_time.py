@@ -12,12 +12,12 @@ import inspect
 import itertools
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, TypeVarTuple, cast
+from typing import Any, TypeVar, cast
 
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.driver.tasks import NoAnswer, Task, run_to_end
 
 R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 Cost = Callable[[str, str, tuple[Any, ...]], float]
 """Virtual seconds of a call: ``(role, method, args) -> seconds``."""
@@ -161,7 +161,7 @@ class VirtualRuntime:
         """What is watched beside calls is looked at now; with an error, it has failed."""
         self._look(error)
 
-    def submit(self, role: str, method: Callable[[Any, *Ts], object], *args: *Ts) -> VirtualTask:
+    def submit(self, role: str, method: Method[*Ts], *args: *Ts) -> VirtualTask:
         name = method.__name__
         start = max(self.now(), self._free_at.get(role, 0.0))
         end = start + self._cost(role, name, args)

@@ -85,9 +85,6 @@ class RoleWorker(BroadcastMember):
         self._dataset = self._stage.dataset(self._buffer, self._args, index, num_workers)
         settle_garbage_collector()
 
-    def ready(self) -> None:
-        """Answers once the model is loaded."""
-
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Take the weights in the folder ``path``; for ``actor_fwd`` and, where it is updated, ``ref``."""
         self._model.load(path, "update_weights_from_disk", str(version))

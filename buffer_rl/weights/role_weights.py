@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Self
 
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.member import Member
 from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import EngineError, WorkerDiedError
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from buffer_rl.kinds.engine import WeightTransport
     from buffer_rl.weights.publish import Publisher
     from buffer_rl.weights.sender import Senders
-
-
-Ts = TypeVarTuple("Ts")
 
 
 class RolePublisher:
@@ -150,7 +148,7 @@ class RoleReceivers:
         """Have the processes leave the group."""
         self._call(BroadcastMember.leave_broadcast)
 
-    def _call(self, method: Callable[[Any, *Ts], None], *args: *Ts) -> None:
+    def _call(self, method: Method[*Ts], *args: *Ts) -> None:
         self._role.call(method, *args, timeout_s=self._timeout_s)
 
 
@@ -171,8 +169,7 @@ class BroadcastMember(Member):
 
     def leave_broadcast(self) -> None:
         """Leave the group."""
-        with waiting(Waits.DEADLINE):
-            self._model.leave()
+        self._model.leave()
 
 
 class FolderUpdates:

@@ -20,7 +20,6 @@ RAY_MODULES = (
     "buffer_rl/*/actor.py",
     "buffer_rl/*/worker.py",
     "buffer_rl/*/client.py",
-    "buffer_rl/buffer/calling.py",
     "buffer_rl/buffer/storage.py",
     "buffer_rl/engines/host.py",
     "buffer_rl/weights/distributed.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from buffer_rl.buffer.calling import Answers
+from buffer_rl.cluster.calling import Answers
 from buffer_rl.errors import ConfigError, WorkerDiedError
 
 TRACEBACK = """\x1b[36mray::BufferActor.__init__()\x1b[39m (pid=1)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 
-from buffer_rl.cluster.actor_group import Call
+from buffer_rl.cluster.calling import Call
 from buffer_rl.cluster.dispatch import all_answers
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime
 from buffer_rl.driver.tasks import unbroken

@@ -4,6 +4,7 @@ sample against numbers by hand."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import NUM_TOKENS, PROMPT, LogProbCheck, Publisher
 from buffer_rl.weights.sender import Senders
-from harness.fake_roles import FakeEngines, local_senders
+from harness.fake_roles import FakeEngines, local_senders, of_one_rank
 
 
 class Weights:
@@ -188,7 +189,9 @@ def test_a_half_written_version_of_a_killed_run_goes_with_the_next_publication(t
 
 def test_a_folder_that_the_driver_does_not_see_is_named(tmp_path: Path) -> None:
     args: Any = compose(CORE_SECTIONS)(update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
-    elsewhere: Any = Senders(lambda *call: [], 1.0)  # its ranks write to disks of their own
+    written: Future[None] = Future()
+    written.set_result(None)
+    elsewhere = Senders(lambda *call: of_one_rank(written))  # to a disk of its own
     engines = FakeEngines()
     with pytest.raises(ConfigError, match="is not on the driver's node") as caught:
         Publisher(DiskTransport(args), elsewhere, engines).publish(1)
