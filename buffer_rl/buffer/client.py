@@ -108,6 +108,9 @@ class BufferClient:
             return cast("R", await joined.make(submit.args[1:]))
 
     async def _send_changes(self, calls: list[tuple[int, int, str, tuple[Any, ...]]]) -> list[Any]:
+        if len(calls) == 1:
+            ((*_, name, _),) = calls
+            return [await self._answers.until(name, partial(self._change, self._caller, *calls[0]))]
         names = ", ".join(sorted({name for *_, name, _ in calls}))
         return cast(
             "list[Any]", await self._answers.until(names, partial(self.actor.change_many.remote, self._caller, calls))

@@ -91,7 +91,6 @@ from buffer_rl.weights.sender import Senders
 if TYPE_CHECKING:
     from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
-    from buffer_rl.engines.protocol import Adapter
     from buffer_rl.kinds.engine import WeightTransport
 
 CLOSE_TIMEOUT_S = 10.0
@@ -394,7 +393,9 @@ class _Run:
         more: dict[str, Any] = {}
         if publishes_adapters(args):
             transport = adapters = AdapterTransport(
-                args, lambda folder: self._of_actor(TrainRank.write_adapter, folder), self._use_adapter
+                args,
+                lambda folder: self._of_actor(TrainRank.write_adapter, folder),
+                lambda adapter: self.rollout and self.rollout.call_and_keep(RolloutWorker.use_adapter, adapter),
             )
             check = AdapterCheck.of(args, log_probs, base, lambda: adapters.newest)
             more["announce"] = adapters.announce
@@ -424,11 +425,6 @@ class _Run:
         """A call of all rollout workers, which may wait for the requests that run: each has a deadline of its own."""
         if self.rollout is not None:
             self.rollout.call(method, *args, timeout_s=self.args.rollout_timeout_s + GRACE_S)
-
-    def _use_adapter(self, adapter: Adapter) -> None:
-        """Have requests name the adapter, of the workers and of those that replace them."""
-        if self.rollout is not None:
-            self.rollout.call_and_keep(RolloutWorker.use_adapter, adapter)
 
     def _of_actor(self, method: Method[*Ts], *args: *Ts) -> Any:
         """The answer of the actor's ranks."""
