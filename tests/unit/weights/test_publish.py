@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.errors import ConfigError, EngineError, PluginError
+from buffer_rl.errors import ConfigError, EngineError, PluginError, WorkerError
 from buffer_rl.options.section import compose
-from buffer_rl.weights.disk import DiskTransport
+from buffer_rl.weights.disk import DiskSender, DiskTransport
 from buffer_rl.weights.publish import NUM_TOKENS, PROMPT, LogProbCheck, Publisher
 from buffer_rl.weights.sender import Senders
 from harness.fake_roles import FakeEngines, local_senders, of_one_rank
@@ -247,3 +247,10 @@ def test_what_differs_is_named(raw: dict[str, Any], found: dict[str, str]) -> No
     check = LogProbCheck(trainer, temperature=1.0, max_diff=0.2)
     engines: Any = SamplingEngines(raw)
     assert check.differing(engines, [URL], 3) == found
+
+
+def test_a_failure_of_a_sender_names_the_rank_and_the_method_that_was_called() -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(OSError("no space"))
+    with pytest.raises(WorkerError, match=r"^train 0\.write: OSError: no space"):
+        Senders(lambda *call: of_one_rank(failed)).send(DiskSender.write, "folder")
