@@ -99,7 +99,9 @@ METHOD = re.compile(r"[A-Z]\w*\.\w+|method|operation")
 
 def methods_by_string(source: str) -> list[str]:
     """What calls in the code ask for as text: no method of a class is their first argument, or the second one."""
-    found = []
+    found: list[str] = []
+    if not re.search(rf"\.({'|'.join(CALLS)})\(\s*['\"]", source):
+        return found  # most modules need not be parsed
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
             asked = [ast.unparse(argument) for argument in node.args[:2]]
