@@ -18,6 +18,5 @@ calls           which operations change the state, and how a repeated call is re
 actor           the Buffer's process, and its watcher
 client          the Buffer for its callers
 rollout_client  the ``buffer`` of a rollout function
-calling         deadlines and retries of calls
 storage         the processes that own large payloads
 """

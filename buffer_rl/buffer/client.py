@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import ray
 
 from buffer_rl.buffer.actor import BufferActor
-from buffer_rl.buffer.calling import Answers, JoinedCalls, StartedCall
 from buffer_rl.buffer.calls import Kind, OpenCalls, kind_of
 from buffer_rl.buffer.codec import Columns, RowIds
 from buffer_rl.buffer.columns import BatchPlan, Cell, assemble
@@ -26,6 +25,7 @@ from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
+from buffer_rl.cluster.calling import Answers, JoinedCalls, StartedCall
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import Column, RolloutReport, RowId, Ticket, TrainBatch
@@ -226,7 +226,7 @@ class BufferClient:
     def _wait_change(self, revision: int, timeout_s: float) -> None:
         """Wait until the Buffer has changed since ``revision``, or less long."""
         slice_s = min(timeout_s, WAIT_SLICE_S, self._answers.timeout_s / 2)
-        self._answers.wait("wait_change", partial(self.actor.wait_change.remote, revision, slice_s))
+        self._answers.call(self.actor, BufferActor.wait_change, revision, slice_s)  # type: ignore[arg-type]
 
     def start_take(self, task: str, request: ReadRequest) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
         """``take`` without waiting for the answer, nor for rows: the batch is None where the deal is not made yet."""
@@ -238,7 +238,7 @@ class BufferClient:
 
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display."""
-        return self._answers.wait("get_progress", self.actor.get_progress.remote)  # type: ignore[no-any-return]
+        return self._answers.call(self.actor, BufferActor.get_progress)  # type: ignore[arg-type]
 
     def _assembled(self, plan: BatchPlan) -> TrainBatch:
         return assemble(plan, self._resolve)

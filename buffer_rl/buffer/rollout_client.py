@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.codec import Columns, RowIds, for_queue
 from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.queue import check_versions
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.calling import blocking
 from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.rollout import as_leased_group, check_statuses

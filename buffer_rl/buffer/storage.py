@@ -18,9 +18,9 @@ from typing import Any, cast
 
 import ray
 
-from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.codec import Columns
 from buffer_rl.buffer.columns import Cell, column_bytes
+from buffer_rl.cluster.calling import Answers
 from buffer_rl.records.groups import Column
 
 MAX_REPORTS = 8

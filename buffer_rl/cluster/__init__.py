@@ -5,8 +5,8 @@ options       options that count devices and nodes, of the Buffer and of the eng
 devices       which devices of the nodes each process gets
 requirements  what the roles of a run need, and what is said where a cluster has too few
 placement     bundles that are reserved, and the actor options of each member
-actor_group   the members of a role: started, called, replaced, stopped; their failures and log files; roles in one
-              process
+actor_group   the members of a role: started, called, replaced, stopped; their log files; roles in one process
+calling       calls under way: deadlines, retries, errors that name who failed
 member        what a member process has so that it is seen to hang: its pulse, and the stack of its threads
 hangs         the watcher of members that hang
 dispatch      which members a call goes to, and how their answers become one

@@ -1,5 +1,4 @@
-"""The members of a role: actors that are started, called, replaced and stopped together; their failures, their log
-files.
+"""The members of a role: actors that are started, called, replaced and stopped together; their log files.
 
 A process has the member of one role or of several: fused roles share a place and a device, and die together.
 
@@ -14,10 +13,9 @@ import itertools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,61 +23,21 @@ from typing import Any, Self, cast
 
 import ray
 
-from buffer_rl.cluster.dispatch import Collect, To, dispatch_of, first_answer, plan_calls
+from buffer_rl.cluster.calling import PATIENCE_S, Call
+from buffer_rl.cluster.dispatch import Method, To, Ts, dispatch_of, plan_calls
 from buffer_rl.cluster.member import PULSE, Member, write_stack_at_signal
-from buffer_rl.errors import (
-    BufferRLError,
-    DeadlineError,
-    TrainError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerHungError,
-)
+from buffer_rl.errors import WorkerDiedError
 from buffer_rl.records.groups import Topology
-
-PATIENCE_S = 1.0
-"""How long a process that may be dead is asked; Ray knows of a death by the time a call has failed with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
-    """A call under way. members: names of those that work on it, one for each of ``futures``. hung: as that of the
-    group."""
-
-    role: str
-    method: str
-    members: Sequence[str]
-    futures: Sequence[Future[Any]]
-    collect: Collect = first_answer
-    hung: Mapping[str, str] = field(default_factory=dict)
-
-    def ended(self) -> bool:
-        """Whether all members answered, or one failed."""
-        done = [future.done() for future in self.futures]
-        return all(done) or any(d and f.exception() is not None for d, f in zip(done, self.futures, strict=True))
-
-    def result(self) -> Any:
-        """The members' answers as one, once the call has ended. Raises the error of the member that failed first of
-        all, named (see ``root_failure``)."""
-        if failures := failures_of(self.members, self.method, self.futures):  # the others may still be at work
-            role, error = root_failure(failures)
-            raise name_failure(role, error, self.hung.get(role.removesuffix(f".{self.method}"), "")) from error
-        return self.collect(self.role, [future.result() for future in self.futures])
-
-    def wait(self, timeout_s: float) -> Any:
-        """``result``, once the call has ended. Raises DeadlineError after ``timeout_s``."""
-        wait(self.futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
-        if not self.ended():
-            raise DeadlineError(f"no answer within {timeout_s:g} s", where=f"{self.role}.{self.method}")
-        return self.result()
 
 
 class ActorGroup:
     """The members of one role.
 
-    start_member: starts the actor of a rank, at first and in place of one that died. member_class: what its methods
-    declare with ``dispatch`` says where calls go; where absent, to all. places: of the members among the ranks of a
-    trainer; where absent, each is a replica of its own.
+    A call names a method of the members' class: ``group.call(TrainRank.fetch, 3, timeout_s=60)``. What the method
+    declares with ``dispatch`` says where the call goes, and what its answer is.
+
+    start_member: starts the actor of a rank, at first and in place of one that died. places: of the members among the
+    ranks of a trainer; where absent, each is a replica of its own.
     independent: members do not share their work, so that a restart replaces the dead alone. timeout_s: deadline of each
     call that a restart makes.
     hung: of members whose processes were ended because they hung, by name, what is to be said of it.
@@ -91,7 +49,6 @@ class ActorGroup:
         start_member: Callable[[int], Any],
         size: int = 1,
         *,
-        member_class: type | None = None,
         places: Sequence[Topology] = (),
         independent: bool = False,
         timeout_s: float = 60.0,
@@ -103,7 +60,6 @@ class ActorGroup:
         self.actors = [start_member(rank) for rank in range(size)]
         self.places = list(places) or [Topology(dp_rank=rank, dp_size=size) for rank in range(size)]
         self._start_member = start_member
-        self._class = member_class
         self._independent = independent
         self._timeout_s = timeout_s
         self._turns = itertools.count()
@@ -124,22 +80,25 @@ class ActorGroup:
                 chosen["concurrency_groups"] = {PULSE: 1}
             return cast("Any", ray.remote)(**chosen)(member_class).remote(*args(rank))
 
-        return cls(role, start, size, member_class=member_class, **more)
+        return cls(role, start, size, **more)
 
-    def start(self, method: str, *args: Any) -> Call:
+    def start(self, method: Method[*Ts], *args: *Ts) -> Call:
         """Call ``method`` on the members that it is dispatched to; returns at once."""
-        declared = dispatch_of(self._class, method)
-        calls = plan_calls(declared, args, self.places, next(self._turns) if declared.to is To.ONE else 0)
-        names = [self.name_of(rank) for rank in calls.members]
+        name, declared = method.__name__, dispatch_of(method)
+        calls, collect = plan_calls(declared, args, self.places, next(self._turns) if declared.to is To.ONE else 0)
         with self._order:  # of two threads' calls, which have members wait for each other, the same for all
-            futures = [
-                getattr(self.actors[rank], method).remote(*own).future()
-                for rank, own in zip(calls.members, calls.args, strict=True)
-            ]
-        for rank, future in zip(calls.members, futures, strict=True):
-            self._note(rank, method, future)
+            futures = {rank: getattr(self.actors[rank], name).remote(*own).future() for rank, own in calls.items()}
+        for rank, future in futures.items():
+            self._note(rank, name, future)
+        names = [self.name_of(rank) for rank in calls]
         return Call(
-            role=self.role, method=method, members=names, futures=futures, collect=calls.collect, hung=self.hung
+            role=self.role,
+            method=name,
+            members=names,
+            futures=[*futures.values()],
+            collect=collect,
+            hung=self.hung,
+            timeout_s=self._timeout_s,
         )
 
     def _note(self, rank: int, method: str, future: Future[Any]) -> None:
@@ -155,11 +114,11 @@ class ActorGroup:
         """What errors and notices call a member."""
         return f"{self.role} {rank}" if len(self.actors) > 1 else self.role
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+    def call(self, method: Method[*Ts], *args: *Ts, timeout_s: float) -> Any:
         """``start`` and wait for the answer. Raises DeadlineError, or a member's error, named."""
         return self.start(method, *args).wait(timeout_s)
 
-    def call_and_keep(self, method: str, *args: Any) -> bool:
+    def call_and_keep(self, method: Method[*Ts], *args: *Ts) -> bool:
         """``do_and_keep`` of ``call`` with these."""
         return self.do_and_keep(partial(self.call, method, *args, timeout_s=self._timeout_s))
 
@@ -180,7 +139,7 @@ class ActorGroup:
         """Replace the members: those that died where they are independent, else all of them, which are ready then and
         have been brought to the state that was kept."""
         for rank, actor in enumerate(self.actors):
-            if not self._independent or is_dead(actor, "ready"):
+            if not self._independent or is_dead(actor):
                 _kill(actor)
                 self.hung.pop(self.name_of(rank), None)
                 self.actors[rank] = self._start_member(rank)
@@ -188,19 +147,19 @@ class ActorGroup:
             with contextlib.suppress(WorkerDiedError):  # the next call finds who died
                 self._kept()
             return
-        self.call("ready", timeout_s=self._timeout_s)
+        self.call(Member.ready, timeout_s=self._timeout_s)
         self._kept()
 
-    def stop(self, close_method: str = "", timeout_s: float = 0.0) -> None:
+    def stop(self, close: Method[()] | None = None, timeout_s: float = 0.0) -> None:
         """End the members' processes. Never raises: it is called while another error is on its way.
 
-        close_method: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
+        close: a method that every member is asked to execute first, within ``timeout_s`` for all of them.
         """
-        if close_method:
+        if close is not None:
             asked: list[Future[Any]] = []
             for actor in self.actors:
                 with contextlib.suppress(Exception):  # fault boundary: a member, or Ray itself, may be gone
-                    asked.append(getattr(actor, close_method).remote().future())
+                    asked.append(getattr(actor, close.__name__).remote().future())
             wait(asked, timeout=timeout_s)
         for actor in self.actors:
             _kill(actor)
@@ -213,16 +172,12 @@ class Deferred:
     member_class: type
     args: tuple[Any, ...] = ()
 
-    def construct(self) -> Any:
-        """The member. Raises what its constructor raises."""
-        return self.member_class(*self.args)
-
 
 class FusedProcess:
     """A process with one member of each role."""
 
     def __init__(self, members: Mapping[str, Deferred]) -> None:
-        self._members = {role: member.construct() for role, member in members.items()}
+        self._members = {role: member.member_class(*member.args) for role, member in members.items()}
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method of the member of ``role``."""
@@ -280,88 +235,15 @@ def _kill(actor: Any) -> None:
         ray.kill(getattr(actor, "process", actor), no_restart=True)
 
 
-def is_dead(actor: Any, method: str) -> bool:
-    """Whether an actor's process is gone. One that does not answer ``method`` at once is at work."""
-    asked = getattr(actor, method).remote()
+def is_dead(actor: Any) -> bool:
+    """Whether an actor's process is gone. One that does not answer at once is at work."""
+    asked = actor.__ray_ready__.remote()
     with contextlib.suppress(Exception):  # fault boundary: whatever it answers, it is there
         try:
             ray.get(asked, timeout=PATIENCE_S)
         except ray.exceptions.RayActorError:
             return True
     return False
-
-
-def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLError:
-    """The error to raise for ``error``, which a call to ``role`` ended with. hung: what to say if its process was ended
-    because it hung.
-
-    An error of ``buffer_rl.errors`` keeps its class; anything else becomes a WorkerError that names the role, the
-    original exception and the end of its traceback, or a WorkerDiedError.
-    """
-    cause = _cause(error)
-    if isinstance(cause, BufferRLError):
-        cause.where = cause.where or role
-        return cause
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return WorkerError(
-            f"{type(cause).__name__}: {cause}", where=role, hint=f"the end of its traceback:{_tail(str(error))}"
-        )
-    if isinstance(error, ray.exceptions.RayActorError):
-        if error.actor_init_failed:  # Ray keeps the constructor's error as text alone, and it stands at the end
-            return WorkerError(f"the process could not be set up: {_tail(str(error))}", where=role)
-        if hung:
-            return WorkerHungError(hung, where=role, hint="the stack of all its threads is in its log")
-        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role)
-    return WorkerError(f"{type(error).__name__}: {error}", where=role)
-
-
-def failures_of(members: Sequence[str], method: str, futures: Sequence[Future[Any]]) -> dict[str, BaseException]:
-    """The errors of those members' calls that have failed by now, by member.
-
-    Where one may be that of a lost connection, the members that have not answered yet get ``PATIENCE_S``: a peer that
-    died is known to have died a little later than those that lost it say so."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        calls = zip(members, futures, strict=True)
-        errors = {name: error for name, future in calls if future.done() and (error := future.exception())}
-        pending = [future for future in futures if not future.done()]
-        left = deadline - time.monotonic()
-        if not pending or left <= 0 or not errors or not all(map(_may_follow_a_death, errors.values())):
-            return {f"{name}.{method}": error for name, error in errors.items()}
-        wait(pending, timeout=left, return_when=FIRST_EXCEPTION)
-
-
-def _may_follow_a_death(error: BaseException) -> bool:
-    cause = _cause(error)
-    known = isinstance(error, ray.exceptions.RayActorError) or isinstance(cause, BufferRLError)
-    return not known or isinstance(cause, TrainError)
-
-
-def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseException]:
-    """Of the errors that several members of a group ended with, by role, the one to raise.
-
-    When one rank fails, the others lose their connection to it, and may say so first, as a trainer's error too. So a
-    process that died comes first, then an error of ``buffer_rl.errors``, then everything else; equal ones in order.
-    """
-    return min(errors.items(), key=lambda item: _distance_from_root(item[1]))
-
-
-def _distance_from_root(error: BaseException) -> int:
-    if isinstance(error, ray.exceptions.RayActorError):
-        return 0
-    return 1 if isinstance(_cause(error), BufferRLError) else 2
-
-
-def _cause(error: BaseException) -> Any:
-    return getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
-
-
-def _tail(text: str, lines: int = 12) -> str:
-    return "".join(f"\n    {line}" for line in text.strip().splitlines()[-lines:])
-
-
-def _first_lines(text: str, lines: int = 6) -> str:
-    return " / ".join(line.strip() for line in text.strip().splitlines()[:lines])
 
 
 def redirect_output(path: str) -> None:

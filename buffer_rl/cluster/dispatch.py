@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from buffer_rl.errors import WorkerError
 from buffer_rl.records.groups import Topology, TrainBatch
 
 F = TypeVar("F", bound=Callable[..., Any])
+Ts = TypeVarTuple("Ts")
+Method = Callable[[Any, *Ts], object]
+"""A method of a class whose objects are in other processes, such as ``TrainRank.fetch``, with what it takes."""
 Collect = Callable[[str, list[Any]], Any]
 """Makes one answer of the members' answers: ``(role, answers in rank order) -> answer``."""
 
@@ -68,25 +71,15 @@ def dispatch(to: To = To.ALL, *, collect: Collect | None = None) -> Callable[[F]
     return declare
 
 
-def dispatch_of(member_class: type | None, method: str) -> Dispatch:
-    """What the class declares for a method; ``Dispatch()`` where it declares nothing."""
-    return getattr(getattr(member_class, method, None), _ATTRIBUTE, Dispatch())
+def dispatch_of(method: Callable[..., Any]) -> Dispatch:
+    """What is declared for a method of a class; ``Dispatch()`` if nothing is."""
+    return getattr(method, _ATTRIBUTE, Dispatch())
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """A call on a group as calls on its members.
-
-    members: the ranks that are called. args: of each. collect: ``(role, answers of these ranks, in order) -> answer``.
-    """
-
-    members: list[int]
-    args: list[tuple[Any, ...]]
-    collect: Collect
-
-
-def plan_calls(declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], turn: int = 0) -> Calls:
-    """Which members are called with which arguments.
+def plan_calls(
+    declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], turn: int = 0
+) -> tuple[dict[int, tuple[Any, ...]], Collect]:
+    """What each member that is called gets, by rank, and what makes one answer of theirs.
 
     places: of the members, in rank order. turn: how many calls to ONE member there were before. The caller's arguments
     are not changed. Raises ValueError for arguments that cannot be scattered."""
@@ -95,10 +88,12 @@ def plan_calls(declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topol
     if declared.to is To.SCATTER:
         return _scattered(declared, args, places, heads)
     chosen = {To.ALL: ranks, To.HEADS: heads, To.ONE: [turn % len(ranks)]}[declared.to]
-    return Calls(chosen, [args] * len(chosen), declared.collect)
+    return dict.fromkeys(chosen, args), declared.collect
 
 
-def _scattered(declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], heads: list[int]) -> Calls:
+def _scattered(
+    declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topology], heads: list[int]
+) -> tuple[dict[int, tuple[Any, ...]], Collect]:
     """Every replica gets as many rows as the others: where they do not divide, the first rows again, whose answers are
     dropped."""
     lengths = {index: len(arg) for index, arg in enumerate(args) if isinstance(arg, list | TrainBatch)}
@@ -122,7 +117,7 @@ def _scattered(declared: Dispatch, args: tuple[Any, ...], places: Sequence[Topol
         return declared.collect(role, [value for part in parts for value in part][:num_rows])
 
     per_replica = [own(rows) for rows in shares]
-    return Calls(list(range(len(places))), [per_replica[place.dp_rank] for place in places], join)
+    return {rank: per_replica[place.dp_rank] for rank, place in enumerate(places)}, join
 
 
 def _rows_of(arg: Any, rows: list[int]) -> Any:

@@ -39,6 +39,9 @@ class Member:
             if inspect.isfunction(method) and not name.startswith("_"):
                 setattr(cls, name, _noted(name, method))
 
+    def ready(self) -> Any:
+        """Answers once the process can take calls."""
+
     def pulse(self) -> Pulse:
         """The calls under way, and which process this is."""
         recorder, log = _recorder_of(self), ""

@@ -32,10 +32,12 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.environment import StopRequest
+from buffer_rl.driver.local_roles import RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.offload import MemoryTurns, Phase
 from buffer_rl.driver.production import NothingLeft, Production
 from buffer_rl.driver.tasks import Calls, Runtime, StepTimes, Task, role_of, unbroken
@@ -49,12 +51,14 @@ from buffer_rl.observe.timeline import WorkSpan, clock_origin
 from buffer_rl.plan.roles import ACTOR, FIELD_OF_MODEL
 from buffer_rl.plan.schedule import RunPlan, RunResult
 from buffer_rl.rollout.production import task_group
+from buffer_rl.train.rank import TrainRank
+from buffer_rl.weights.publish import Publisher
+from buffer_rl.weights.role_weights import FolderUpdates
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
 
 R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 
 class StopNow(Exception):
@@ -212,7 +216,8 @@ class Driver:
                     self._observer.phase("generate")
                     metrics = await self._production.selected(rollout_id, self._until)
                     if self._plan.records:
-                        await self._calls.call("record", "save", rollout_id, timeout_s=self._plan.save_timeout_s)
+                        limit = self._plan.save_timeout_s
+                        await self._calls.call("record", RolloutRecorder.save, rollout_id, timeout_s=limit)
                 if trained := self._plan.roles.trained:
                     await self._memory.enter(Phase.LOG_PROBS, trained)
                     with self._times.of("train"):
@@ -250,32 +255,33 @@ class Driver:
             return
         passes = () if plan.schedule.streams else plan.roles.passes
         if passes:
-            await self._calls.on_trained("fetch", rollout_id)
+            await self._calls.on_trained(TrainRank.fetch, rollout_id)
         for role, model in passes:
             with self._times.of(FIELD_OF_MODEL[model], role, rollout_id):
-                await self._calls.call(role, "log_probs", model, timeout_s=limit)
+                await self._calls.call(role, TrainRank.log_probs, model, timeout_s=limit)
         if plan.roles.estimates:
             with self._times.of("advantages", "train", rollout_id):
-                await self._calls.call(plan.roles.trained[0], "estimate", rollout_id, timeout_s=limit)
+                await self._calls.call(plan.roles.trained[0], TrainRank.estimate, rollout_id, timeout_s=limit)
         if plan.roles.estimates or not passes:
-            await self._calls.on_trained("fetch", rollout_id)
+            await self._calls.on_trained(TrainRank.fetch, rollout_id)
 
     async def _compare_log_probs(self, rollout_id: int) -> None:
         """Before the first optimizer step: end the run if the engine sampled from other weights than are trained."""
         if self._plan.compare_log_probs and not self._compared:
             limit = self._plan.train_timeout_s
             actor = self._plan.roles.trained[0]
-            self._observer.notice(str(await self._calls.call(actor, "compare_log_probs", rollout_id, timeout_s=limit)))
+            gap = await self._calls.call(actor, TrainRank.compare_log_probs, rollout_id, timeout_s=limit)
+            self._observer.notice(str(gap))
             self._compared = True
 
     async def _update(self, rollout_id: int) -> dict[str, float]:
         """The optimizer step of each trained role that takes one. It reads nothing from the Buffer, so it cannot fail
         with PayloadLostError; it is never retried."""
         plan = self._plan.roles
-        method = "finish_stream" if plan.stream_gradients else "train"
+        method = TrainRank.finish_stream if plan.stream_gradients else TrainRank.train
         steps = plan.steps_on(rollout_id)
         found: dict[str, float] = {}
-        await self._calls.on_trained("discard", roles=[role for role in plan.trained if role not in steps])
+        await self._calls.on_trained(TrainRank.discard, roles=[role for role in plan.trained if role not in steps])
         for roles in self._memory.in_turn(steps):
             await self._memory.enter(Phase.TRAIN, roles)
             with self._times.of("update", "train", rollout_id):
@@ -289,7 +295,7 @@ class Driver:
         if interval is not None and step % interval == 0:
             await self._memory.enter(Phase.LOG_PROBS, [ACTOR])
             with self._times.of("ref_update"):
-                await self._calls.call("reference", "update", step, timeout_s=self._plan.publish_timeout_s)
+                await self._calls.call("reference", FolderUpdates.update, step, timeout_s=self._plan.publish_timeout_s)
 
     async def _may_publish(self, step: int) -> bool:
         """Whether the step is published. While an evaluation is pinned to an earlier version, the next selection is
@@ -325,7 +331,8 @@ class Driver:
         version = self._version
         with self._times.of("publish", "publish", version):
             self._observer.phase("publish")
-            times = await self._calls.call("publish", "publish", version, timeout_s=self._plan.publish_timeout_s)
+            limit = self._plan.publish_timeout_s
+            times = await self._calls.call("publish", Publisher.publish, version, timeout_s=limit)
         self._published = version
         if self._plan.schedule.max_staleness and (paused := times.get("perf/publish_pause")):
             # The last part of a publication, in which tickets run and engines do not.
@@ -433,14 +440,14 @@ class Driver:
     async def _write(self, step: int, owes_evaluation: bool) -> None:
         first, *others = self._plan.roles.trained
         await self._memory.enter(Phase.TRAIN, [first])
-        await self._save_call("save", step, *[True] * owes_evaluation)
+        await self._save_call(RunCheckpoints.save, step, owes_evaluation)
         for role in others:
             await self._memory.enter(Phase.TRAIN, [role])
-            await self._save_call("save_next")
+            await self._save_call(RunCheckpoints.save_next)
         if self._plan.async_save:
-            self._sealing = self._calls.spawn(self._save_call("seal"))
+            self._sealing = self._calls.spawn(self._save_call(RunCheckpoints.seal))
         else:
-            await self._save_call("seal")
+            await self._save_call(RunCheckpoints.seal)
 
     async def _end_save(self) -> None:
         """Wait for the checkpoint that is written in the background, if there is one."""
@@ -448,7 +455,7 @@ class Driver:
             await self._sealing
             self._sealing = None
 
-    async def _save_call(self, method: str, *args: Any) -> None:
+    async def _save_call(self, method: Method[*Ts], *args: *Ts) -> None:
         self._saving = self._runtime.submit("save", method, *args)
         try:
             await self._runtime.answer(self._saving, self._plan.save_timeout_s)

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.buffer.actor import BufferWatch, start_buffer
@@ -26,10 +26,12 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.environment import StopRequest, direct_variables, signals_as_exceptions, variables
 from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.cluster.hangs import HangWatch
 from buffer_rl.cluster.locality import require_local_trainer
+from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.driver.driver import Driver
@@ -72,13 +74,13 @@ from buffer_rl.plan.schedule import (
 from buffer_rl.plan.staleness import staleness_notice
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.rollout.data_source import SourceAnswers, SourceWatch, start_data_source
+from buffer_rl.rollout.data_source import DataSourceActor, SourceWatch, source_answers, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
-from buffer_rl.rollout.worker import start_rollout_workers
+from buffer_rl.rollout.worker import RolloutWorker, start_rollout_workers
 from buffer_rl.train.learning_rate import with_decay_iters
-from buffer_rl.train.rank import start_train_group
+from buffer_rl.train.rank import TrainRank, start_train_group
 from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
-from buffer_rl.train.role_worker import start_roles
+from buffer_rl.train.role_worker import RoleWorker, start_roles
 from buffer_rl.weights.adapters import AdapterCheck, AdapterTransport, MergedShare
 from buffer_rl.weights.follow import FollowFolder
 from buffer_rl.weights.options import engines_may_differ, publishes_adapters
@@ -216,7 +218,7 @@ class _Run:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
         actor = self.source = start_data_source(self.args, self.logs)
         self.processes.stops(ActorGroup("data_source", lambda _: actor))
-        SourceAnswers.from_args(self.args).wait("setup", actor.setup.remote)
+        source_answers(self.args).call(actor, DataSourceActor.setup)
         watch = SourceWatch(actor, self.args, self.observer.notice)
         self.processes.watchers.append(watch)
         self.processes.callback(watch.close)
@@ -249,20 +251,19 @@ class _Run:
             self.trained[role] = self.processes.stops(group)
         yield
         if self.trained and uses_reference(args) and self.num_rollouts > 0:  # the trainer or a role has the model
-            trainer, members = self.trained[ACTOR], self.roles.get("ref")
-            self.reference = FolderUpdates.of("ref", args, self._write_hf, trainer, members)
+            self.reference = FolderUpdates.of("ref", args, self._write_hf, self._load_reference)
         yield
         for role, trained in self.trained.items():
-            master, port = trained.call("host", timeout_s=limit)
+            master, port = trained.call(TrainRank.host, timeout_s=limit)
             if role == ACTOR:  # the one whose weights are published
                 require_local_trainer(args.weight_sync_mode, master)
-            trained.call("setup", master, port, timeout_s=limit)
+            trained.call(TrainRank.setup, master, port, timeout_s=limit)
             if self.checkpoint is not None:
                 if role == ACTOR and self.reference is not None:  # first, as building a model may draw random numbers
                     self.reference.restore(self.checkpoint.folder / REFERENCE_FOLDER, self.checkpoint.step)
-                trained.call("load", str(self.checkpoint.folder / checkpoint_folder(role)), timeout_s=limit)
+                trained.call(TrainRank.load, str(self.checkpoint.folder / checkpoint_folder(role)), timeout_s=limit)
             if self._offloads_train and begins_asleep(self.role_plan):
-                trained.call("sleep", tuple(Memory), timeout_s=limit)
+                trained.call(TrainRank.sleep, tuple(Memory), timeout_s=limit)
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
             self.buffer.load(str(self.checkpoint.folder))
@@ -286,7 +287,7 @@ class _Run:
         args = self.args
         units = self.storage = start_storage(args.num_data_storage_units, self.buffer.actor, args.buffer_timeout_s)
         group = self.processes.stops(ActorGroup("storage", lambda index: units[index].actor, len(units)))
-        group.call("ready", timeout_s=args.train_timeout_s)
+        group.call(Member.ready, timeout_s=args.train_timeout_s)
         yield
 
     def _rollout_workers(self) -> Part:
@@ -295,13 +296,13 @@ class _Run:
         reward = () if self.reward is None else self.reward.actors
         shared = self.placement, self.storage, self.source, reward, self.began
         workers = start_rollout_workers(args, dump_args(args), self.buffer.actor, self.logs, *shared)
-        self.rollout = self.processes.stops(workers, "close", CLOSE_TIMEOUT_S)
+        self.rollout = self.processes.stops(workers, RolloutWorker.close, CLOSE_TIMEOUT_S)
         yield from self._loading(workers)
 
     def _loading(self, *groups: ActorGroup) -> Part:
         """The later steps of processes that load by themselves, while trainers are set up."""
         yield
-        loading = [group.start("ready") for group in groups]
+        loading = [group.start(Member.ready) for group in groups]
         yield
         for call in loading:
             call.wait(self.args.train_timeout_s)
@@ -312,8 +313,7 @@ class _Run:
             return args.num_rollout
         assert args.num_epoch is not None  # checked with the options
         if self.source is not None:
-            answers = SourceAnswers.from_args(args)
-            self.buffer.set_source_length(answers.wait("num_rows", self.source.num_rows.remote))
+            self.buffer.set_source_length(source_answers(args).call(self.source, DataSourceActor.num_rows))
         return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
 
     def _role_plan(self) -> RolePlan:
@@ -349,13 +349,13 @@ class _Run:
             local("rollout", RecordedRollouts(template, buffer, replays=replays))
         if (publisher := self.publisher()) is not None:
             publishing = local("publish", publisher, end_s=lambda: PUBLISH_END_S)
-            self.processes.callback(lambda: wait(publishing.start("close").futures, timeout=PUBLISH_END_S))
+            self.processes.callback(lambda: wait(publishing.start(Publisher.close).futures, timeout=PUBLISH_END_S))
         if self.reference is not None:
             local("reference", self.reference)
         if plan.schedule.by_window:
             # Calls that wait for groups have a thread and a client of their own.
             waiting = BufferClient(buffer.actor, timeout_s=args.buffer_timeout_s, caller="selection")
-            local("selection", SimpleNamespace(close=waiting.await_selection))
+            local("selection", waiting)
         if plan.saves:
             facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
             facts |= {LINEAGE: self.session.lineage, START: self.began.name}
@@ -371,8 +371,8 @@ class _Run:
         args = self.args
         if (train := self.trained.get(ACTOR)) is None:
             return None
-        senders = Senders(lambda *call: train.start("send_weights", *call).futures, args.train_timeout_s)
-        publisher = None if self.engines is None else self._engine_publisher(self.engines, senders, train)
+        senders = Senders(lambda *call: train.start(TrainRank.send_weights, *call))
+        publisher = None if self.engines is None else self._engine_publisher(self.engines, senders)
         if (role := self.roles.get("actor_fwd")) is None:
             return publisher
         updates: RoleBroadcasts | FolderUpdates
@@ -381,20 +381,26 @@ class _Run:
             is_busy = Schedule.of(args).streams and bool(works)  # with groups of rollouts that run
             updates = RoleBroadcasts(role, transport, senders, timeout_s=limit, trainer_is_busy=is_busy)
         else:
-            updates = FolderUpdates.of("actor_fwd", args, self._write_hf, train, role)
+            take = RoleWorker.update_weights_from_disk
+            updates = FolderUpdates.of("actor_fwd", args, self._write_hf, lambda *to: role.call_and_keep(take, *to))
         return RolePublisher(publisher, "actor_fwd", updates.update, self.observer.notice)
 
-    def _engine_publisher(self, engines: EngineControlClient, senders: Senders, train: ActorGroup) -> Publisher:
+    def _engine_publisher(self, engines: EngineControlClient, senders: Senders) -> Publisher:
         args, schedule = self.args, Schedule.of(self.args)
         follow = FollowFolder.from_args(args, self.save_hf)
-        transport, check = self._transport(), LogProbCheck.from_args(args, train)
+        log_probs, base = (partial(self._log_probs, model) for model in ("actor", "base"))
+        transport, check = self._transport(), LogProbCheck.from_args(args, log_probs)
         more: dict[str, Any] = {}
         if publishes_adapters(args):
-            transport = adapters = AdapterTransport.of(args, train, lambda: self.rollout)
-            check = AdapterCheck.of(args, train, lambda: adapters.newest)
+            transport = adapters = AdapterTransport(
+                args,
+                lambda folder: self._of_actor(TrainRank.write_adapter, folder),
+                lambda adapter: self.rollout and self.rollout.call_and_keep(RolloutWorker.use_adapter, adapter),
+            )
+            check = AdapterCheck.of(args, log_probs, base, lambda: adapters.newest)
             more["announce"] = adapters.announce
         elif args.lora_rank:
-            more["measure"] = MergedShare(args, train, self.observer.notice)
+            more["measure"] = MergedShare(args, lambda: self._of_actor(TrainRank.unchanged_share), self.observer.notice)
         publisher = Publisher(
             transport,
             senders,
@@ -403,8 +409,8 @@ class _Run:
             check=check,
             timeout_s=2 * args.update_weights_timeout_s + args.engine_start_timeout_s,
             notice=self.observer.notice,
-            hold=lambda: self._of_workers("hold", float(args.rollout_timeout_s)),
-            unhold=lambda: self._of_workers("unhold"),
+            hold=lambda: self._of_workers(RolloutWorker.hold, float(args.rollout_timeout_s)),
+            unhold=lambda: self._of_workers(RolloutWorker.unhold),
             drains=schedule.by_window and schedule.drains,
             follow=None if follow is None else follow.write,
             **more,
@@ -415,10 +421,24 @@ class _Run:
                 publisher.try_retraction()
         return publisher
 
-    def _of_workers(self, method: str, *args: object) -> None:
+    def _of_workers(self, method: Method[*Ts], *args: *Ts) -> None:
         """A call of all rollout workers, which may wait for the requests that run: each has a deadline of its own."""
         if self.rollout is not None:
             self.rollout.call(method, *args, timeout_s=self.args.rollout_timeout_s + GRACE_S)
+
+    def _of_actor(self, method: Method[*Ts], *args: *Ts) -> Any:
+        """The answer of the actor's ranks."""
+        return self.trained[ACTOR].call(method, *args, timeout_s=self.args.train_timeout_s)
+
+    def _log_probs(self, model: str, sequences: Sequence[Sequence[int]], num_tokens: int) -> Any:
+        return self._of_actor(TrainRank.log_probs_of, sequences, num_tokens, model)
+
+    def _load_reference(self, path: str, version: int) -> bool:
+        """Have the processes with the reference take a folder's weights: those of the role, else the trainer."""
+        if (members := self.roles.get("ref")) is not None:
+            return members.call_and_keep(RoleWorker.update_weights_from_disk, path, version)
+        self._of_actor(TrainRank.load_ref, path)
+        return True
 
     def _transport(self) -> WeightTransport:
         name = self.args.weight_sync_mode
@@ -427,11 +447,11 @@ class _Run:
 
     def save_hf(self, path: str) -> None:
         """Write the actor's weights as a Hugging Face folder in the number format of ``--save-dtype``."""
-        self.trained[ACTOR].call("save_hf", path, timeout_s=self.args.train_timeout_s)
+        self._of_actor(TrainRank.save_hf, path)
 
     def _write_hf(self, path: str) -> None:
         """The same, as they are trained: for the run's own models."""
-        self.trained[ACTOR].call("write_hf", path, timeout_s=self.args.train_timeout_s)
+        self._of_actor(TrainRank.write_hf, path)
 
     @property
     def _offloads_train(self) -> bool:

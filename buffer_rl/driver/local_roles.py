@@ -24,6 +24,7 @@ from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.records.groups import Ticket, sample_means
+from buffer_rl.train.rank import TrainRank
 from buffer_rl.train.stream import longest_wait
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class RunCheckpoints:
     def _wait_for(self, group: ActorGroup) -> None:
         """Return once the ranks of ``group`` have written; they answer between their calls."""
         busy_s = max(self.args.train_timeout_s, longest_wait(self.args))
-        while not group.call("is_saved", timeout_s=self.time_left() + busy_s):
+        while not group.call(TrainRank.is_saved, timeout_s=self.time_left() + busy_s):
             if not self.time_left():
                 what = f"the ranks did not write their part within {self.args.save_timeout_s:g} s"
                 raise DeadlineError(what, where=f"{group.role}.is_saved", hint="raise --save-timeout-s")
@@ -101,10 +102,10 @@ class RunCheckpoints:
     def _fill(self, folder: Path, role: str) -> None:
         ranks = (folder / checkpoint_folder(role)).absolute()
         ranks.mkdir()
-        self.trained[role].call("save", str(ranks), timeout_s=self.time_left())
+        self.trained[role].call(TrainRank.save, str(ranks), timeout_s=self.time_left())
         if role != ACTOR:
             return
-        self.trained[ACTOR].call("save_hf", str((folder / "hf").absolute()), timeout_s=self.time_left())
+        self.trained[ACTOR].call(TrainRank.save_hf, str((folder / "hf").absolute()), timeout_s=self.time_left())
         if self.reference is not None:
             self.reference.save(folder / REFERENCE_FOLDER)
         self.buffer.save(str(folder.absolute()))

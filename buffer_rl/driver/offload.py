@@ -22,15 +22,17 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from buffer_rl.cluster.dispatch import Method
 from buffer_rl.driver.tasks import all_of, unbroken
+from buffer_rl.engines.control import FleetControl
 from buffer_rl.engines.protocol import CACHE, WEIGHTS
-from buffer_rl.kinds.trainer import Memory
+from buffer_rl.kinds.trainer import Memory, Sleeps
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plan.schedule import RolePlan, RunPlan
 
 ENGINES = "engines"
 """The holder that is no trained role."""
-GIVE, TAKE = ("sleep", "release_memory"), ("wake_up", "resume_memory")
+GIVE, TAKE = (Sleeps.sleep, FleetControl.release_memory), (Sleeps.wake_up, FleetControl.resume_memory)
 """Methods of trained roles and of engines."""
 
 
@@ -128,7 +130,7 @@ class MemoryTurns:
         await self._change(GIVE, {holder: tags - rows[holder] for holder, tags in held.items()})
         await self._change(TAKE, {holder: rows[holder] - tags for holder, tags in held.items()})
 
-    async def _change(self, methods: tuple[str, str], parts: Mapping[str, frozenset[str]]) -> None:
+    async def _change(self, methods: tuple[Method[Any], Method[Any]], parts: Mapping[str, frozenset[str]]) -> None:
         of_trained, of_engines = methods
         moves: list[Coroutine[Any, Any, object]] = []
         for holder, tags in parts.items():

@@ -12,13 +12,18 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
+from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.driver.offload import MemoryTurns
 from buffer_rl.driver.production_metrics import EndedTicket, ProductionMetrics, joined_metrics
 from buffer_rl.driver.tasks import Calls, NoAnswer, Restarts, StepTimes, Task, all_of, is_worker_death
 from buffer_rl.errors import BufferRestartedError, BufferRLError, PayloadLostError, RolloutError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plan.schedule import RunPlan
+from buffer_rl.rollout.worker import RolloutWorker
+from buffer_rl.train.rank import TrainRank
+from buffer_rl.train.role_worker import RoleWorker
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
@@ -132,7 +137,7 @@ class Production:
         number, schedule = ticket.rollout_id, self._plan.schedule
         while True:
             seen = self._restarts.count("rollout")
-            call = self._submit("rollout", "run", ticket)
+            call = self._submit("rollout", RolloutWorker.run, ticket)
             if schedule.streams and not schedule.by_window and number not in self._streams:
                 self._start_roles(number, while_open=True)
             try:
@@ -193,7 +198,8 @@ class Production:
     def _close(self, rollout_id: int) -> asyncio.Task[RolloutReport]:
         """The closing of a selection of the window; it is begun once."""
         if self._closing is None:
-            call = self._calls.runtime.submit("selection", "close", rollout_id, self._plan.num_rollouts - 1)
+            last = self._plan.num_rollouts - 1
+            call = self._calls.runtime.submit("selection", BufferClient.await_selection, rollout_id, last)
             self._closing = asyncio.ensure_future(self._answer_while_it_moves(call))
             self._closing.add_done_callback(lambda _: self._calls.tell())
         return self._closing
@@ -229,22 +235,25 @@ class Production:
     def _start_roles(self, step: int, *, while_open: bool) -> None:
         """Have the roles work on a selection; trained ones too, if they are to work while it is open."""
         plan = self._plan.roles
-        work: dict[str, tuple[Any, ...]] = dict.fromkeys(plan.dedicated_roles, ())
+        limit = self._plan.train_timeout_s + (self._plan.rollout_timeout_s if while_open else 0.0)
+
+        def start(role: str, method: Method[*Ts], *work: *Ts) -> asyncio.Task[WorkReport]:
+            return self._calls.spawn(self._stream(role, step, limit, method, *work))
+
+        streams = {role: start(role, RoleWorker.stream, step) for role in plan.dedicated_roles}
         for role in plan.trained if while_open else ():
             if (models := plan.models_of(role)) or plan.stream_gradients:
-                work[role] = (models, plan.awaited_by(role), plan.stream_gradients)
-        limit = self._plan.train_timeout_s + (self._plan.rollout_timeout_s if while_open else 0.0)
-        self._streams[step] = {
-            role: self._calls.spawn(self._stream(role, step, *args, limit_s=limit)) for role, args in work.items()
-        }
+                fields = plan.awaited_by(role)
+                streams[role] = start(role, TrainRank.stream, step, models, fields, plan.stream_gradients)
+        self._streams[step] = streams
 
-    async def _stream(self, role: str, step: int, *work: Any, limit_s: float) -> WorkReport:
+    async def _stream(self, role: str, step: int, limit_s: float, method: Method[*Ts], *work: *Ts) -> WorkReport:
         """The work of a role on a selection. One whose processes die is replaced, and works on what it had not
         written."""
         while True:
             seen = self._restarts.count(role)
             try:
-                return cast("WorkReport", await self._answer(self._submit(role, "stream", step, *work), limit_s))
+                return cast("WorkReport", await self._answer(self._submit(role, method, *work), limit_s))
             except BufferRLError as error:
                 if role not in self._plan.roles.dedicated_roles or not is_worker_death(role, error):
                     await self._lose(error)
@@ -263,7 +272,7 @@ class Production:
             try:
                 with self._times.of("evaluate", "rollout", version):
                     limit = self._plan.schedule.ticket_limit_s(self._plan.rollout_timeout_s)
-                    produced = await self._calls.call("rollout", "run", ticket, timeout_s=limit)
+                    produced = await self._calls.call("rollout", RolloutWorker.run, ticket, timeout_s=limit)
                 await self._calls.buffer(BufferState.end_ticket, ticket)
             except BufferRLError as error:
                 await self._count_loss(ticket.task, ticket.incarnation, error)
@@ -310,7 +319,7 @@ class Production:
         tickets = f"train_{step}" if newest == step else f"train_{step} to train_{newest}"
         await self._count_loss(tickets, self._incarnation, error)
         await self.end(step, waits_for_workers=True)
-        await self._calls.on_trained("discard")
+        await self._calls.on_trained(TrainRank.discard)
         self.lost = None
         self._next = step
         self._is_halted = False
@@ -331,7 +340,7 @@ class Production:
         calls, self._open_calls = self._open_calls, set()
         left = [call for call in calls if waits_for_workers or call.role != "rollout"]
         # One behind them on each role, whose processes may not end together.
-        left += [self._calls.runtime.submit(role, "ready") for role in self._plan.roles.dedicated_roles]
+        left += [self._calls.runtime.submit(role, RoleWorker.ready) for role in self._plan.roles.dedicated_roles]
         for call in left:
             with suppress(BufferRLError):  # errors of work that is given up are not asked for
                 await self._calls.runtime.answer(call, self._plan.rollout_timeout_s)
@@ -340,7 +349,7 @@ class Production:
         streams = [task for tasks in self._streams.values() for task in tasks.values()]
         return [*self._producing.values(), *streams, *([] if self._closing is None else [self._closing])]
 
-    def _submit(self, role: str, method: str, *args: Any) -> Task:
+    def _submit(self, role: str, method: Method[*Ts], *args: *Ts) -> Task:
         """Start a call of production."""
         call = self._calls.runtime.submit(role, method, *args)
         self._open_calls.add(call)

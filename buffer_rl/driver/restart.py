@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from buffer_rl.buffer.ledger_audit import process_note
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
+from buffer_rl.cluster.dispatch import Method
 from buffer_rl.cluster.locality import machine_id
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.folders import LINEAGE, START, later_checkpoint
@@ -109,11 +110,11 @@ class Processes(ExitStack):
         self._groups: list[ActorGroup] = []
         self._locals: list[tuple[LocalTarget, Callable[[], float], Callable[[], object]]] = []
 
-    def stops(self, group: ActorGroup, close_method: str = "", timeout_s: float = 0.0) -> ActorGroup:
+    def stops(self, group: ActorGroup, close: Method[()] | None = None, timeout_s: float = 0.0) -> ActorGroup:
         """Stop ``group`` (see ``ActorGroup.stop``), which has the calls of its role, and return it now."""
         self._groups.append(group)
         self.targets[group.role] = group
-        self.callback(group.stop, close_method, timeout_s)
+        self.callback(group.stop, close, timeout_s)
         return group
 
     def local(
@@ -151,7 +152,7 @@ class Processes(ExitStack):
 
 def _are_gone(group: ActorGroup, deadline: float) -> bool:
     waiting = list(group.actors)
-    while waiting := [actor for actor in waiting if not is_dead(actor, "__ray_ready__")]:
+    while waiting := [actor for actor in waiting if not is_dead(actor)]:
         if time.monotonic() >= deadline:
             return False
     return True

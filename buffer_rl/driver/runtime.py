@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, cast
 
-from buffer_rl.cluster.actor_group import Call
+from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.cluster.calling import Call
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.driver.tasks import NoAnswer, Task, run_to_end
 
 R = TypeVar("R")
@@ -29,7 +31,7 @@ POLL_S = 1.0
 class Target(Protocol):
     """Something that a role's calls go to; ``ActorGroup`` is one."""
 
-    def start(self, method: str, *args: Any) -> Call: ...
+    def start(self, method: Method[*Ts], *args: *Ts) -> Call: ...
 
 
 class LocalTarget:
@@ -45,10 +47,10 @@ class LocalTarget:
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True)
         self._thread.start()
 
-    def start(self, method: str, *args: Any) -> Call:
+    def start(self, method: Method[*Ts], *args: *Ts) -> Call:
         future: Future[Any] = Future()
-        self._calls.put((future, getattr(self._object, method), args))
-        return Call(role=self.role, method=method, members=[self.role], futures=[future])
+        self._calls.put((future, getattr(self._object, method.__name__), args))
+        return Call(role=self.role, method=method.__name__, members=[self.role], futures=[future])
 
     def stop(self) -> None:
         """End the thread after the calls that were started; they are not waited for."""
@@ -96,7 +98,7 @@ class RayRuntime:
         finally:
             over.set()  # a watcher may hang, so its thread is not waited for
 
-    def submit(self, role: str, method: str, *args: Any) -> Call:
+    def submit(self, role: str, method: Method[*Ts], *args: *Ts) -> Call:
         return self._targets[role].start(method, *args)
 
     async def answer(self, task: Task, timeout_s: float) -> Any:
@@ -126,7 +128,7 @@ class RayRuntime:
     def restart(self, role: str) -> Call:
         """On a thread of its own: it waits until the new processes are ready. See ``ActorGroup.restart``."""
         target = LocalTarget(role, self._targets[role])
-        call = target.start("restart")
+        call = target.start(ActorGroup.restart)
         target.stop()
         return call
 
@@ -159,8 +161,8 @@ def _in_a_running_loop() -> bool:
 
 def _run_in_a_thread(loop: asyncio.AbstractEventLoop, main: Callable[[], Coroutine[Any, Any, R]]) -> R:
     """The same, if this thread runs an event loop already, as in a notebook."""
-    target = LocalTarget("driver", SimpleNamespace(run=run_to_end))
-    (answer,) = target.start("run", loop, main).futures
+    target = LocalTarget("driver", partial(run_to_end, loop, main))
+    (answer,) = target.start(partial.__call__).futures
     target.stop()
     try:
         return cast("R", answer.result())

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerHungError
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.plan.schedule import RolePlan, RunPlan
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver
 
 R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 
 class Task(Protocol):
@@ -41,8 +41,9 @@ class Runtime(Protocol):
         the error of what is watched beside calls if there is one."""
         ...
 
-    def submit(self, role: str, method: str, *args: Any) -> Task:
-        """Start a call and return at once."""
+    def submit(self, role: str, method: Method[*Ts], *args: *Ts) -> Task:
+        """Start a call and return at once. method: of the class that has the role's calls, such as
+        ``TrainRank.fetch``."""
         ...
 
     async def answer(self, task: Task, timeout_s: float) -> Any:
@@ -154,15 +155,15 @@ class Calls:
         while not condition():
             await self.changed.wait()
 
-    async def call(self, role: str, method: str, *args: Any, timeout_s: float) -> Any:
+    async def call(self, role: str, method: Method[*Ts], *args: *Ts, timeout_s: float) -> Any:
         """The answer of a role. Raises what ``Runtime.answer`` raises."""
         return await self.runtime.answer(self.runtime.submit(role, method, *args), timeout_s)
 
     async def buffer(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
         """The answer of an operation of the Buffer, which comes soon."""
-        return cast("R", await self.call("buffer", operation.__name__, *args, timeout_s=self._plan.buffer_timeout_s))
+        return cast("R", await self.call("buffer", operation, *args, timeout_s=self._plan.buffer_timeout_s))
 
-    async def on_trained(self, method: str, *args: Any, roles: Sequence[str] | None = None) -> list[Any]:
+    async def on_trained(self, method: Method[*Ts], *args: *Ts, roles: Sequence[str] | None = None) -> list[Any]:
         """The answers of trained roles, of all where none are named, which work at the same time."""
         chosen = self._plan.roles.trained if roles is None else roles
         calls = [self.runtime.submit(role, method, *args) for role in chosen]

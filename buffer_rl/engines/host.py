@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import ray
 
 from buffer_rl.args import Args
-from buffer_rl.cluster.actor_group import name_failure
+from buffer_rl.cluster.calling import name_failure
 from buffer_rl.cluster.devices import Node
 from buffer_rl.cluster.environment import direct_variables
 from buffer_rl.cluster.locality import require_local_engines

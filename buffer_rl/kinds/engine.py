@@ -74,8 +74,8 @@ class WeightTransport(Protocol):
     def connect(self, trainer: Any, engines: Any) -> None:
         """Fix what is sent to whom; idempotent. Called first, before each retry, and when engines joined or left.
 
-        trainer: ``start(method, *arguments)`` calls every rank's sender; the ``wait()`` of what it returns has the
-        answers in rank order; ``send`` does both. engines: ``buffer_rl.engines.control.EngineControlClient``, whose
+        trainer: ``start(Sender.method, *arguments)`` calls every rank's sender; the ``wait()`` of what it returns has
+        the answers in rank order; ``send`` does both. engines: ``buffer_rl.engines.control.EngineControlClient``, whose
         calls wait for all engines: start the trainer's side of an exchange first."""
 
     def prepare(self, version: int) -> None:

@@ -12,18 +12,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.cluster.actor_group import PATIENCE_S, redirect_output
+from buffer_rl.cluster.actor_group import redirect_output
+from buffer_rl.cluster.calling import PATIENCE_S, Answers
 from buffer_rl.cluster.placement import near
 from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
-from buffer_rl.errors import BufferRLError, WorkerDiedError, WorkerError
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plugin.calls import place
 from buffer_rl.plugin.registry import PluginRegistry
@@ -69,21 +68,15 @@ def start_data_source(args: Args, log_dir: str) -> Any:
     return remote(DataSourceActor).remote(dump_args(args), f"{log_dir}/data_source.log")
 
 
-class SourceAnswers(Answers):
+def source_answers(args: Args) -> Answers:
     """Answers of the data source's process; errors name the user's class."""
-
-    @classmethod
-    def from_args(cls, args: Args) -> SourceAnswers:
-        role = place("data_source", args.data_source_path)
-        flag = "--data-source-timeout-s"
-        return cls(who="the data source", role=role, timeout_s=args.data_source_timeout_s, flag=flag)
-
-    def named(self, method: str, error: Any) -> BufferRLError:
-        found = Answers.named(self, method, error)
-        if not isinstance(found, WorkerDiedError):
-            return found
-        hint = "logs/data_source.log has what it printed; --role-max-restarts says how often it is replaced"
-        return WorkerError(f"its process died, and is not replaced again: {error}", where=found.where, hint=hint)
+    return Answers(
+        who="the data source",
+        role=place("data_source", args.data_source_path),
+        timeout_s=args.data_source_timeout_s,
+        flag="--data-source-timeout-s",
+        death_hint="logs/data_source.log has what it printed; --role-max-restarts says how often it is replaced",
+    )
 
 
 class SourceClient:
@@ -95,19 +88,18 @@ class SourceClient:
 
     def __init__(self, actor: Any, args: Args, buffer: BufferClient) -> None:
         self._actor = actor
-        self._answers = SourceAnswers.from_args(args)
+        self._answers = source_answers(args)
         self._buffer = buffer
 
     async def atake(self, request: DeliveryRequest) -> Delivery | None:
         """The batch that ``request`` names. None if the caller must ask the Buffer again: because it has the batch
         already, or because the source was restored to the Buffer's state first."""
         try:
-            delivery: Delivery | None = await self._answers.until("take", partial(self._actor.take.remote, request))
+            return await self._answers.acall(self._actor, DataSourceActor.take, request)
         except StateNeeded:
             saved = await self._buffer.acall(BufferState.get_source_state)
-            await self._answers.until("restore", partial(self._actor.restore.remote, *saved))
+            await self._answers.acall(self._actor, DataSourceActor.restore, *saved)
             return None
-        return delivery
 
 
 class SourceWatch:
@@ -117,7 +109,7 @@ class SourceWatch:
         self._actor = actor
         self._notice = notice
         self._question: Any = None
-        self._pid: int = SourceAnswers.from_args(args).wait("pid", actor.pid.remote)
+        self._pid: int = source_answers(args).call(actor, DataSourceActor.pid)
 
     def close(self) -> None:
         """The last looks, which wait: a process that was replaced just before the run ended is reported, too."""

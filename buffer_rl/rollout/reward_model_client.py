@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from buffer_rl.buffer.calling import Answers
+from buffer_rl.cluster.calling import Answers
 from buffer_rl.files.hf_config import length_problem, max_positions, vocab_size
 from buffer_rl.options.section import required
 from buffer_rl.records.groups import Sample

@@ -186,7 +186,7 @@ class VirtualSelections:
     state: BufferState
     reports: dict[int, RolloutReport] = field(default_factory=dict)
 
-    async def close(self, rollout_id: int, last_ticket: int) -> RolloutReport:
+    async def await_selection(self, rollout_id: int, last_ticket: int) -> RolloutReport:
         """Close the selection once its groups are finished."""
         while True:
             report, _ = self.state.close_selection(rollout_id, last_ticket)

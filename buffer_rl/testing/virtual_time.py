@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.driver.tasks import NoAnswer, Task, run_to_end
 
 R = TypeVar("R")
@@ -160,21 +161,22 @@ class VirtualRuntime:
         """What is watched beside calls is looked at now; with an error, it has failed."""
         self._look(error)
 
-    def submit(self, role: str, method: str, *args: Any) -> VirtualTask:
+    def submit(self, role: str, method: Method[*Ts], *args: *Ts) -> VirtualTask:
+        name = method.__name__
         start = max(self.now(), self._free_at.get(role, 0.0))
-        end = start + self._cost(role, method, args)
-        self.spans.append(Span(role=role, method=method, args=args, start=start, end=end))
+        end = start + self._cost(role, name, args)
+        self.spans.append(Span(role=role, method=name, args=args, start=start, end=end))
         error: Exception | None = None
         answer: Any = None
         try:
-            answer = getattr(self.roles[role], method)(*args)
+            answer = getattr(self.roles[role], name)(*args)
         except Exception as caught:  # the boundary to the role: its error belongs to the task
             error = caught
         if not inspect.isawaitable(answer):
             self._free_at[role] = end
         self.tell()
         work = self.loop.create_task(self._answer_at(end, answer, error))
-        return VirtualTask(role=role, method=method, work=work)
+        return VirtualTask(role=role, method=name, work=work)
 
     def tell(self) -> None:
         """Something changed that ``until_changed`` waits for."""

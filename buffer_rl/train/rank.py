@@ -460,6 +460,7 @@ def start_train_group(
         lambda rank: (args_text, buffer, role, rank, world_size, f"{log_dir}/{role}_{rank}.log"),
         world_size,
         options=partial(placement.options, role),
+        timeout_s=args.train_timeout_s,
     )
 
 

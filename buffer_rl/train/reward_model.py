@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from buffer_rl.cluster.actor_group import PATIENCE_S, ActorGroup, redirect_output
+from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
+from buffer_rl.cluster.calling import PATIENCE_S
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.errors import ConfigError, WorkerDiedError
@@ -180,27 +181,21 @@ def start_reward_model(args: Args, log_dir: str, placement: Placement) -> ActorG
 
 class RewardModelWatch:
     """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process of ``group`` was
-    replaced.
+    replaced."""
 
-    max_deaths: of all processes of the role over the run, ``--role-max-restarts`` where absent.
-    """
-
-    def __init__(
-        self, group: ActorGroup, args: Args, notice: Callable[[str], None], max_deaths: int | None = None
-    ) -> None:
+    def __init__(self, group: ActorGroup, args: Args, notice: Callable[[str], None]) -> None:
         self._group = group
         self._actors = list(group.actors)
         self._notice = notice
-        self._max_deaths: int = args.role_max_restarts if max_deaths is None else max_deaths
-        self._pids = [answers_of(args).wait("pid", actor.pid.remote) for actor in self._actors]
+        self._max_deaths: int = args.role_max_restarts
+        self._pids = [answers_of(args).call(actor, RewardModelWorker.pid) for actor in self._actors]
         self._questions = [actor.pid.remote() for actor in self._actors]
         self._deaths = 0
 
     def __call__(self) -> None:
-        """One look. Raises WorkerDiedError once there were more deaths than ``max_deaths``, or where a process is not
-        started again."""
-        for index, actor in enumerate(self._actors):
-            question = self._questions[index]
+        """One look. Raises WorkerDiedError once there were more deaths than ``--role-max-restarts``, or where a process
+        is not started again."""
+        for index, (actor, question) in enumerate(zip(self._actors, self._questions, strict=True)):
             if ray.wait([question], timeout=0)[0]:
                 self._questions[index] = actor.pid.remote()
                 self._look(index, question)

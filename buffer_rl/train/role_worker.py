@@ -18,11 +18,9 @@ import numpy as np
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
-from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import TrainError
-from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import fused_roles, own_roles, process_counts
@@ -31,6 +29,7 @@ from buffer_rl.plugin.calls import call, construct, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, TrainBatch
 from buffer_rl.train.stream import Stage, advantage_stage, log_prob_stage, reading
+from buffer_rl.weights.role_weights import BroadcastMember
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -67,7 +66,7 @@ def _has_rows_of(batch: TrainBatch, column: Any) -> bool:
     return bool(np.shape(column)[:1] == (len(batch),))
 
 
-class RoleWorker(Member):
+class RoleWorker(BroadcastMember):
     """One process of a role of ``buffer_rl.plan.roles.DEDICATED``, or of ``--role-path``."""
 
     def __init__(self, args_text: str, buffer: Any, role: str, index: int, num_workers: int, log_path: str) -> None:
@@ -86,17 +85,9 @@ class RoleWorker(Member):
         self._dataset = self._stage.dataset(self._buffer, self._args, index, num_workers)
         settle_garbage_collector()
 
-    def ready(self) -> None:
-        """Answers once the model is loaded."""
-
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Take the weights in the folder ``path``; for ``actor_fwd`` and, where it is updated, ``ref``."""
         self._model.load(path, "update_weights_from_disk", str(version))
-
-    def receive_weights(self, method: str, *arguments: Any) -> None:
-        """``join``, ``receive`` or ``leave`` of ``RoleModel``: the trainer broadcasts weights."""
-        with waiting(Waits.DEADLINE):
-            getattr(self._model, method)(*arguments)
 
     def version(self) -> str:
         """The weight version that it computes with."""
@@ -166,7 +157,6 @@ def start_roles(
                 role,
                 partial(processes.start_member, role),
                 counts[role],
-                member_class=RoleWorker,
                 timeout_s=args.train_timeout_s,
             )
             for role in together

@@ -32,7 +32,6 @@ from buffer_rl.weights.tensor import tensor_parallel_ranks
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-    from buffer_rl.cluster.actor_group import ActorGroup
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.weights.sender import Senders
 
@@ -66,19 +65,6 @@ class AdapterTransport(DiskTransport):
         self._announce = announce
         self._loaded: list[Adapter] = []
         self._is_announced = True
-
-    @classmethod
-    def of(cls, args: Args, trainer: ActorGroup, workers: Callable[[], ActorGroup | None]) -> Self:
-        """From the actor's ranks to the requests of the rollout workers, and of those that replace them."""
-
-        def write(folder: str) -> None:
-            trainer.call("write_adapter", folder, timeout_s=args.train_timeout_s)
-
-        def announce(adapter: Adapter) -> None:
-            if (group := workers()) is not None:
-                group.call_and_keep("use_adapter", adapter)
-
-        return cls(args, write, announce)
 
     @property
     def newest(self) -> Adapter:
@@ -149,18 +135,16 @@ class AdapterCheck(LogProbCheck):
         self._newest = newest
 
     @classmethod
-    def of(cls, args: Args, trainer: ActorGroup, newest: Callable[[], Adapter]) -> Self:
-        """With the actor's ranks."""
-
-        def log_probs(model: str) -> TrainerLogProbs:
-            return lambda *asked: trainer.call("log_probs_of", *asked, model, timeout_s=args.train_timeout_s)
-
+    def of(
+        cls, args: Args, log_probs: TrainerLogProbs, base_log_probs: TrainerLogProbs, newest: Callable[[], Adapter]
+    ) -> Self:
+        """With the run's tolerance."""
         config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
         allowed = tolerance(args.engine_dtype, int(config["num_hidden_layers"]))
         if args.max_logprob_diff is not None:
             allowed = min(allowed, args.max_logprob_diff)
         temperature = check_temperature(args)
-        return cls(log_probs("actor"), log_probs("base"), newest, temperature=temperature, max_diff=allowed)
+        return cls(log_probs, base_log_probs, newest, temperature=temperature, max_diff=allowed)
 
     def differing(self, engines: EngineControlClient, urls: Collection[str], version: int) -> dict[str, str]:
         """Those of the engines at ``urls`` that do not sample with the newest adapter, with what was found."""
@@ -196,17 +180,18 @@ MOSTLY = 0.5
 
 
 class MergedShare:
-    """Measures, after each publication of merged adapters, how much of them the engines' number format drops. notice:
-    called once with a line if it is most of it."""
+    """Measures, after each publication of merged adapters, how much of them the engines' number format drops.
 
-    def __init__(self, args: Args, trainer: ActorGroup, notice: Callable[[str], None]) -> None:
+    share: of the trainer (see ``TrainsAdapters.unchanged_share``). notice: called once with a line if it is most."""
+
+    def __init__(self, args: Args, share: Callable[[], float], notice: Callable[[str], None]) -> None:
         self._args = args
-        self._trainer = trainer
+        self._share = share
         self._notice: Callable[[str], None] | None = notice
 
     def __call__(self) -> dict[str, float]:
         """The share of the elements of adapted matrices that are the same numbers to the engines as before."""
-        share: float = self._trainer.call("unchanged_share", timeout_s=self._args.train_timeout_s)
+        share = self._share()
         if share > MOSTLY and self._notice is not None:
             numbers = f"the same {self._args.engine_dtype} numbers as before"
             what = f"{share:.0%} of the elements of adapted matrices are to the engines {numbers}"

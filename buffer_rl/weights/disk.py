@@ -157,7 +157,7 @@ class DiskTransport:
         if self._is_refused or not self._sends_delta:
             self._chain, self._is_refused = [], False
         if self._sends_delta:
-            self._encoded = next(answer for answer in self._trainer.send("encode") if answer is not None)
+            self._encoded = next(answer for answer in self._trainer.send(DiskSender.encode) if answer is not None)
             self._write_held(version)
         else:
             self._write_folder(version, self._write_version)
@@ -193,7 +193,7 @@ class DiskTransport:
             if target not in self._chain and is_less and len(self._chain) <= MAX_DELTAS:
                 base = (self._chain[-1].name, encoded.base)
         contents = Contents(digest=encoded.digest, base=base)
-        self._write_folder(version, lambda folder: self._trainer.send("write_held", folder, contents))
+        self._write_folder(version, lambda folder: self._trainer.send(DiskSender.write_held, folder, contents))
         self._chain = [target] if base is None else [*self._chain, target]
         self._num_bytes = 0 if base is None else self._num_bytes + encoded.delta_bytes
         self._digest = encoded.digest
@@ -214,7 +214,7 @@ class DiskTransport:
             ) from error
 
     def _write_version(self, folder: str) -> None:
-        self._trainer.send("write", folder)
+        self._trainer.send(DiskSender.write, folder)
 
     def _target(self, version: int) -> Path:
         return self._folder / f"v{version:06d}"

@@ -145,13 +145,13 @@ class DistributedTransport:
         # Roles and servers of others take all of it: an update of a delta has a begin and an end of its own.
         self._publishes_delta = self._publishes_delta and all(info.is_ours for info in infos.values())
         self.staged = not self._publishes_delta
-        plans = [answer for answer in trainer.send("listen") if answer is not None]
+        plans = [answer for answer in trainer.send(DistributedSender.listen) if answer is not None]
         if not plans or not plans[0][2]:
             raise EngineError("the trainer has no weights to send", where="--weight-sync-mode distributed")
         address, port, self._plan, on_gpu = plans[0]
         backend = chosen_backend(infos.values(), on_gpu=on_gpu)
         self._name = f"buffer_rl_{secrets.token_hex(4)}"
-        joining = trainer.start("join", self._name, 1 + sum(ranks.values()), backend)
+        joining = trainer.start(DistributedSender.join, self._name, 1 + sum(ranks.values()), backend)
         limit = BLOCKED_TIMEOUT_S
         engines.init_weights_update_group(address, port, ranks, name=self._name, backend=backend, timeout_s=limit)
         joining.wait()
@@ -159,7 +159,8 @@ class DistributedTransport:
     def prepare(self, version: int) -> None:
         """Nothing, but for a delta: the trainer's weights stay as they are until the publication has ended."""
         if not self.staged:
-            self._encoded = next(answer for answer in self._trainer.send("encode") if answer is not None)
+            answers = self._trainer.send(DistributedSender.encode)
+            self._encoded = next(answer for answer in answers if answer is not None)
 
     def publish(self, version: int) -> None:
         """Have the engines receive bucket after bucket; the version gets its number with the last."""
@@ -168,7 +169,7 @@ class DistributedTransport:
             self._publish_held(version, self._name)
             return
         last = len(self._plan) - 1
-        sending = self._trainer.start("broadcast", self._name)
+        sending = self._trainer.start(DistributedSender.broadcast, self._name)
         for index, bucket in enumerate(self._plan):
             number = version if index == last else None
             self._engines.update_weights_from_distributed(bucket, name=self._name, version=number)
@@ -182,7 +183,7 @@ class DistributedTransport:
             base = None
         plan, as_delta = (self._encoded.full_plan, False) if base is None else (self._encoded.delta_plan, True)
         engines.begin_weight_update(base)
-        sending = self._trainer.start("broadcast_held", name, as_delta)
+        sending = self._trainer.start(DistributedSender.broadcast_held, name, as_delta)
         for bucket in plan:
             engines.update_weights_from_distributed(bucket, name=name, flattened=as_delta)
         sending.wait()
@@ -195,7 +196,7 @@ class DistributedTransport:
             with suppress(BufferRLError):  # an engine that failed has left by itself, and so has a process that died
                 self._engines.destroy_weights_update_group(name)
             with suppress(BufferRLError):
-                self._trainer.send("close", name)
+                self._trainer.send(DistributedSender.close, name)
 
 
 def chosen_backend(receivers: Iterable[ServerInfo], *, on_gpu: bool) -> Backend:

@@ -33,7 +33,6 @@ from buffer_rl.weights.sender import Senders
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-    from buffer_rl.cluster.actor_group import ActorGroup
     from buffer_rl.engines.control import EngineControlClient
 
 ATTEMPTS = 3
@@ -323,15 +322,11 @@ class LogProbCheck:
         self._body: dict[str, Any] = {"input_ids": list(PROMPT), "sampling_params": params, "return_logprob": True}
 
     @classmethod
-    def from_args(cls, args: Args, train: ActorGroup) -> LogProbCheck | None:
-        """With the actor's ranks ``train``; None under ``--max-logprob-diff none``, and under ``--offload-rollout``:
+    def from_args(cls, args: Args, log_probs: TrainerLogProbs) -> LogProbCheck | None:
+        """With the actor's ``log_probs``; None under ``--max-logprob-diff none``, and under ``--offload-rollout``:
         engines sample once they have their cache again, and the trainer may sleep then."""
         if args.max_logprob_diff is None or args.offload_rollout:
             return None
-
-        def log_probs(sequences: Sequence[Sequence[int]], num_tokens: int) -> Any:
-            return train.call("log_probs_of", sequences, num_tokens, timeout_s=args.train_timeout_s)
-
         return cls(log_probs, temperature=check_temperature(args), max_diff=args.max_logprob_diff)
 
     def differing(self, engines: EngineControlClient, urls: Collection[str], version: int) -> dict[str, str]:

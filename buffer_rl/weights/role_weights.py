@@ -21,8 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from buffer_rl.cluster.dispatch import Method, Ts
+from buffer_rl.cluster.member import Member
 from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import EngineError, WorkerDiedError
+from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.weights.disk import VERSION_GLOB
 from buffer_rl.weights.publish import ATTEMPTS
 
@@ -126,27 +129,47 @@ class RoleReceivers:
 
     def server_info(self) -> dict[str, ServerInfo]:
         """The processes are the ranks of one receiver. Called first, it finds a death before one is waited for."""
-        self._role.call("ready", timeout_s=self._timeout_s)
+        self._role.call(Member.ready, timeout_s=self._timeout_s)
         return {self._role.role: ServerInfo(tp_size=len(self._role.actors))}
 
     def init_weights_update_group(
         self, address: str, port: int, ranks: Mapping[str, int], *, name: str, **_: Any
     ) -> None:
         """Have the processes join the group as its ranks 1, 2, …"""
-        self._call("join", address, port, name, 1 + sum(ranks.values()))
+        self._call(BroadcastMember.join_broadcast, address, port, name, 1 + sum(ranks.values()))
 
     def update_weights_from_distributed(
         self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None
     ) -> None:
         """Have the processes receive a bucket, of which the last one has the version."""
-        self._call("receive", bucket, version)
+        self._call(BroadcastMember.receive_weights, bucket, version)
 
     def destroy_weights_update_group(self, name: str) -> None:
         """Have the processes leave the group."""
-        self._call("leave")
+        self._call(BroadcastMember.leave_broadcast)
 
-    def _call(self, method: str, *args: Any) -> None:
-        self._role.call("receive_weights", method, *args, timeout_s=self._timeout_s)
+    def _call(self, method: Method[*Ts], *args: *Ts) -> None:
+        self._role.call(method, *args, timeout_s=self._timeout_s)
+
+
+class BroadcastMember(Member):
+    """A process of a role that receives broadcasts into its model, a ``buffer_rl.train.role_model.RoleModel``."""
+
+    _model: Any
+
+    def join_broadcast(self, address: str, port: int, name: str, world_size: int) -> None:
+        """Join the process group of the trainer."""
+        with waiting(Waits.DEADLINE):
+            self._model.join(address, port, name, world_size)
+
+    def receive_weights(self, bucket: Mapping[str, Sequence[Any]], version: int | None) -> None:
+        """Receive a bucket, of which the last one has the version."""
+        with waiting(Waits.DEADLINE):
+            self._model.receive(bucket, version)
+
+    def leave_broadcast(self) -> None:
+        """Leave the group."""
+        self._model.leave()
 
 
 class FolderUpdates:
@@ -164,23 +187,8 @@ class FolderUpdates:
         self._newest: Path | None = None
 
     @classmethod
-    def of(
-        cls,
-        role: str,
-        args: Args,
-        save_hf: Callable[[str], object],
-        trainer: ActorGroup,
-        members: ActorGroup | None,
-    ) -> Self:
-        """For ``role``, whose processes are ``members``; None: the trainer has its model. Other nodes see the folder
-        under ``--update-weight-disk-dir``."""
-
-        def load(path: str, version: int) -> bool:
-            if members is not None:
-                return members.call_and_keep("update_weights_from_disk", path, version)
-            trainer.call("load_ref", path, timeout_s=args.train_timeout_s)
-            return True
-
+    def of(cls, role: str, args: Args, save_hf: Callable[[str], object], load: Callable[[str, int], bool]) -> Self:
+        """For ``role``. Other nodes see the folder under ``--update-weight-disk-dir``."""
         shared = args.update_weight_disk_dir
         return cls(save_hf, load, Path(shared, role) if shared else Path(args.run_dir, f"weights_{role}"))
 

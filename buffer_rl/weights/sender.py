@@ -7,15 +7,14 @@ with success.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from buffer_rl.cluster.actor_group import Call
-from buffer_rl.cluster.dispatch import all_answers
+from buffer_rl.cluster.calling import Call
+from buffer_rl.cluster.dispatch import Ts
 from buffer_rl.errors import PluginError, TrainError
-from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plugin.calls import call, place
 from buffer_rl.records.groups import Topology
 
@@ -24,42 +23,33 @@ if TYPE_CHECKING:
 
     from buffer_rl.args import Args
 
+R = TypeVar("R")
+Buckets = Iterator[Mapping[str, Any]]
+
 KIND = "weight_transport"
 Shapes = dict[str, tuple[int, ...]]
 MAX_SHOWN = 5
 
 
-class StartedSend:
-    """A call of the ranks' senders that was started."""
-
-    def __init__(self, method: str, futures: Sequence[Future[Any]], timeout_s: float) -> None:
-        names = [f"{ACTOR} {rank}" for rank in range(len(futures))]
-        self._call = Call(role=ACTOR, method=method, members=names, futures=futures, collect=all_answers)
-        self._timeout_s = timeout_s
-
-    def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """All answers, in rank order. Raises DeadlineError, or a rank's error, named."""
-        answers: list[Any] = self._call.wait(self._timeout_s if timeout_s is None else timeout_s)
-        return answers
-
-
 class Senders:
     """The senders of the trainer's ranks: ``trainer`` of ``WeightTransport.connect``.
 
-    start_call: calls ``send_weights`` of every rank with its arguments; one future each. timeout_s: deadline of a call.
+    A call names a method of the transport's sender: ``trainer.send(DiskSender.write, folder)``.
+
+    start_call: starts ``send_weights`` of every rank with its arguments.
     """
 
-    def __init__(self, start_call: Callable[..., Sequence[Future[Any]]], timeout_s: float) -> None:
+    def __init__(self, start_call: Callable[..., Call]) -> None:
         self._start_call = start_call
-        self._timeout_s = timeout_s
 
-    def start(self, method: str, *arguments: Any) -> StartedSend:
-        """Have every rank's sender do ``method`` with the rank's weights and ``arguments``; does not wait for it."""
-        return StartedSend(method, self._start_call(method, *arguments), self._timeout_s)
+    def start(self, method: Callable[[Any, Buckets, *Ts], object], *arguments: *Ts) -> Call:
+        """Have every rank's sender do ``method`` with the rank's weights and ``arguments``; does not wait for it. The
+        call's answer has those of the ranks, in order."""
+        return replace(self._start_call(method.__name__, *arguments), method=method.__name__)
 
-    def send(self, method: str, *arguments: Any) -> list[Any]:
-        """``start`` and wait for the answers, in rank order."""
-        return self.start(method, *arguments).wait()
+    def send(self, method: Callable[[Any, Buckets, *Ts], R], *arguments: *Ts) -> list[R]:
+        """``start`` and wait for the answers, in rank order. Raises DeadlineError, or a rank's error, named."""
+        return cast("list[R]", self.start(method, *arguments).wait())
 
 
 class RankSender:

@@ -79,11 +79,11 @@ class TensorTransport:
             )
         self._load_format = LOAD_FORMAT if forms.pop() else None
         if self._buckets:
-            self._buckets = _joined(self._trainer.send("handles", sum(self._ranks.values())))
+            self._buckets = _joined(self._trainer.send(TensorSender.handles, sum(self._ranks.values())))
 
     def prepare(self, version: int) -> None:
         """Put the version into shared memory; engines go on generating meanwhile."""
-        self._buckets = _joined(self._trainer.send("share", self._load_format, sum(self._ranks.values())))
+        self._buckets = _joined(self._trainer.send(TensorSender.share, self._load_format, sum(self._ranks.values())))
         if not self._buckets:
             raise EngineError("the trainer has no weights to share", where=f"publication of version {version}")
 
@@ -103,7 +103,7 @@ class TensorTransport:
         """Free the memory."""
         if self._buckets:
             self._buckets = []
-            self._trainer.send("release")
+            self._trainer.send(TensorSender.release)
 
 
 def _joined(answers: Sequence[list[list[str]]]) -> list[list[str]]:

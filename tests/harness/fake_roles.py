@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.calling import Call
+from buffer_rl.cluster.dispatch import all_answers
 from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
@@ -148,10 +150,15 @@ def local_senders(factory: Any, args: Args, export: Callable[[], Iterator[Mappin
     sender = factory.sender(args, Topology(dp_rank=0, dp_size=1))
     thread = ThreadPoolExecutor(1, thread_name_prefix="sender")
 
-    def start(method: str, *arguments: Any) -> list[Any]:
-        return [thread.submit(getattr(sender, method), export(), *arguments)]
+    def start(method: str, *arguments: Any) -> Call:
+        return of_one_rank(thread.submit(getattr(sender, method), export(), *arguments))
 
-    return Senders(start, timeout_s=60.0)
+    return Senders(start)
+
+
+def of_one_rank(answer: Future[Any]) -> Call:
+    """A call of a trainer of one rank."""
+    return Call(role="train", method="", members=["train 0"], futures=[answer], collect=all_answers)
 
 
 class FakeEngines:

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 from safetensors.torch import load_file
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.cluster.calling import Call
 from buffer_rl.embedded.launcher import EmbeddedEngine, launch
 from buffer_rl.engines.control import EngineControlClient, FleetControl
 from buffer_rl.engines.registry import EngineRegistry, EngineState, Replica
@@ -35,6 +36,7 @@ from buffer_rl.records.groups import Topology
 from buffer_rl.train.model import weight_buckets
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders
+from harness.fake_roles import of_one_rank
 from harness.processes import holds_within
 from harness.scripts import start_script
 
@@ -91,9 +93,9 @@ class SenderProcess:
         self.folder = ""
         self.kill: tuple[str, int] | None = None
 
-    def start(self, method: str, *arguments: Any) -> list[Future[Any]]:
+    def start(self, method: str, *arguments: Any) -> Call:
         """Call the sender."""
-        return [self._calls.submit(self._call, method, arguments)]
+        return of_one_rank(self._calls.submit(self._call, method, arguments))
 
     def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         kill_at = self.kill[1] if self.kill is not None and self.kill[0] == method else None
@@ -239,7 +241,7 @@ class Trial:
         )
         self.control.before_call = lambda number: None
         transport = self._factory(self.args)
-        senders = Senders(self.sender.start, TIMEOUT_S)
+        senders = Senders(self.sender.start)
         self.publisher = Publisher(transport, senders, self.control, first_pause_s=0.0)
 
     def reopen(self) -> None:

@@ -14,6 +14,8 @@ from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.rollout.worker import RolloutWorker
+from buffer_rl.train.rank import TrainRank
 from harness.checkpoints import final_weights
 
 FUNCTIONS = """
@@ -51,7 +53,7 @@ def sequential(args: Any, limit_s: float = 120.0) -> None:
 
         def generate(number: int) -> None:
             ticket = run.buffer.generate(number)
-            run.rollout.call("run", ticket, timeout_s=limit_s)  # type: ignore[union-attr]
+            run.rollout.call(RolloutWorker.run, ticket, timeout_s=limit_s)  # type: ignore[union-attr]
             run.buffer.end_ticket(ticket)
 
         run.buffer.release(0)
@@ -60,8 +62,8 @@ def sequential(args: Any, limit_s: float = 120.0) -> None:
             if step + 1 < STEPS:
                 generate(step + 1)
             run.buffer.close_selection(step)
-            train.call("fetch", step, timeout_s=limit_s)
-            train.call("train", timeout_s=limit_s)
+            train.call(TrainRank.fetch, step, timeout_s=limit_s)
+            train.call(TrainRank.train, timeout_s=limit_s)
             run.buffer.commit(step, step + 1)
             publisher.publish(step + 1)
             run.buffer.release(step + 1)

@@ -100,7 +100,7 @@ def start(ray_cluster: None, make_options: Callable[..., Any], folders: list[str
         sender = type("Sender", (DisturbedSender,), {"before": before})
         factory = type("Transport", (Disturbed,), {"sender": sender})
         trainer = local_senders(factory, args, Trainer(folders[1]).export)
-        role.call("ready", timeout_s=120)
+        role.call(RoleWorker.ready, timeout_s=120)
         return role, RoleBroadcasts(role, factory(args), trainer, timeout_s=30.0), before
 
     yield start
@@ -144,7 +144,7 @@ def test_the_weights_are_those_of_the_trainer_and_of_a_folder_to_the_last_bit_an
     assert versions_in(role) == ["1", "1"]
 
     def load(path: str, version: int) -> bool:
-        return role.call_and_keep("update_weights_from_disk", path, version)
+        return role.call_and_keep(RoleWorker.update_weights_from_disk, path, version)
 
     for version, (folder, wanted) in enumerate(zip(folders, (initial, sent[0]), strict=True), start=2):
         updates = FolderUpdates(lambda path, folder=folder: Path(path).symlink_to(folder), load, tmp_path / "f")  # type: ignore[misc]
@@ -176,7 +176,7 @@ def test_a_process_that_is_killed_at_any_bucket_is_passed_over_and_the_replaceme
     left = ray.get(cast("Any", role.actors[0]).version.remote(), timeout=60)
     assert left == "2" if arrived else left in ("", "2"), "weights of no whole version have none"
     with pytest.raises(WorkerDiedError, match="actor_fwd 1"):
-        role.call("ready", timeout_s=120)
+        role.call(RoleWorker.ready, timeout_s=120)
     role.restart()
     assert versions_in(role) == ["2", "2"]
     assert all(equal(found, weights_of(folders[1])) for found in weights_in(role))

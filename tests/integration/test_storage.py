@@ -20,13 +20,13 @@ import ray
 from ray._private.internal_api import node_stats
 
 from buffer_rl.buffer.actor import MAX_WAITERS, start_buffer
-from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.codec import Columns
 from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads, start_storage
+from buffer_rl.cluster.calling import blocking
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.options.section import dump_args
 from buffer_rl.records.groups import SampleGroup, Ticket

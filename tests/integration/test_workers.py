@@ -86,8 +86,8 @@ def group(count: int, **options: Any) -> Iterator[ActorGroup]:
 
 def test_a_call_goes_to_all_members_or_to_the_next_one(ray_cluster: None) -> None:
     with group(2) as members:
-        assert members.call("ranks", timeout_s=60) == [0, 1]
-        assert [members.call("next_rank", timeout_s=60) for _ in range(3)] == [0, 1, 0]
+        assert members.call(Member.ranks, timeout_s=60) == [0, 1]
+        assert [members.call(Member.next_rank, timeout_s=60) for _ in range(3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -102,46 +102,44 @@ def test_one_failing_member_ends_a_call_that_the_other_would_never_answer(
     ray_cluster: None, kind: str, error: type[Exception], message: str
 ) -> None:
     with group(2) as members, pytest.raises(error, match=message):
-        members.call("fail", 1, kind, timeout_s=60)
+        members.call(Member.fail, 1, kind, timeout_s=60)
 
 
 def test_a_member_that_hangs_is_named_at_the_deadline_and_stopped_though_it_never_says_farewell(
     ray_cluster: None,
 ) -> None:
     with group(1) as members:
-        pid = members.call("pid", timeout_s=60)
+        pid = members.call(Member.pid, timeout_s=60)
         with pytest.raises(DeadlineError, match=r"train\.hang: no answer within 0\.1 s"):
-            members.call("hang", timeout_s=0.1)
-        members.stop("rank", timeout_s=0.1)
+            members.call(Member.hang, timeout_s=0.1)
+        members.stop(Member.rank, timeout_s=0.1)
         wait_for_end(pid)
-        members.stop("rank", timeout_s=0.1)  # the members are gone: nothing is raised
+        members.stop(Member.rank, timeout_s=0.1)  # the members are gone: nothing is raised
         with pytest.raises(WorkerError, match="died"):
-            members.call("rank", timeout_s=60)
+            members.call(Member.rank, timeout_s=60)
 
 
 def test_a_constructor_that_fails_is_told_in_its_own_words(ray_cluster: None) -> None:
     broken = ActorGroup.of("rollout", Member, lambda rank: (rank, True), 1)
     with pytest.raises(WorkerError, match="has no attribute 'scor'"):
-        broken.call("rank", timeout_s=60)
+        broken.call(Member.rank, timeout_s=60)
 
 
 def test_roles_of_one_process_die_and_are_replaced_together_and_have_their_own_threads(ray_cluster: None) -> None:
     processes = FusedProcesses(lambda rank: {role: Deferred(Member, (rank,)) for role in ("ref", "teacher")})
-    groups = [
-        ActorGroup(role, partial(processes.start_member, role), 2, member_class=Member) for role in ("ref", "teacher")
-    ]
+    groups = [ActorGroup(role, partial(processes.start_member, role), 2) for role in ("ref", "teacher")]
     try:
-        pids = [group.call("pids", timeout_s=60) for group in groups]
+        pids = [group.call(Member.pids, timeout_s=60) for group in groups]
         assert pids[0] == pids[1]
         assert len(set(pids[0])) == 2
-        hanging = groups[0].start("hang")
-        assert groups[1].call("ranks", timeout_s=60) == [0, 1]
+        hanging = groups[0].start(Member.hang)
+        assert groups[1].call(Member.ranks, timeout_s=60) == [0, 1]
         os.kill(pids[0][0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"ref 0\.hang"):
             hanging.wait(60)
         for group in groups:
             group.restart()
-        again = [group.call("pids", timeout_s=60) for group in groups]
+        again = [group.call(Member.pids, timeout_s=60) for group in groups]
         assert again[0] == again[1]
         assert not set(again[0]) & set(pids[0])
     finally:
@@ -227,7 +225,7 @@ def test_a_process_that_stops_before_its_first_answer_hangs_and_one_that_starts_
     stopped, slow = (ActorGroup.of(str(each.__name__), each, lambda _: (), 1) for each in (StopsAtOnce, StartsSlowly))
     notices: list[str] = []
     watch = HangWatch([stopped, slow], 0.2, notices.append)
-    working, starting = stopped.start("work"), slow.start("ready")
+    working, starting = stopped.start(StopsAtOnce.work), slow.start(StartsSlowly.ready)
 
     def looked() -> bool:
         watch()

@@ -20,7 +20,6 @@ RAY_MODULES = (
     "buffer_rl/*/actor.py",
     "buffer_rl/*/worker.py",
     "buffer_rl/*/client.py",
-    "buffer_rl/buffer/calling.py",
     "buffer_rl/buffer/storage.py",
     "buffer_rl/engines/host.py",
     "buffer_rl/weights/distributed.py",
@@ -119,6 +118,37 @@ def test_option_sections_load_nothing_that_takes_long():
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert loaded.stdout == "set()\n"
+
+
+CALLS = frozenset({"call", "acall", "call_and_keep", "start", "submit", "send", "on_trained", "wait", "until", "stop"})
+"""Methods whose first argument, or second after a role, says what another process is to do."""
+METHOD = re.compile(r"[A-Z]\w*\.\w+|method|operation")
+
+
+def methods_by_string(source: str) -> list[str]:
+    """What calls in the code ask for as text: no method of a class is their first argument, or the second one."""
+    found: list[str] = []
+    if not re.search(rf"\.({'|'.join(CALLS)})\(\s*['\"]", source):
+        return found  # most modules need not be parsed
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
+            asked = [ast.unparse(argument) for argument in node.args[:2]]
+            if asked and asked[0].startswith("'") and not any(map(METHOD.fullmatch, asked)):
+                found.append(next(text for text in reversed(asked) if text.startswith("'")).strip("'"))
+    return found
+
+
+def test_a_call_across_processes_names_a_method_and_not_a_string():
+    """But the score of a reward model, which is asked for below the package of its process. An environment's calls do
+    not leave the process."""
+    assert methods_by_string("calls.call('train', 'fetch', 3)") == ["fetch"]
+    assert methods_by_string("group.start('ready')\ngroup.call('fetch', step, timeout_s=1)") == ["ready", "fetch"]
+    assert methods_by_string("calls.call('train', TrainRank.fetch, 3)\ngroup.start(Member.ready)") == []
+    found = {str(path): names for path in modules() if (names := methods_by_string((ROOT / path).read_text()))}
+    assert found == {
+        "buffer_rl/agents/environment.py": ["step", "reward"],
+        "buffer_rl/rollout/reward_model_client.py": ["score"],
+    }
 
 
 def test_the_core_names_no_backend_that_a_plugin_brings():

@@ -22,7 +22,6 @@ import ray
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.actor import STATE_FILE, BufferActor, can_restart
-from buffer_rl.buffer.calling import Answers
 from buffer_rl.buffer.calls import kind_of
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import assemble
@@ -30,6 +29,7 @@ from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import new_ledger
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.calling import Answers
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
 from buffer_rl.options.section import compose, dump_args
 from buffer_rl.records.groups import SampleGroup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,20 +41,18 @@ def replicas(count: int) -> list[Topology]:
     return [Topology(dp_rank=rank, dp_size=count) for rank in range(count)]
 
 
-def called(method: str, places: list[Topology], *args: Any) -> tuple[list[tuple[Any, ...]], Any]:
+def called(method: Callable[..., Any], places: list[Topology], *args: Any) -> tuple[list[tuple[Any, ...]], Any]:
     """What each member gets, and the group's answer, where the members are ``Doubler``s."""
-    calls = plan_calls(dispatch_of(Doubler, method), args, places)
-    answers = [getattr(Doubler(), method)(*own) for own in calls.args]
-    return calls.args, calls.collect("doubler", answers)
+    calls, collect = plan_calls(dispatch_of(method), args, places)
+    return [*calls.values()], collect("doubler", [method(Doubler(), *own) for own in calls.values()])
 
 
 def test_what_a_method_declares_is_found_through_its_class_and_its_subclasses() -> None:
     for member_class in (Doubler, LoudDoubler):
-        assert dispatch_of(member_class, "double").to is To.SCATTER
-        assert dispatch_of(member_class, "place") == Dispatch(To.HEADS, all_answers)
-        assert dispatch_of(member_class, "next") == Dispatch(To.ONE, first_answer)
-        assert dispatch_of(member_class, "plain") == Dispatch(To.ALL, first_answer)
-    assert dispatch_of(None, "anything") == Dispatch()
+        assert dispatch_of(member_class.double).to is To.SCATTER
+        assert dispatch_of(member_class.place) == Dispatch(To.HEADS, all_answers)
+        assert dispatch_of(member_class.next) == Dispatch(To.ONE, first_answer)
+        assert dispatch_of(member_class.plain) == Dispatch(To.ALL, first_answer)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +68,11 @@ def test_rows_are_split_over_four_workers_and_what_pads_them_reaches_neither_res
     num_rows: int, expected: list[list[int]]
 ) -> None:
     rows = list(range(num_rows))
-    shares, answer = called("double", replicas(4), rows)
+    shares, answer = called(Doubler.double, replicas(4), rows)
     assert [own[0] for own in shares] == expected
     assert answer == [2 * row for row in range(num_rows)]
     assert rows == list(range(num_rows))
-    assert called("total", replicas(4), rows)[1] == sum(range(num_rows))
+    assert called(Doubler.total, replicas(4), rows)[1] == sum(range(num_rows))
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 3))
@@ -84,7 +83,7 @@ def test_every_row_is_answered_once_and_in_order_whatever_the_ranks(
         Topology(dp_rank=rank // ranks_a_replica, dp_size=dp, is_head=rank % ranks_a_replica == ranks_a_replica - 1)
         for rank in range(dp * ranks_a_replica)
     ]
-    shares, answer = called("double", places, list(range(num_rows)), 3)
+    shares, answer = called(Doubler.double, places, list(range(num_rows)), 3)
     assert answer == [3 * row for row in range(num_rows)]
     assert len({len(own[0]) for own in shares}) == 1
     assert all(own[1] == 3 for own in shares)
@@ -93,26 +92,26 @@ def test_every_row_is_answered_once_and_in_order_whatever_the_ranks(
 def test_ranks_of_one_replica_get_equal_rows_and_the_heads_alone_answer() -> None:
     # Two replicas of two tensor-parallel ranks, of which the second is the head, and the replicas are interleaved.
     places = [Topology(dp_rank=rank % 2, dp_size=2, is_head=rank >= 2) for rank in range(4)]
-    calls = plan_calls(dispatch_of(Doubler, "double"), ([1, 2, 3, 4],), places)
-    assert [own[0] for own in calls.args] == [[1, 2], [3, 4], [1, 2], [3, 4]]
-    assert calls.collect("doubler", [None, None, ["a", "b"], ["c", "d"]]) == ["a", "b", "c", "d"]
+    calls, collect = plan_calls(dispatch_of(Doubler.double), ([1, 2, 3, 4],), places)
+    assert [own[0] for own in calls.values()] == [[1, 2], [3, 4], [1, 2], [3, 4]]
+    assert collect("doubler", [None, None, ["a", "b"], ["c", "d"]]) == ["a", "b", "c", "d"]
 
 
 def test_heads_alone_are_called_where_a_method_says_so() -> None:
     places = [Topology(dp_rank=rank // 2, dp_size=2, is_head=rank % 2 == 1) for rank in range(4)]
-    calls = plan_calls(dispatch_of(Doubler, "place"), (), places)
-    assert calls.members == [1, 3]
-    assert calls.collect("doubler", [1, 3]) == [1, 3]
+    calls, collect = plan_calls(dispatch_of(Doubler.place), (), places)
+    assert calls == {1: (), 3: ()}
+    assert collect("doubler", [1, 3]) == [1, 3]
 
 
 def test_calls_to_one_member_take_turns() -> None:
-    turns = [plan_calls(dispatch_of(Doubler, "next"), (), replicas(3), turn).members for turn in range(4)]
+    turns = [[*plan_calls(dispatch_of(Doubler.next), (), replicas(3), turn)[0]] for turn in range(4)]
     assert turns == [[0], [1], [2], [0]]
 
 
 def test_a_list_as_long_as_the_group_is_sent_whole_where_nothing_is_scattered() -> None:
-    calls = plan_calls(Dispatch(), (["a", "b"],), replicas(2))
-    assert calls.args == [(["a", "b"],), (["a", "b"],)]
+    calls, _ = plan_calls(Dispatch(), (["a", "b"],), replicas(2))
+    assert calls == {0: (["a", "b"],), 1: (["a", "b"],)}
 
 
 def test_a_batch_is_scattered_by_its_rows_and_stays_what_it_is() -> None:
@@ -123,8 +122,8 @@ def test_a_batch_is_scattered_by_its_rows_and_stays_what_it_is() -> None:
         row_ids=[RowId(uid, index) for index in range(3)],
         columns={"reward": np.arange(3, dtype=np.float32), "tokens": [np.full(index, index) for index in range(3)]},
     )
-    calls = plan_calls(dispatch_of(Doubler, "double"), (batch, [5, 6, 7]), replicas(2))
-    first, second = calls.args
+    calls, _ = plan_calls(dispatch_of(Doubler.double), (batch, [5, 6, 7]), replicas(2))
+    first, second = calls.values()
     assert (first[0].columns["reward"].tolist(), first[1]) == ([0, 1], [5, 6])
     assert (second[0].columns["reward"].tolist(), second[1]) == ([2, 0], [7, 5])
     assert len(batch) == 3
@@ -134,10 +133,10 @@ def test_a_batch_is_scattered_by_its_rows_and_stays_what_it_is() -> None:
 def test_arguments_of_different_lengths_or_without_rows_are_refused() -> None:
     for args in (([1, 2], [1]), (7,), ()):
         with pytest.raises(ValueError, match="arguments to scatter have the lengths"):
-            plan_calls(dispatch_of(Doubler, "double"), args, replicas(2))
+            plan_calls(dispatch_of(Doubler.double), args, replicas(2))
 
 
 def test_an_answer_of_another_length_than_its_rows_is_refused_and_not_joined() -> None:
-    calls = plan_calls(dispatch_of(Doubler, "double"), ([1, 2, 3, 4],), replicas(2))
+    _, collect = plan_calls(dispatch_of(Doubler.double), ([1, 2, 3, 4],), replicas(2))
     with pytest.raises(WorkerError, match="a list of 2 values"):
-        calls.collect("doubler", [[1, 2], [3]])
+        collect("doubler", [[1, 2], [3]])

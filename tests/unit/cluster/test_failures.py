@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from buffer_rl.cluster.actor_group import Call, failures_of, name_failure, root_failure
+from buffer_rl.cluster.calling import Call, failures_of, name_failure, root_failure
 from buffer_rl.errors import (
     BufferRLError,
     PayloadLostError,
@@ -101,7 +101,7 @@ class Looked(Future[Any]):
 def test_a_death_that_is_known_after_the_errors_of_its_peers_is_among_the_failures(
     first: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer_rl.cluster.actor_group.PATIENCE_S", 60.0)
+    monkeypatch.setattr("buffer_rl.cluster.calling.PATIENCE_S", 60.0)
     futures, died = [Future[Any](), Looked(), Looked()], ActorDiedError()
     futures[0].set_exception(first)
 
@@ -120,7 +120,7 @@ def test_a_death_that_is_known_after_the_errors_of_its_peers_is_among_the_failur
 
 @pytest.mark.parametrize("first", [ActorDiedError(), task_error(PayloadLostError("gone"))])
 def test_what_no_death_can_be_behind_is_not_waited_for(first: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffer_rl.cluster.actor_group.PATIENCE_S", 1e9)
+    monkeypatch.setattr("buffer_rl.cluster.calling.PATIENCE_S", 1e9)
     futures = [Future[Any](), Future[Any]()]
     futures[1].set_exception(first)
     assert failures_of(["ref 0", "ref 1"], "stream", futures) == {"ref 1.stream": first}

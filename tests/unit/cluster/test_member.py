@@ -60,7 +60,7 @@ def test_calls_of_methods_are_noted_and_answer_as_before() -> None:
     assert [call.method for call in worker.seen] == ["train", "run"]
     assert set(worker.pulse().gaps) == {"train", "run", "fail"}
     assert (worker.pulse().calls, worker.pulse().pid) == ((), os.getpid())
-    assert dispatch_of(Worker, "fail").to is To.ONE
+    assert dispatch_of(Worker.fail).to is To.ONE
     assert asyncio.iscoroutinefunction(Worker.run)
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.train.rank import TrainRank
 
 
 class Member:
@@ -41,11 +42,11 @@ def test_no_call_of_another_thread_comes_between_the_members_of_a_call() -> None
 
     def ask() -> None:
         first_is_called.wait(10.0)
-        group.start("is_saved")
+        group.start(TrainRank.is_saved)
         second_has_ended.set()
 
     thread = threading.Thread(target=ask)
     thread.start()
-    group.start("train")
+    group.start(TrainRank.train)
     thread.join(10.0)
     assert [member.calls for member in members] == [["train", "is_saved"]] * 2

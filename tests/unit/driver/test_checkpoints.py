@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.errors import BufferRLError, CheckpointError, DeadlineError, TrainError
 from buffer_rl.files.checkpoint import open_checkpoint
 from buffer_rl.options.section import compose
+from buffer_rl.train.rank import TrainRank
 from buffer_rl.weights.role_weights import FolderUpdates
 
 
@@ -28,17 +29,17 @@ class Ranks:
         self._late = list(late)
         self.limits: list[float] = []
 
-    def call(self, method: str, path: str = "", *, timeout_s: float) -> bool | None:
+    def call(self, method: Callable[..., object], path: str = "", *, timeout_s: float) -> bool | None:
         self.limits.append(timeout_s)
-        if method == "is_saved":
+        if method == TrainRank.is_saved:
             answer = self._late.pop(0) if self._late else True
             if isinstance(answer, BufferRLError):
                 raise answer
             return answer
-        if method == "save_hf" and self._failure is not None:
+        if method == TrainRank.save_hf and self._failure is not None:
             raise self._failure
         Path(path).mkdir(exist_ok=True)
-        Path(path, method).write_text(method)
+        Path(path, method.__name__).write_text(method.__name__)
         return None
 
 

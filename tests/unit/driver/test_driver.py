@@ -103,7 +103,7 @@ class Saves:
         self.saved: dict[int, dict[str, Any]] = {}
         self.sealed: list[int] = []
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, owes_evaluation: bool) -> None:
         assert step not in self.saved
         self.saved[step] = saved_state(self._state)
 
@@ -653,7 +653,7 @@ def test_the_next_step_goes_on_while_an_asynchronous_checkpoint_is_written(tmp_p
     Driver(plan, world.runtime, world.recorder).run()
     spans = world.runtime.spans
     saves, seals, trains = ([s for s in spans if s.method == method] for method in ("save", "seal", "train"))
-    assert [span.args for span in saves] == [(1,), (2,), (3,)]
+    assert [span.args for span in saves] == [(1, False), (2, False), (3, False)]
     assert len(seals) == 3
     for seal, save in zip(seals, saves[1:], strict=False):
         assert seal.end <= save.start  # one checkpoint after another

@@ -90,7 +90,7 @@ class Rollouts(FakeRollouts):
 class Saves:
     """Keeps nothing."""
 
-    def save(self, step: int) -> None: ...
+    def save(self, step: int, owes_evaluation: bool) -> None: ...
     def save_next(self) -> None: ...
     def seal(self) -> None: ...
 
@@ -342,7 +342,7 @@ class Swapped(MemoryTurns):
 
     given: Mapping[str, frozenset[str]]
 
-    async def _change(self, methods: tuple[str, str], parts: Mapping[str, frozenset[str]]) -> None:
+    async def _change(self, methods: tuple[Any, Any], parts: Mapping[str, frozenset[str]]) -> None:
         if methods == GIVE:
             self.given = parts
         else:
@@ -354,7 +354,7 @@ def forgetting(tag: str) -> type[MemoryTurns]:
     """One that gives up all but a tag."""
 
     class Forgetful(MemoryTurns):
-        async def _change(self, methods: tuple[str, str], parts: Mapping[str, frozenset[str]]) -> None:
+        async def _change(self, methods: tuple[Any, Any], parts: Mapping[str, frozenset[str]]) -> None:
             kept = {holder: tags - {tag} if methods == GIVE else tags for holder, tags in parts.items()}
             await super()._change(methods, kept)
 

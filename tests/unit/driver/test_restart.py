@@ -170,7 +170,7 @@ def test_a_call_of_the_driver_that_does_not_end_forbids_the_restart(
 
     def attempt(start: Checkpoint | None, processes: Processes) -> RunResult:
         starts.append(start)
-        processes.local("save", slow).start("write")
+        processes.local("save", slow).start(Slow.write)
         raise death()
 
     try:
@@ -186,7 +186,7 @@ def test_calls_under_way_end_after_what_they_wait_for_and_then_what_they_use_is_
     with Processes() as processes:
         processes.callback(lambda: (order.append("process"), slow.gate.set()))
         target = processes.local("publish", slow, end_s=lambda: 60.0, then=lambda: order.append("closed"))
-        call = target.start("write")
+        call = target.start(Slow.write)
     assert call.ended()
     assert order == ["process", "closed"]
     assert processes.remaining() == []
@@ -201,7 +201,7 @@ def test_a_call_that_needs_no_process_is_waited_for_unless_the_run_is_interrupte
 
     def attempt() -> None:
         with Processes() as processes:
-            calls.append(processes.local("save", slow, end_s=lambda: 60.0).start("write"))
+            calls.append(processes.local("save", slow, end_s=lambda: 60.0).start(Slow.write))
             timer.start()
             raise error
 
@@ -228,7 +228,7 @@ def test_what_others_use_ends_after_them() -> None:
         for role in ("engines", "publish"):
             ended = partial(order.append, f"{role} ended")
             target = processes.local(role, Ending(role), end_s=lambda: 60.0, then=ended)
-            target.start("write").futures[0].result(60)
+            target.start(Slow.write).futures[0].result(60)
     assert order == ["engines", "publish", "publish ended", "engines ended"]
 
 

@@ -8,13 +8,14 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import ray
 
-from buffer_rl.cluster.actor_group import Call
+from buffer_rl.cluster.calling import Call
 from buffer_rl.cluster.dispatch import all_answers
 from buffer_rl.driver.runtime import LocalTarget, RayRuntime
 from buffer_rl.driver.tasks import unbroken
@@ -28,9 +29,11 @@ class Members:
         self._role = role
         self.futures: list[Future[Any]] = [Future() for _ in range(count)]
 
-    def start(self, method: str, *args: Any) -> Call:
+    def step(self) -> int: ...
+
+    def start(self, method: Callable[..., object], *args: Any) -> Call:
         names = [f"{self._role} {rank}" for rank in range(len(self.futures))]
-        return Call(role=self._role, method=method, members=names, futures=self.futures, collect=all_answers)
+        return Call(role=self._role, method=method.__name__, members=names, futures=self.futures, collect=all_answers)
 
 
 def answer(runtime: RayRuntime, task: Any, timeout_s: float = 60.0, look: Any = lambda error: None) -> Any:
@@ -43,7 +46,7 @@ def answer(runtime: RayRuntime, task: Any, timeout_s: float = 60.0, look: Any = 
 def test_answers_of_all_members_are_combined_in_rank_order() -> None:
     members = Members(3)
     runtime = RayRuntime({"train": members})
-    task = runtime.submit("train", "step")
+    task = runtime.submit("train", Members.step)
     for rank in (2, 0, 1):
         assert not task.ended()
         members.futures[rank].set_result(rank)
@@ -53,7 +56,7 @@ def test_answers_of_all_members_are_combined_in_rank_order() -> None:
 def test_one_failing_member_ends_the_wait_while_the_others_are_still_at_work() -> None:
     members = Members(3)
     runtime = RayRuntime({"train": members})
-    task = runtime.submit("train", "step")
+    task = runtime.submit("train", Members.step)
     threading.Timer(0.05, members.futures[1].set_exception, [ValueError("no")]).start()
     with pytest.raises(WorkerError, match=r"train 1\.step: ValueError: no"):
         answer(runtime, task)
@@ -69,7 +72,7 @@ def test_one_failing_member_ends_the_wait_while_the_others_are_still_at_work() -
 def test_of_several_failures_the_cause_is_raised_not_the_lost_connections(root: Exception, named: str) -> None:
     members = Members(3)
     runtime = RayRuntime({"train": members})
-    task = runtime.submit("train", "step")
+    task = runtime.submit("train", Members.step)
     for rank in (0, 1):
         members.futures[rank].set_exception(RuntimeError("connection closed by peer"))
     members.futures[2].set_exception(root)
@@ -81,7 +84,7 @@ def test_a_deadline_names_the_call_and_neither_ends_it_nor_keeps_its_answer() ->
     members = Members(1)
     runtime = RayRuntime({"train": members})
     with pytest.raises(DeadlineError, match=r"train\.step: no answer within 0\.01 s") as caught:
-        runtime.run(lambda: runtime.answer(runtime.submit("train", "step"), 0.01), lambda error: None)
+        runtime.run(lambda: runtime.answer(runtime.submit("train", Members.step), 0.01), lambda error: None)
     (future,) = members.futures
     assert not future.cancelled()
     payload = Payload()
@@ -97,7 +100,7 @@ def test_a_deadline_names_the_call_and_neither_ends_it_nor_keeps_its_answer() ->
 def test_a_cancellation_leaves_the_call_under_way_and_others_can_wait_for_it() -> None:
     members = Members(1)
     runtime = RayRuntime({"train": members})
-    task = runtime.submit("train", "step")
+    task = runtime.submit("train", Members.step)
 
     async def main() -> Any:
         waiting = asyncio.ensure_future(runtime.answer(task, 60))
@@ -137,7 +140,7 @@ def test_a_run_can_be_started_inside_an_event_loop_that_runs() -> None:
     members = Members(1)
     members.futures[0].set_result(3)
     runtime = RayRuntime({"train": members})
-    task = runtime.submit("train", "step")
+    task = runtime.submit("train", Members.step)
 
     async def notebook() -> Any:
         return answer(runtime, task)
@@ -151,7 +154,7 @@ def test_the_exception_of_a_signals_handler_ends_the_run_at_once_and_cancels_wha
 
     async def main() -> None:
         try:
-            await unbroken(runtime.answer(runtime.submit("train", "step"), 60))
+            await unbroken(runtime.answer(runtime.submit("train", Members.step), 60))
         except asyncio.CancelledError:
             cancelled.append("main")
             raise
@@ -213,9 +216,9 @@ class Payload:
 def test_local_calls_follow_one_another_and_raise_what_they_raise() -> None:
     local = Local()
     runtime = RayRuntime({"buffer": LocalTarget("buffer", local)})
-    tasks = [runtime.submit("buffer", "note", number) for number in range(20)]
-    failing = runtime.submit("buffer", "fail")
-    after = runtime.submit("buffer", "note", 20)
+    tasks = [runtime.submit("buffer", Local.note, number) for number in range(20)]
+    failing = runtime.submit("buffer", Local.fail)
+    after = runtime.submit("buffer", Local.note, 20)
     assert after.wait(60) == 20
     assert [task.result() for task in tasks] == local.seen[:20] == list(range(20))
     with pytest.raises(WorkerError, match=r"buffer\.fail: SystemExit: 3"):
@@ -225,7 +228,7 @@ def test_local_calls_follow_one_another_and_raise_what_they_raise() -> None:
 def test_a_local_call_that_hangs_holds_up_neither_stop_nor_the_end_of_the_process() -> None:
     before = set(threading.enumerate())
     target, gate = LocalTarget("publish", Local()), threading.Event()
-    (future,) = target.start("hang", gate).futures
+    (future,) = target.start(Local.hang, gate).futures
     (thread,) = set(threading.enumerate()) - before
     target.stop()
     assert not future.done()
@@ -237,8 +240,8 @@ def test_a_local_call_that_hangs_holds_up_neither_stop_nor_the_end_of_the_proces
 
 def test_calls_that_were_started_are_waited_for_after_stop_and_not_longer_than_allowed() -> None:
     target, gate = LocalTarget("save", Local()), threading.Event()
-    (hanging,) = target.start("hang", gate).futures
-    (last,) = target.start("note", 1).futures
+    (hanging,) = target.start(Local.hang, gate).futures
+    (last,) = target.start(Local.note, 1).futures
     target.stop()
     assert not target.join(0.01)
     assert not hanging.done()
@@ -249,9 +252,9 @@ def test_calls_that_were_started_are_waited_for_after_stop_and_not_longer_than_a
 
 def test_an_answer_is_forgotten_with_its_task() -> None:
     target = LocalTarget("buffer", Local())
-    (future,) = target.start("payload").futures
+    (future,) = target.start(Local.payload).futures
     answer = weakref.ref(future.result(60))
-    target.start("note", 1).wait(60)
+    target.start(Local.note, 1).wait(60)
     del future
     gc.collect()
     assert answer() is None

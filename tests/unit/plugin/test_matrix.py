@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.cluster.calling import Call
 from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.protocol import RowSeeds
@@ -51,7 +52,7 @@ from buffer_rl.train.role_worker import own_stage
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders
 from harness.fake_client import client_of
-from harness.fake_roles import FakeEngines
+from harness.fake_roles import FakeEngines, of_one_rank
 from harness.trainers import make_trainer
 from harness.trainers import step as step_of
 
@@ -249,12 +250,12 @@ async def publish(here: Here) -> Any:
     transport = construct("weight_transport", here.path, factory, args)
     place = Topology(dp_rank=0, dp_size=1)
 
-    def start(method: str, *arguments: Any) -> list[Future[Any]]:
+    def start(method: str, *arguments: Any) -> Call:
         answer: Future[Any] = Future()
         answer.set_result(RankSender(here.path, factory, args, place)(method, iter([{"a": 1}, {"b": 2}]), *arguments))
-        return [answer]
+        return of_one_rank(answer)
 
-    Publisher(transport, Senders(start, 1.0), engines).publish(3)
+    Publisher(transport, Senders(start), engines).publish(3)
     return engines.version, engines.calls
 
 
@@ -463,7 +464,7 @@ CASES = {
             sender, staged = Side, True
             def __init__(self, args): ...
             def connect(self, trainer, engines): self.trainer, self.engines = trainer, engines
-            def prepare(self, version): self.answers = self.trainer.send("names", version)
+            def prepare(self, version): self.answers = self.trainer.send(Side.names, version)
             def publish(self, version):
                 assert self.answers == ["3:ab"]
                 self.engines.update_weights_from_disk("folder", version)

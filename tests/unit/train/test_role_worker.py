@@ -60,7 +60,7 @@ class Role:
     def __init__(self, timeout_s: float = 5.0) -> None:
         self.members: list[list[Member]] = []
         self.next_are_dead = False
-        self.group = ActorGroup("actor_fwd", self._start, 2, member_class=RoleWorker, timeout_s=timeout_s)
+        self.group = ActorGroup("actor_fwd", self._start, 2, timeout_s=timeout_s)
 
     def _start(self, rank: int) -> Member:
         if rank == 0:
@@ -70,10 +70,10 @@ class Role:
         return self.members[-1][-1]
 
     def update(self, version: int) -> bool:
-        return self.group.call_and_keep("update_weights_from_disk", f"v{version}", version)
+        return self.group.call_and_keep(RoleWorker.update_weights_from_disk, f"v{version}", version)
 
     def stream(self, rollout_id: int) -> Any:
-        return self.group.call("stream", rollout_id, timeout_s=1)
+        return self.group.call(RoleWorker.stream, rollout_id, timeout_s=1)
 
 
 def test_replaced_processes_have_the_weights_of_those_that_died() -> None:
@@ -114,7 +114,7 @@ def test_processes_that_hang_are_named_when_the_deadline_passes() -> None:
     for member in role.members[0]:
         member.hangs = True
     with pytest.raises(DeadlineError, match=r"actor_fwd\.ready"):
-        role.group.call("ready", timeout_s=0.01)
+        role.group.call(RoleWorker.ready, timeout_s=0.01)
 
 
 OWN = """

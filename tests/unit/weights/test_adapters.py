@@ -168,13 +168,8 @@ def test_adapters_that_rounding_swallows_are_noticed_once() -> None:
     notices: list[str] = []
     shares = iter([0.3, 0.7, 0.9])
 
-    class Trainer:
-        def call(self, method: str, timeout_s: float) -> float:
-            return next(shares)
-
     args: Any = compose(CORE_SECTIONS)(lora_rank=4, engine_dtype="bfloat16")
-    trainer: Any = Trainer()
-    measure = MergedShare(args, trainer, notices.append)
+    measure = MergedShare(args, lambda: next(shares), notices.append)
     assert [measure()["publish/unchanged_share"] for _ in range(3)] == [0.3, 0.7, 0.9]
     assert notices == [
         "70% of the elements of adapted matrices are to the engines the same bfloat16 numbers as before: "

@@ -4,6 +4,7 @@ sample against numbers by hand."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.errors import ConfigError, EngineError, PluginError
+from buffer_rl.errors import ConfigError, EngineError, PluginError, WorkerError
 from buffer_rl.options.section import compose
-from buffer_rl.weights.disk import DiskTransport
+from buffer_rl.weights.disk import DiskSender, DiskTransport
 from buffer_rl.weights.publish import NUM_TOKENS, PROMPT, LogProbCheck, Publisher
 from buffer_rl.weights.sender import Senders
-from harness.fake_roles import FakeEngines, local_senders
+from harness.fake_roles import FakeEngines, local_senders, of_one_rank
 
 
 class Weights:
@@ -188,7 +189,9 @@ def test_a_half_written_version_of_a_killed_run_goes_with_the_next_publication(t
 
 def test_a_folder_that_the_driver_does_not_see_is_named(tmp_path: Path) -> None:
     args: Any = compose(CORE_SECTIONS)(update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
-    elsewhere: Any = Senders(lambda *call: [], 1.0)  # its ranks write to disks of their own
+    written: Future[None] = Future()
+    written.set_result(None)
+    elsewhere = Senders(lambda *call: of_one_rank(written))  # to a disk of its own
     engines = FakeEngines()
     with pytest.raises(ConfigError, match="is not on the driver's node") as caught:
         Publisher(DiskTransport(args), elsewhere, engines).publish(1)
@@ -244,3 +247,10 @@ def test_what_differs_is_named(raw: dict[str, Any], found: dict[str, str]) -> No
     check = LogProbCheck(trainer, temperature=1.0, max_diff=0.2)
     engines: Any = SamplingEngines(raw)
     assert check.differing(engines, [URL], 3) == found
+
+
+def test_a_failure_of_a_sender_names_the_rank_and_the_method_that_was_called() -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(OSError("no space"))
+    with pytest.raises(WorkerError, match=r"^train 0\.write: OSError: no space"):
+        Senders(lambda *call: of_one_rank(failed)).send(DiskSender.write, "folder")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.calling import StartedCall
 from buffer_rl.buffer.calls import CallLog, OpenCalls
+from buffer_rl.cluster.calling import StartedCall
 from buffer_rl.errors import BufferStateError, DeadlineError
 
 

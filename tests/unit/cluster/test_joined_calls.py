@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.calling import JoinedCalls
+from buffer_rl.cluster.calling import JoinedCalls
 from buffer_rl.errors import BufferStateError, DeadlineError
 
 

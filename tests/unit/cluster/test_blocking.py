@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.buffer.calling import blocking
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.state import BufferState
+from buffer_rl.cluster.calling import blocking
 from buffer_rl.data.custom import Delivery, DeliveryRequest
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid, QueueHeader, Sample, SampleGroup
