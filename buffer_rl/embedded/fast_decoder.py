@@ -238,10 +238,10 @@ class FastDecoder:
         """Have weights of its own, after ``copy`` of another decoder."""
         self.embed, self.head = self.embed.clone(), self.head.clone()
         self._norms = {name: norm.clone() for name, norm in self._norms.items()}
-        self.layers = [
-            _Layer(*(x.clone() if isinstance(x, torch.Tensor) else x for _, x in _parts(layer)))
-            for layer in self.layers
+        copies: list[Any] = [
+            [x.clone() if isinstance(x, torch.Tensor) else x for _, x in _parts(y)] for y in self.layers
         ]
+        self.layers = [_Layer(*parts) for parts in copies]
 
     def swap_weights(self, other: FastDecoder) -> None:
         """Have the weights of ``other``, a decoder of the same sizes, which has these then."""

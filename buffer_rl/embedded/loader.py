@@ -220,7 +220,7 @@ class LoadedModel:
                 try:
                     own = None if base != self._digest else changes
                     if own is None or not self.decoder.patch(self.kept.tensors, own):
-                        self._replace_whole(self.kept.tensors)
+                        self._replace_whole(self.kept.tensors, copies=True)
                 except BaseException:
                     self.kept.forget()
                     raise
@@ -283,7 +283,8 @@ class LoadedModel:
         if isinstance(self.decoder, FallbackDecoder):
             self.decoder.forget_adapter(name)
 
-    def _replace_whole(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _replace_whole(self, tensors: Mapping[str, torch.Tensor], *, copies: bool = False) -> None:
+        """copies: of the tensors, whose memory a module would serve: they are changed later."""
         self._digest = None
         if self._take(tensors, self.decoder):
             return
@@ -292,8 +293,9 @@ class LoadedModel:
         wrong = [n for n, tensor in tensors.items() if shapes.get(n, tensor.shape) != tuple(tensor.shape)]
         _require_none(sorted(wrong), "of the wrong shape", where)
         how = _how(self.options.dtype)
+        state = {name: tensor.clone() if copies else tensor for name, tensor in tensors.items()}
         module, info = _loaded(
-            lambda: self._module_class.from_pretrained(None, config=self.config, state_dict=dict(tensors), **how), where
+            lambda: self._module_class.from_pretrained(None, config=self.config, state_dict=state, **how), where
         )
         _require_none(sorted(info["missing_keys"]), "missing", where)
         _require_none(sorted(info["unexpected_keys"]), "of another model", where)

@@ -191,7 +191,8 @@ async def in_thread(function: Callable[[], T], *, yields: bool = False) -> T:
 
     def run() -> None:
         if yields and sys.platform == "linux":  # where a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
         try:
             outcome: tuple[Callable[[Any], None], Any] = (reply.set_result, function())
         except Exception as error:  # fault boundary: the request that waits gets it
