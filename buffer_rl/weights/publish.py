@@ -194,7 +194,7 @@ class Publisher:
                 if attempt == ATTEMPTS:
                     self._engines.drop_failed_engines()
                 if attempt > 1:
-                    self._connected = None
+                    self._connected, self._staged = None, frozenset()
                 self._attempt(version)
                 return
             except EngineError as error:
@@ -259,8 +259,7 @@ class Publisher:
             self._staged = frozenset(infos)
 
     def _update(self, version: int) -> None:
-        staged, self._staged = self._staged, frozenset()  # once: a retry sends it again
-        if staged and staged.issuperset(self._engines.targets()) and offers(self._transport, Stages):
+        if self._staged and self._staged.issuperset(self._engines.targets()) and offers(self._transport, Stages):
             self._transport.swap(version)
             return
         if not self._transport.staged:
