@@ -180,7 +180,7 @@ async def test_an_engine_that_is_not_paused_frees_them_at_once(
     assert await asyncio.to_thread(holds_within, DEADLINE_S, lambda: old() is None)
 
 
-async def test_of_an_update_that_is_being_prepared_no_part_comes_and_no_end(
+async def test_of_an_update_that_is_being_prepared_no_part_comes_and_no_end_and_requests_are_answered(
     service: EngineService, model_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, goes_on, prepared = threading.Event(), threading.Event(), service.model.prepared
@@ -193,6 +193,12 @@ async def test_of_an_update_that_is_being_prepared_no_part_comes_and_no_end(
     monkeypatch.setattr(service.model, "prepared", slow)
     preparing = asyncio.ensure_future(service.prepare_weight_update(model_folder("qwen3", 1), None, "7"))
     assert await asyncio.to_thread(began.wait, DEADLINE_S)
+    done = asyncio.Event()
+    request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    call = await service.begin(request, done.set)
+    await asyncio.wait_for(done.wait(), DEADLINE_S)
+    meta = service.answers(call)[0]["meta_info"]
+    assert (meta["completion_tokens"], meta["weight_version"], preparing.done()) == (4, "0", False)
     with pytest.raises(EngineError, match="no weight update is under way"):
         service.staged.require(["model.norm.weight"])
     with pytest.raises(EngineError, match="no weight update is under way"):
