@@ -19,5 +19,6 @@ decode_check   compares a decoder with the model's own forward pass, on a small 
 weight_groups  groups in which a sender broadcasts weights to engines
 adapter        LoRA adapters of peft's format, as low-rank additions to the products of a decoder
 kept_weights   the newest version as it was published, which deltas change
+staged_update  the weight update under way: what has arrived, and what is ready to be served
 loader         models from Hugging Face folders, new weights for them, checksums of the weights served
 """

@@ -39,6 +39,10 @@ class _Layer:
     low: dict[str, LowRank] = field(default_factory=dict)  # of an adapter, by the matrix
 
 
+def _parts(layer: _Layer) -> Iterator[tuple[str, Any]]:
+    return ((part.name, getattr(layer, part.name)) for part in fields(layer))
+
+
 def pad_vocab(logits: torch.Tensor) -> torch.Tensor:
     """``[R, vocab]`` to float32 ``[R, V]``, the padding at minus infinity."""
     missing = -logits.shape[-1] % VOCAB_BLOCK
@@ -113,9 +117,9 @@ class FastDecoder:
         """What the forward pass reads, under names of its own: prepared tensors have no Hugging Face name."""
         yield from (("embed", self.embed), ("head", self.head))
         for index, layer in enumerate(self.layers):
-            for part in fields(layer):
-                if isinstance(tensor := getattr(layer, part.name), torch.Tensor):
-                    yield f"layers.{index}.{part.name}", tensor
+            for name, tensor in _parts(layer):
+                if isinstance(tensor, torch.Tensor):
+                    yield f"layers.{index}.{name}", tensor
 
     # ------------------------------------------------------------------ weights
 
@@ -224,7 +228,27 @@ class FastDecoder:
 
     def drop_weights(self) -> None:
         """Free the weights, until the next ``load`` or ``load_weights``."""
-        self.embed, self.layers, self.head = torch.empty(0), [], torch.empty(0)
+        layers, self.layers = self.layers, []
+        self.embed, self.head = torch.empty(0), torch.empty(0)
+        while layers:  # one by one, as other threads stand still while memory is freed
+            layers.pop()
+
+    @torch.inference_mode()
+    def copy_weights(self) -> None:
+        """Have weights of its own, after ``copy`` of another decoder."""
+        self.embed, self.head = self.embed.clone(), self.head.clone()
+        self._norms = {name: norm.clone() for name, norm in self._norms.items()}
+        copies: list[Any] = [
+            [x.clone() if isinstance(x, torch.Tensor) else x for _, x in _parts(y)] for y in self.layers
+        ]
+        self.layers = [_Layer(*parts) for parts in copies]
+
+    def swap_weights(self, other: FastDecoder) -> None:
+        """Have the weights of ``other``, a decoder of the same sizes, which has these then."""
+        for name in ("embed", "layers", "head", "_norms", "cos", "sin"):
+            own, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, own)
 
     def _own(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.shape.device, self.shape.dtype)

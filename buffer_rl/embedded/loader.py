@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,9 @@ from buffer_rl.embedded.kept_weights import Changes, KeptWeights, steps_to
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import text_config
 from buffer_rl.records.experts import ExpertSizes
-from buffer_rl.weights.shared_bucket import open_bucket
 from buffer_rl.weights.shared_memory import bytes_view
-from buffer_rl.weights.tensor import LOAD_FORMAT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NOT_BEGUN = "no weight update is under way"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +105,23 @@ def _checkpoint_shapes(module: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, empty).items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a model served at a moment: a decoder over the same weights, and their digest where they were kept."""
+
+    decoder: FastDecoder | FallbackDecoder
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """Other weights for a model. serve: has it serve them, all or none. spare: has the weights that served before
+    then; None: nothing was prepared, and ``serve`` takes as long as a whole update."""
+
+    serve: Callable[[], None]
+    spare: FastDecoder | None = None
+
+
 class LoadedModel:
     """A decoder whose weights can be replaced by those of another folder.
 
@@ -130,6 +146,8 @@ class LoadedModel:
             how = {"deterministic": options.deterministic, "returns_experts": options.returns_experts}
             self.decoder = FallbackDecoder(module, limit, **how)
         self.kept = KeptWeights()
+        self._digest: str | None = None  # of what serves, which may be older than what is kept
+        self._lock = threading.Lock()  # what is kept, and the order of those that prepare
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         self.checkpoint_shapes = self._shapes | _checkpoint_shapes(module)
         self._module_class: Any = type(module)
@@ -141,15 +159,105 @@ class LoadedModel:
     def replace_weights(self, path: str) -> None:
         """Take the weights in ``path``. Raises EngineError, with the old weights still in place, if they cannot be
         read or are of another model."""
-        if (steps := steps_to(Path(path), self.kept.digest)) is not None:
-            changes: Changes | None = None
-            for step in steps:
-                changes = self.kept.take(read_folder(step.folder), step.digest, step.base)
-            self._serve_kept(changes if len(steps) == 1 else None)
-            return
-        self.kept.forget()
+        self._replacement(path).serve()
+
+    def replace_tensors(
+        self, tensors: Mapping[str, torch.Tensor], digest: str | None = None, base: str | None = None
+    ) -> None:
+        """Take weights under the names of a Hugging Face checkpoint, all of them, or a delta of the version whose
+        digest is ``base``. Raises EngineError, with the old weights still in place, if a tensor is missing, unknown or
+        of the wrong shape, or if the version has another digest than ``digest``; without one, none is kept."""
+        self._replacement(tensors, digest, base).serve()
+
+    def serving(self) -> Serving:
+        """What serves now; call it in the thread that replaces it."""
+        return Serving(copy(self.decoder), self._digest)
+
+    def prepared(
+        self,
+        serving: Serving,
+        source: str | Mapping[str, torch.Tensor],
+        digest: str | None = None,
+        base: str | None = None,
+    ) -> Replacement:
+        """What serves the weights in the folder ``source``, or the tensors, as ``replace_weights`` and
+        ``replace_tensors`` do. What can be done while ``serving`` serves is done here, in any thread: all but a swap if
+        the fast decoder takes the weights itself. Otherwise transformers loads a model, which changes settings of the
+        whole process, and has to wait. Raises EngineError if the weights are not those of ``digest``."""
+        return self._replacement(source, digest, base, serving)
+
+    def _replacement(
+        self,
+        source: str | Mapping[str, torch.Tensor],
+        digest: str | None = None,
+        base: str | None = None,
+        beside: Serving | None = None,
+    ) -> Replacement:
+        """beside: leave it as it is, and prepare others. None: they are to be served at once."""
+        with self._lock:
+            if isinstance(source, str):
+                if (steps := steps_to(Path(source), self.kept.digest)) is None:
+                    self.kept.forget()
+                    own = read_tensors(Path(source)) if beside is not None and self._reads(source) else {}
+                    return self._swap_of(own, beside) or Replacement(lambda: self._replace_by_folder(source))
+                changes: Changes | None = None
+                for step in steps:
+                    changes = self.kept.take(read_folder(step.folder), step.digest, step.base)
+                return self._of_kept(changes if len(steps) == 1 else None, steps[0].base if steps else None, beside)
+            if digest is not None:
+                return self._of_kept(self.kept.take(source, digest, base), base, beside)
+            self.kept.forget()
+            return self._swap_of(source, beside) or Replacement(lambda: self._replace_whole(source))
+
+    def _of_kept(self, changes: Changes | None, base: str | None, beside: Serving | None) -> Replacement:
+        """changes: in what is kept, since the version ``base``; None: any."""
+        digest = self.kept.digest
+
+        def in_place() -> None:
+            with self._lock:
+                if self.kept.digest != digest:
+                    raise EngineError("another version has been kept since", expected=str(digest))
+                try:
+                    own = None if base != self._digest else changes
+                    if own is None or not self.decoder.patch(self.kept.tensors, own):
+                        self._replace_whole(self.kept.tensors, copies=True)
+                except BaseException:
+                    self.kept.forget()
+                    raise
+                self._digest = digest
+
+        if beside is not None and changes is not None and base == beside.digest:
+            fresh = beside.decoder
+            if isinstance(fresh, FastDecoder):
+                fresh.copy_weights()
+                if fresh.patch(self.kept.tensors, changes):
+                    return self._swap(fresh, digest)
+        return self._swap_of(self.kept.tensors, beside, digest) or Replacement(in_place)
+
+    def _swap_of(
+        self, tensors: Mapping[str, torch.Tensor], beside: Serving | None, digest: str | None = None
+    ) -> Replacement | None:
+        if beside is None or not self._take(tensors, beside.decoder):
+            return None
+        assert isinstance(beside.decoder, FastDecoder)
+        return self._swap(beside.decoder, digest)
+
+    def _swap(self, fresh: FastDecoder, digest: str | None) -> Replacement:
+        def serve() -> None:
+            assert isinstance(self.decoder, FastDecoder)
+            self.decoder.swap_weights(fresh)
+            self._digest = digest
+
+        return Replacement(serve, spare=fresh)
+
+    def _reads(self, path: str) -> bool:
+        """Whether the folder's configuration is that of the model, and the fast decoder takes its files."""
         config = Path(path, "config.json")
-        if config.is_file() and config.read_bytes() == self._config_text and self._take(read_tensors(config.parent)):
+        return config.is_file() and config.read_bytes() == self._config_text
+
+    def _replace_by_folder(self, path: str) -> None:
+        if self._reads(path) and self._take(read_tensors(Path(path)), self.decoder):
+            self._digest = None
             return
         trust = self.options.trust_remote_code
         module = load_module(path, self.options.device, self.options.dtype, trust_remote_code=trust)
@@ -162,6 +270,7 @@ class LoadedModel:
                 expected=f"the names and shapes of {self.options.model_path}",
             )
         self.decoder.load(module)
+        self._digest = None
 
     def with_adapter(self, folder: str, name: str) -> FastDecoder | FallbackDecoder:
         """A decoder over the same weights with the adapter in ``folder``. Raises EngineError."""
@@ -174,55 +283,38 @@ class LoadedModel:
         if isinstance(self.decoder, FallbackDecoder):
             self.decoder.forget_adapter(name)
 
-    def replace_tensors(
-        self, tensors: Mapping[str, torch.Tensor], digest: str | None = None, base: str | None = None
-    ) -> None:
-        """Take weights under the names of a Hugging Face checkpoint, all of them, or a delta of the version whose
-        digest is ``base``. Raises EngineError, with the old weights still in place, if a tensor is missing, unknown or
-        of the wrong shape, or if the version has another digest than ``digest``; without one, none is kept."""
-        if digest is not None:
-            self._serve_kept(self.kept.take(tensors, digest, base))
-            return
-        self.kept.forget()
-        self._replace_whole(tensors)
-
-    def _serve_kept(self, changes: Changes | None) -> None:
-        """changes: in what is kept since it was served before; None: any."""
-        try:
-            if changes is None or not self.decoder.patch(self.kept.tensors, changes):
-                self._replace_whole(self.kept.tensors)
-        except BaseException:
-            self.kept.forget()
-            raise
-
-    def _replace_whole(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._take(tensors):
+    def _replace_whole(self, tensors: Mapping[str, torch.Tensor], *, copies: bool = False) -> None:
+        """copies: of the tensors, whose memory a module would serve: they are changed later."""
+        self._digest = None
+        if self._take(tensors, self.decoder):
             return
         where = "the tensors of the update"
         shapes = self.checkpoint_shapes
         wrong = [n for n, tensor in tensors.items() if shapes.get(n, tensor.shape) != tuple(tensor.shape)]
         _require_none(sorted(wrong), "of the wrong shape", where)
         how = _how(self.options.dtype)
+        state = {name: tensor.clone() if copies else tensor for name, tensor in tensors.items()}
         module, info = _loaded(
-            lambda: self._module_class.from_pretrained(None, config=self.config, state_dict=dict(tensors), **how), where
+            lambda: self._module_class.from_pretrained(None, config=self.config, state_dict=state, **how), where
         )
         _require_none(sorted(info["missing_keys"]), "missing", where)
         _require_none(sorted(info["unexpected_keys"]), "of another model", where)
         self.decoder.load(_prepared(module, self.options.device))
 
-    def _take(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the fast decoder took ``tensors``, without a module between. It does where they are its weights under
-        the module's own names. Other names and forms are for transformers, as is the error if something is wrong."""
+    def _take(self, tensors: Mapping[str, torch.Tensor], decoder: FastDecoder | FallbackDecoder) -> bool:
+        """Whether ``decoder`` took ``tensors``, without a module between. A fast one does where they are its weights
+        under the module's own names. Other names and forms are for transformers, as is the error if something is
+        wrong."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if (
             self._config_text is None
-            or not isinstance(self.decoder, FastDecoder)
+            or not isinstance(decoder, FastDecoder)
             or not shapes.items() <= self._shapes.items()
             or not self._shapes.keys() - shapes.keys() <= self._tied
             or not all(tensor.dtype in DTYPES.values() for tensor in tensors.values())
         ):
             return False
-        self.decoder.load_weights(tensors)
+        decoder.load_weights(tensors)
         return True
 
 
@@ -278,80 +370,6 @@ def _eos_token_ids(path: str, config: Any) -> frozenset[int]:
     for value in found:
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return frozenset(ids)
-
-
-class StagedUpdate:
-    """The tensors of the version that is arriving, if one is. They are views of the sender's shared memory, or copies
-    on its device, so that the engine's memory holds them once."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] | None = None
-        self._version: str | None = None
-        self._flush = False
-        self.base: str | None = None
-
-    def begin(self, selector: Any = "all", base: str | None = None) -> None:
-        """Start an update, of all weights or, with ``base``, of a delta; one that was left unfinished is forgotten.
-        Raises EngineError for another selector."""
-        if selector != "all":
-            raise EngineError(f"selector {selector!r} is not supported", expected='"all"')
-        self.discard()
-        self._tensors, self.base = {}, base
-
-    def add(self, serialized: Any, load_format: Any, version: str | None, *, flush_cache: bool) -> None:
-        """Stage one bucket. serialized: a list with one handle (see ``buffer_rl.weights.shared_bucket``).
-
-        Raises EngineError, and the update is over, if no update was begun, if the bucket is in another form (pickles
-        are not read), cannot be opened, or names a tensor again.
-        """
-        try:
-            tensors = _opened(serialized, load_format)
-            self.require(tensors)
-        except EngineError:
-            self.discard()
-            raise
-        self.stage(tensors, version, flush_cache=flush_cache)
-
-    def require(self, names: Iterable[str]) -> object:
-        """The update under way; another one is another object. Raises EngineError if there is none, or if it has one
-        of the weights ``names`` already."""
-        if self._tensors is None:
-            raise EngineError(_NOT_BEGUN, hint="call /begin_weight_update first")
-        twice = next((name for name in names if name in self._tensors), None)
-        if twice is not None:
-            raise EngineError(f"the weights {twice} came twice in one update")
-        return self._tensors
-
-    def stage(self, tensors: Mapping[str, torch.Tensor], version: str | None, *, flush_cache: bool) -> None:
-        """Stage what ``require`` has allowed. version: the name of the weights, where this part says it."""
-        assert self._tensors is not None
-        self._tensors.update(tensors)
-        self._version = self._version if version is None else version
-        self._flush = self._flush or flush_cache
-
-    def finish(self) -> tuple[dict[str, torch.Tensor], str | None, bool]:
-        """All tensors, the version's name if one was given, and whether to flush; nothing is staged then. Raises
-        EngineError if no update was begun."""
-        if self._tensors is None:
-            raise EngineError(_NOT_BEGUN, hint="/begin_weight_update comes first, and a refused part ends an update")
-        taken = (self._tensors, self._version, self._flush)
-        self.discard()
-        return taken
-
-    def discard(self) -> None:
-        """Forget what is staged."""
-        self._tensors, self._version, self._flush, self.base = None, None, False, None
-
-
-def _opened(serialized: Any, load_format: Any) -> dict[str, torch.Tensor]:
-    if load_format != LOAD_FORMAT:
-        raise EngineError(
-            f"load_format {load_format!r} is not supported: the embedded engine unpickles nothing",
-            expected=f"{LOAD_FORMAT!r}, with JSON handles of shared memory",
-        )
-    if not isinstance(serialized, list) or len(serialized) != 1 or not isinstance(serialized[0], str):
-        raise EngineError("'serialized_named_tensors' must be a list of one string", hint="the engine is one rank")
-    return open_bucket(serialized[0])
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:

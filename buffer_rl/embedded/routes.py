@@ -63,6 +63,7 @@ def build_app(service: EngineService) -> Starlette:
         (("/init_weights_update_group",), handlers.init_weights_update_group, ["POST"], _failed),
         (("/update_weights_from_distributed",), handlers.update_weights_from_distributed, ["POST"], _failed),
         (("/destroy_weights_update_group",), handlers.destroy_weights_update_group, ["POST"], _failed),
+        (("/prepare_weight_update",), handlers.prepare_weight_update, ["POST"], _failed),
         (("/end_weight_update",), handlers.end_weight_update, ["POST"], _failed),
         (("/weights_checker",), handlers.weights_checker, ["POST"], _failed),
         (("/load_lora_adapter",), handlers.load_lora_adapter, ["POST"], _adapter_failed),
@@ -205,6 +206,14 @@ class _Handlers:
     async def destroy_weights_update_group(self, request: HttpRequest) -> Response:
         self.service.groups.destroy(await _object(request))
         return json_response({"success": True, "message": "Succeeded to destroy custom process group."})
+
+    async def prepare_weight_update(self, request: HttpRequest) -> Response:
+        body = await _object(request)
+        path = body.get("model_path")
+        if path is not None and not (isinstance(path, str) and path):
+            raise BadRequestError("'model_path' must be a folder")
+        await self.service.prepare_weight_update(path, _digest(body, "digest"), weight_version(body))
+        return json_response({"success": True, "message": "Prepared until the end of the update."})
 
     async def end_weight_update(self, request: HttpRequest) -> Response:
         body = await _object(request)

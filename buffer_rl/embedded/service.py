@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from buffer_rl.embedded.engine_thread import EngineThread
-from buffer_rl.embedded.loader import LoadedModel, StagedUpdate, checksum_answer
+from buffer_rl.embedded.fast_decoder import FastDecoder
+from buffer_rl.embedded.loader import LoadedModel, Replacement, Serving, checksum_answer
 from buffer_rl.embedded.metrics import PREFIX, Counts, Metric, render
 from buffer_rl.embedded.protocol import (
     GenerateCall,
@@ -24,8 +26,9 @@ from buffer_rl.embedded.protocol import (
     parse_generate,
 )
 from buffer_rl.embedded.scheduler import Request, Scheduler
+from buffer_rl.embedded.staged_update import StagedUpdate
 from buffer_rl.embedded.streams import Piece, Stream
-from buffer_rl.embedded.weight_groups import WeightGroups
+from buffer_rl.embedded.weight_groups import WeightGroups, in_thread
 from buffer_rl.engines.protocol import WEIGHTS, BadRequestError
 from buffer_rl.engines.text import TextCodec
 from buffer_rl.errors import EngineError
@@ -87,6 +90,8 @@ class EngineService:
         self.counts = Counts()
         self.on_failure: Callable[[], None] = lambda: None
         self._replace_weights = model.replace_weights
+        self._spare: FastDecoder | None = None
+        self._prepared_path: str | None = None
         self.staged = self.update_class()
         shapes = None if self.imitate else model.checkpoint_shapes
         self.groups = WeightGroups(shapes, self.staged, weight_update_timeout_s)
@@ -225,6 +230,7 @@ class EngineService:
         """End a pause. An update that was begun and not ended is discarded: its sender has failed."""
         self.staged.discard()
         await self._thread.call(self.scheduler.resume)
+        self._free_spare()
 
     async def flush(self) -> bool:
         """Forget prefixes; False while requests are waiting or running."""
@@ -273,6 +279,7 @@ class EngineService:
             self.model_path = path
             return held if self.scheduler.paused else 0
 
+        self.staged.discard()
         if abort_all:
             await self.abort()
         return await self._thread.call(run, when_drained=True)
@@ -312,6 +319,45 @@ class EngineService:
     async def part_arrived(self) -> None:
         """Called after each part of an update: it is staged until the end."""
 
+    async def prepare_weight_update(self, path: str | None, digest: str | None, name: str | None) -> None:
+        """Prepare what was staged, or the weights in the folder ``path``, beside those that serve, while requests
+        go on: the end of the update only swaps them. digest, name: as in ``end_weight_update``.
+
+        Raises EngineError, and the update is over, if the weights do not fit, or if another update was begun since.
+        """
+        if path is not None:
+            self.staged.begin()
+        base, update = self.staged.base, self.staged.seal(name)
+        try:
+            if base is not None and digest is None:
+                raise EngineError("a delta was staged", expected="a digest of the version that it makes")
+            self._free_spare()
+            serving = await self._thread.call(self._serving)
+            source = update if path is None else path
+            prepared = await in_thread(lambda: self.model.prepared(serving, source, digest, base), yields=True)
+            if not self.staged.is_sealed(update):
+                raise EngineError("the update was begun again while it was prepared")
+        except BaseException as error:
+            _forget_frames(error)
+            update.clear()
+            if self.staged.is_sealed(update):
+                self.staged.discard()
+            raise
+        if prepared.spare is not None:
+            update.clear()
+        self.staged.prepared, self._prepared_path = prepared, path
+
+    def _serving(self) -> Serving:
+        if WEIGHTS[0] in self.scheduler.lacks:
+            raise EngineError("the memory of the weights was released", hint="/resume_memory_occupation first")
+        return self.model.serving()
+
+    def _free_spare(self) -> None:
+        """Free what served before a swap: after the pause, as that takes a moment."""
+        if (spare := self._spare) is not None:
+            self._spare = None
+            threading.Thread(target=spare.drop_weights, name="spare", daemon=True).start()
+
     async def end_weight_update(self, digest: str | None = None, name: str | None = None) -> None:
         """Take the weights that were staged, all at once. digest: of the version that they make. name: what it is
         called, if no part says it.
@@ -319,8 +365,15 @@ class EngineService:
         An engine that is not paused finishes its running requests first. Raises EngineError, with nothing changed,
         if no update is under way, or in the cases of ``update_weights``.
         """
-        base = self.staged.base
+        base, prepared = self.staged.base, self.staged.prepared
         tensors, version, flush_cache = self.staged.finish()
+        if prepared is not None:
+            try:
+                replace = partial(self._replace_prepared, prepared, version, flush_cache)
+                await self._thread.call(replace, when_drained=True)
+            finally:
+                tensors.clear()
+            return
         if base is not None and digest is None:
             raise EngineError("a delta was staged", expected="a digest of the version that it makes")
         version = name if version is None else version
@@ -333,8 +386,18 @@ class EngineService:
 
         await self._thread.call(run, when_drained=True)
 
-    def _replace(self, replace: Callable[[], None], version: str | None, flush_cache: bool) -> None:
-        """In the engine thread: new weights under a new name, or the old ones under the old."""
+    def _replace_prepared(self, prepared: Replacement, version: str | None, flush_cache: bool) -> None:
+        path, self._spare = self._prepared_path, prepared.spare
+        self._replace(prepared.serve, version, flush_cache, collects=prepared.spare is None)
+        self.model_path = self.model_path if path is None else path
+        if not self.scheduler.paused:
+            self._free_spare()
+
+    def _replace(
+        self, replace: Callable[[], None], version: str | None, flush_cache: bool, *, collects: bool = True
+    ) -> None:
+        """In the engine thread: new weights under a new name, or the old ones under the old. collects: a model that was
+        loaded may be in cycles."""
         if flush_cache and self.scheduler.paused and self.scheduler.num_running:
             raise EngineError(
                 "cannot flush the cache: requests are paused in place",
@@ -351,7 +414,8 @@ class EngineService:
         self.scheduler.lacks.discard(NEW_WEIGHTS)
         self.scheduler.weights_changed(self.scheduler.version if version is None else version)
         self.label = None
-        gc.collect()
+        if collects:
+            gc.collect()
 
     # ------------------------------------------------------------------ information
 
@@ -407,6 +471,7 @@ class EngineService:
             "max_running_requests": self.scheduler.max_running_requests,
             "weight_version": self.label or self.scheduler.version,
             "digest": self.model.kept.digest,
+            "prepares_weights": self.imitate is None,
             "adapters": self.scheduler.adapters,
             "paused": self.scheduler.paused,
             "lacks": sorted(self.scheduler.lacks),

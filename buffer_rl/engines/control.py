@@ -173,6 +173,18 @@ class EngineControlClient:
         """Have every engine leave a group. EngineError if one is not in it."""
         self._post("/destroy_weights_update_group", {"group_name": name})
 
+    def prepare_weight_update(
+        self, folder: str | None = None, digest: str | None = None, version: int | None = None
+    ) -> None:
+        """Have every engine prepare what was sent since ``begin_weight_update``, or the weights in ``folder``, while it
+        generates: ``end_weight_update`` has it serve them. digest, version: as there."""
+        body = {"model_path": folder, "digest": digest, "weight_version": None if version is None else str(version)}
+        self._post("/prepare_weight_update", {key: value for key, value in body.items() if value is not None})
+
+    def serve_prepared(self, folder: str | None = None) -> None:
+        """Have every engine serve what it prepared. folder: what ``prepare_weight_update`` named."""
+        self.end_weight_update()
+
     def end_weight_update(self, digest: str | None = None, version: int | None = None) -> None:
         """Have every engine serve what was sent since ``begin_weight_update``. digest: of the version that it has then,
         which it keeps for deltas. version: what the weights are called, if no bucket said so."""
@@ -289,6 +301,11 @@ class FleetControl(EngineControlClient):
         """Have every engine take the weights in the folder ``path`` and call them ``version``."""
         super().update_weights_from_disk(path, version)
         self._folder = path
+
+    def serve_prepared(self, folder: str | None = None) -> None:
+        """Have every engine serve what it prepared. folder: what ``prepare_weight_update`` named."""
+        super().serve_prepared(folder)
+        self._folder = folder
 
     def load_adapter(self, name: str, path: str, version: int) -> None:
         """Have every engine take the adapter in the folder ``path`` beside others, and call its tokens ``version``."""

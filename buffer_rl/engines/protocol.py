@@ -107,7 +107,8 @@ class ServerInfo:
     """What an engine says that it is. is_embedded: one of this package's. imitates: the server that it answers as.
     deterministic: an answer depends on the request and its seed alone. shares_seeds: the rows of a request have its
     seed, where it is not ours. device: ``"cuda"`` or ``"cpu"``; empty where it does not say. context_length: None where
-    it is the model's own. digest: of the version that a delta may be of; None: it keeps none."""
+    it is the model's own. digest: of the version that a delta may be of; None: it keeps none. prepares_weights: it can
+    do so while it generates, and the end of an update only swaps them."""
 
     is_embedded: bool = False
     imitates: str | None = None
@@ -118,6 +119,7 @@ class ServerInfo:
     device: str = ""
     context_length: int | None = None
     digest: str | None = None
+    prepares_weights: bool = False
 
     @classmethod
     def parse(cls, answer: Any, url: str) -> ServerInfo:
@@ -134,6 +136,7 @@ class ServerInfo:
                 device=str(answer.get("device") or ""),
                 context_length=None if length is None else int(length),
                 digest=answer.get("digest"),
+                prepares_weights=answer.get("prepares_weights") is True,
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise EngineError(f"not what a server says of itself: {error}", where=f"{url}/server_info") from error

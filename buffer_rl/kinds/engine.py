@@ -65,7 +65,7 @@ class WeightTransport(Protocol):
     staged: ``publish`` runs within one ``begin_weight_update`` and ``end_weight_update`` of the engines.
     It may have ``keeps_requests``, true if running requests end with the weights that they began with: nothing is
     retracted then, and no cache is flushed.
-    It may also be one that ``Releases``.
+    It may also be one that ``Releases``, and one that ``Stages``.
     """
 
     sender: type[Any]
@@ -93,6 +93,19 @@ class Releases(Protocol):
 
     def release(self, version: int) -> None:
         """All engines that go on have the version: free what it took."""
+
+
+class Stages(Protocol):
+    """A weight transport whose engines prepare a version while they generate, if all of them can
+    (``ServerInfo.prepares_weights``): their pause is a swap. In a retry, and where an engine joined meanwhile,
+    ``publish`` is called in the pause instead."""
+
+    def stage(self, version: int) -> None:
+        """Have the engines, which generate, receive and prepare the version; after ``prepare``. Raises EngineError if
+        one refuses."""
+
+    def swap(self, version: int) -> None:
+        """Have the engines, which are paused, serve what they prepared."""
 
 
 KINDS = (

@@ -171,6 +171,16 @@ class DiskTransport:
         self._engines.update_weights_from_disk(str(self._target(version)), version)
         self._is_refused = False
 
+    def stage(self, version: int) -> None:
+        """Have the engines read and prepare the version while they generate."""
+        self._is_refused = len(self._chain) > 1
+        self._engines.prepare_weight_update(str(self._target(version)), version=version)
+        self._is_refused = False
+
+    def swap(self, version: int) -> None:
+        """Have the paused engines serve what they prepared."""
+        self._engines.serve_prepared(str(self._target(version)))
+
     def release(self, version: int) -> None:
         """All engines have the version: forget the older ones that it does not build on, and what a run that was killed
         has left half written."""

@@ -166,7 +166,8 @@ class DistributedTransport:
         """Have the engines receive bucket after bucket; the version gets its number with the last."""
         assert self._name is not None
         if not self.staged:
-            self._publish_held(version, self._name)
+            engines: Any = self._engines  # roles take whole versions
+            engines.end_weight_update(self._send_held(self._name), version)
             return
         last = len(self._plan) - 1
         sending = self._trainer.start(DistributedSender.broadcast, self._name)
@@ -175,7 +176,24 @@ class DistributedTransport:
             self._engines.update_weights_from_distributed(bucket, name=self._name, version=number)
         sending.wait()
 
-    def _publish_held(self, version: int, name: str) -> None:
+    def stage(self, version: int) -> None:
+        """Have the engines receive and prepare the version while they generate."""
+        engines: Any = self._engines
+        if not self.staged:
+            assert self._name is not None
+            engines.prepare_weight_update(digest=self._send_held(self._name), version=version)
+            return
+        engines.begin_weight_update()
+        self.publish(version)
+        engines.prepare_weight_update()
+
+    def swap(self, version: int) -> None:
+        """Have the paused engines serve what they prepared."""
+        engines: Any = self._engines
+        engines.serve_prepared()
+
+    def _send_held(self, name: str) -> str:
+        """Begin an update and send what is held, or what changed in it. Returns the digest of the version."""
         assert self._encoded is not None
         engines: Any = self._engines  # roles take whole versions
         digest, base = self._encoded.digest, self._encoded.base
@@ -187,7 +205,7 @@ class DistributedTransport:
         for bucket in plan:
             engines.update_weights_from_distributed(bucket, name=name, flattened=as_delta)
         sending.wait()
-        engines.end_weight_update(digest, version)
+        return digest
 
     def close(self) -> None:
         """Have both sides leave the group: the engines first, as the trainer may be waiting for them."""

@@ -1,5 +1,10 @@
 """The publication of one version: connect → prepare → pause → flush → begin → publish → end → confirm → continue.
 
+Where all engines can prepare weights while they generate, and the transport has them do so, begin and publish come
+before the pause, in which the engines only swap: connect → prepare → stage → pause → flush → swap → confirm →
+continue. A retry, and a publication that an engine joined between stage and pause, have the order above, as only
+engines that are paused wait for it.
+
 Who waits for whom: the publisher waits for the trainer (to send) and for every engine (each call with a deadline);
 where the run's last engine died, for its replacement; if it drains, before the pause, for the requests of the rollout
 workers, which send no other until its end.
@@ -26,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.engines.client import GenerateResult, parse_answer
 from buffer_rl.errors import BufferRLError, EngineError, WorkerDiedError
-from buffer_rl.kinds.engine import Releases, WeightTransport
+from buffer_rl.kinds.engine import Releases, Stages, WeightTransport
 from buffer_rl.kinds.kind import offers
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.weights.sender import Senders
@@ -98,6 +103,7 @@ class Publisher:
         self._connected: tuple[str, ...] | None = None
         self._doubtful: set[str] = set()
         self._prepared: int | None = None
+        self._staged: frozenset[str] = frozenset()
         self._newest = -1
 
     def publish(self, version: int) -> dict[str, float]:
@@ -108,7 +114,8 @@ class Publisher:
         version, or none did. Engines that did not stay paused."""
         assert version >= self._newest, f"version {version} after version {self._newest}: the trainer has no older one"
         self._newest, started = version, time.monotonic()
-        self._prepared, self._prepared_at, self._paused_at = None, started, started
+        self._prepared, self._staged = None, frozenset()
+        self._prepared_at = self._paused_at = self._resumed_at = started
         self._retracted: int | None = None
         self._is_held, self._deadline = False, started + self._timeout_s
         try:
@@ -133,7 +140,7 @@ class Publisher:
     def _metrics(self, started: float) -> dict[str, float]:
         found = {
             "perf/publish_write": self._prepared_at - started,
-            "perf/publish_pause": time.monotonic() - self._paused_at,
+            "perf/publish_pause": self._resumed_at - self._paused_at,
         }
         if self._is_held:
             found["perf/publish_drain"] = self._paused_at - self._prepared_at
@@ -186,7 +193,7 @@ class Publisher:
                 if attempt == ATTEMPTS:
                     self._engines.drop_failed_engines()
                 if attempt > 1:
-                    self._connected = None
+                    self._connected, self._staged = None, frozenset()
                 self._attempt(version)
                 return
             except EngineError as error:
@@ -206,6 +213,8 @@ class Publisher:
             self._connect()
             self._transport.prepare(version)
             self._prepared, self._prepared_at = version, time.monotonic()
+            self._stage(version)
+            self._prepared_at = time.monotonic()
             self._drain()
             self._paused_at = time.monotonic()
         keeps_requests = getattr(self._transport, "keeps_requests", False)
@@ -218,6 +227,7 @@ class Publisher:
         serving = self._sampled(version, self._confirmed(version))
         self._announce()
         self._engines.resume(serving)
+        self._resumed_at = time.monotonic()
 
     def _drain(self) -> None:
         """If publications drain: return when no request runs, and none is sent."""
@@ -238,7 +248,19 @@ class Publisher:
                 self._doubtful = {url for url, info in infos.items() if everyone or not info.is_ours}
             self._connected = receivers
 
+    def _stage(self, version: int) -> None:
+        """Have the engines prepare the version while they generate, if all of them can."""
+        if not offers(self._transport, Stages):
+            return
+        infos = self._engines.server_info()
+        if all(info.prepares_weights for info in infos.values()):
+            self._transport.stage(version)
+            self._staged = frozenset(infos)
+
     def _update(self, version: int) -> None:
+        if self._staged and self._staged.issuperset(self._engines.targets()) and offers(self._transport, Stages):
+            self._transport.swap(version)
+            return
         if not self._transport.staged:
             self._transport.publish(version)
             return

@@ -95,6 +95,16 @@ class TensorTransport:
             own = {url: list(islice(handles, num_ranks)) for url, num_ranks in self._ranks.items()}
             self._engines.update_weights_from_tensor(own, self._load_format, version if index == last else None)
 
+    def stage(self, version: int) -> None:
+        """Have the engines read and prepare the version while they generate."""
+        self._engines.begin_weight_update()
+        self.publish(version)
+        self._engines.prepare_weight_update()
+
+    def swap(self, version: int) -> None:
+        """Have the paused engines serve what they prepared."""
+        self._engines.serve_prepared()
+
     def release(self, version: int) -> None:
         """All engines have the version: free the memory."""
         self.close()

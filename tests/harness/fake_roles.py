@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 URL = "http://engine-0"
 """Of ``FakeEngines``."""
 EMBEDDED_ENGINE = ServerInfo(is_embedded=True)
+PREPARING_ENGINE = ServerInfo(is_embedded=True, prepares_weights=True)
 
 
 class FakeRollouts:
@@ -184,6 +185,7 @@ class FakeEngines:
         self._failures = failures
         self._keeps_version = keeps_version
         self.version = 0
+        self.prepared: int | None = None
         self.paused = False
         self.calls: list[str] = []
 
@@ -217,6 +219,20 @@ class FakeEngines:
     def end_weight_update(self, digest: str | None = None, version: int | None = None) -> None:
         """Serve what came."""
         self._note("end")
+
+    def prepare_weight_update(
+        self, folder: str | None = None, digest: str | None = None, version: int | None = None
+    ) -> None:
+        """Prepare what came, or the folder."""
+        self._note("prepare")
+        self.prepared = version
+
+    def serve_prepared(self, folder: str | None = None) -> None:
+        """Serve what was prepared."""
+        self._note("swap")
+        assert self.prepared is not None
+        if not self._keeps_version:
+            self.version = self.prepared
 
     def checksums(self) -> dict[str, str]:
         """What the engines say of their weights."""

@@ -27,10 +27,11 @@ import torch
 
 from buffer_rl.embedded import server
 from buffer_rl.embedded.launcher import EmbeddedLauncher
-from buffer_rl.embedded.loader import LoadedModel, StagedUpdate, read_tensors
+from buffer_rl.embedded.loader import LoadedModel, read_tensors
 from buffer_rl.embedded.protocol import GenerateCall
 from buffer_rl.embedded.scheduler import Request
 from buffer_rl.embedded.service import EngineService
+from buffer_rl.embedded.staged_update import StagedUpdate
 from buffer_rl.errors import EngineError
 
 ABORT_S = 0.02

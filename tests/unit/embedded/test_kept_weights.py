@@ -113,9 +113,12 @@ def faults(versions: list[Weights]) -> dict[str, tuple[Weights, Weights]]:
     }
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("number", range(6))
-def test_a_fault_is_found_by_the_digest_and_leaves_the_old_weights_and_no_base(start: Any, number: int) -> None:
-    model, versions = start()
+def test_a_fault_is_found_by_the_digest_and_leaves_the_old_weights_and_no_base(
+    start: Any, number: int, architecture: str
+) -> None:
+    model, versions = start(architecture)
     before, (kept, parts) = served(model), list(faults(versions).values())[number]
     model.kept.tensors = {name: tensor.clone() for name, tensor in kept.items()}  # its digest is that of the first
     digests = [weights_digest(version) for version in versions]

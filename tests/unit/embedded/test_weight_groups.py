@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from buffer_rl.cluster.process import reserved_port
 from buffer_rl.embedded.launcher import EmbeddedEngine, launch
-from buffer_rl.embedded.loader import LoadedModel, LoadOptions, StagedUpdate
+from buffer_rl.embedded.loader import LoadedModel, LoadOptions
+from buffer_rl.embedded.staged_update import StagedUpdate
 from buffer_rl.embedded.weight_groups import WeightGroups
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import EngineError

@@ -84,6 +84,20 @@ def test_a_replacement_that_waits_takes_part_in_the_publication_and_joins_at_its
     assert not registry.publication.locked()
 
 
+def test_engines_that_join_read_the_folder_that_was_prepared_once_it_is_served(monkeypatch: pytest.MonkeyPatch):
+    with FakeEngine(version=4) as engine:
+        control, registry = control_of(replica(0, engine.url))
+        posted: list[str] = []
+        monkeypatch.setattr(control, "_post", lambda path, body: posted.append(path))
+        control.prepare_weight_update("weights/v000004", version=4)
+        control.pause()
+        control.serve_prepared("weights/v000004")
+        control.versions()
+        control.resume()
+        assert posted == ["/prepare_weight_update", "/end_weight_update"]
+        assert registry.published == Published(version="4", folder="weights/v000004")
+
+
 def test_nobody_joins_a_fleet_whose_engines_differ():
     with FakeEngine(version=4) as old, FakeEngine(version=0) as new:
         waiting = replica(1, new.url, EngineState.WAITING)

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import ConfigError, EngineError, PluginError, WorkerError
 from buffer_rl.options.section import compose
 from buffer_rl.weights.disk import DiskSender, DiskTransport
 from buffer_rl.weights.publish import NUM_TOKENS, PROMPT, LogProbCheck, Publisher
 from buffer_rl.weights.sender import Senders
-from harness.fake_roles import FakeEngines, local_senders, of_one_rank
+from harness.fake_roles import PREPARING_ENGINE, FakeEngines, local_senders, of_one_rank
 
 
 class Weights:
@@ -44,6 +45,82 @@ def test_engines_are_paused_flushed_updated_checked_and_continued(tmp_path: Path
     publisher(tmp_path, engines).publish(3)
     assert engines.calls == ["pause", "flush", "update", "versions", "resume"]
     assert engines.version == 3
+
+
+STAGED = ["prepare", "pause", "flush", "swap", "versions", "resume"]
+IN_PAUSE = ["pause", "flush", "update", "versions", "resume"]
+
+
+def test_engines_that_can_prepare_a_version_before_the_pause(tmp_path: Path) -> None:
+    engines = FakeEngines(info=PREPARING_ENGINE)
+    publisher(tmp_path, engines).publish(3)
+    assert engines.calls == STAGED
+    assert engines.version == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "first"),
+    [("prepare", ["prepare"]), ("flush", STAGED[:3]), ("swap", STAGED[:4]), ("versions", STAGED[:5])],
+)
+def test_after_a_failure_engines_that_prepare_take_the_version_in_the_pause(
+    tmp_path: Path, call: str, first: list[str]
+) -> None:
+    engines = FakeEngines(info=PREPARING_ENGINE, fail_on=call, error=EngineError("broken"), failures=1)
+    publisher(tmp_path, engines).publish(3)
+    assert engines.calls == first + IN_PAUSE
+    assert engines.version == 3
+
+
+@pytest.mark.parametrize("calls", [["a"], ["a", "b"], ["b"]])
+def test_engines_that_are_not_those_that_prepared_take_the_version_in_the_pause(
+    tmp_path: Path, calls: list[str]
+) -> None:
+    class Changing(FakeEngines):
+        urls: tuple[str, ...] = ("a", "c")
+
+        def targets(self) -> tuple[str, ...]:
+            return self.urls
+
+        def server_info(self) -> dict[str, ServerInfo]:
+            return dict.fromkeys(self.urls, PREPARING_ENGINE)
+
+        def pause(self, mode: str) -> None:
+            super().pause(mode)
+            self.urls = tuple(calls)
+
+    engines = Changing()
+    publisher(tmp_path, engines).publish(3)
+    assert engines.calls == (STAGED if calls == ["a"] else ["prepare", *IN_PAUSE])
+
+
+def test_beside_an_engine_that_cannot_prepare_none_does(tmp_path: Path) -> None:
+    class Mixed(FakeEngines):
+        def server_info(self) -> dict[str, ServerInfo]:
+            return {"a": PREPARING_ENGINE, "b": ServerInfo()}
+
+    engines = Mixed()
+    publisher(tmp_path, engines).publish(3)
+    assert engines.calls == IN_PAUSE
+
+
+def test_the_pause_ends_when_engines_continue_and_preparing_is_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    class Slow(FakeEngines):
+        def _note(self, call: str) -> None:
+            nonlocal now
+            now += {"prepare": 10.0, "swap": 1.0, "resume": 0.5}.get(call, 0.0)
+            super()._note(call)
+
+        def end_publication(self) -> None:
+            nonlocal now
+            now += 100.0
+
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    metrics = publisher(tmp_path, Slow(info=PREPARING_ENGINE)).publish(3)
+    assert (metrics["perf/publish_write"], metrics["perf/publish_pause"]) == (10.0, 1.5)
 
 
 @pytest.mark.parametrize("call", ["flush", "update", "versions"])
