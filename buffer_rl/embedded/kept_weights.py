@@ -73,7 +73,9 @@ def steps_to(folder: Path, kept: str | None) -> list[Step] | None:
     if (contents := read_contents(folder)) is None:
         return None
     steps: list[Step] = []
-    while contents is not None and contents.digest != kept and len(steps) < MAX_STEPS:
+    while contents is not None and contents.digest != kept:
+        if len(steps) == MAX_STEPS:
+            raise EngineError(f"it builds on more than {MAX_STEPS} folders", where=str(folder))
         steps.insert(0, Step(folder, contents.digest, None if contents.base is None else contents.base[1]))
         if contents.base is None:
             return steps

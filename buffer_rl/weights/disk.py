@@ -9,6 +9,7 @@ together be as large as one: so engines that join read at most twice what a vers
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -50,8 +51,8 @@ def read_contents(folder: Path) -> Contents | None:
     try:
         found = json.loads(path.read_bytes())
         base = found["base"]
-        if base is not None and Path(base[0]).name != base[0]:
-            raise ValueError("a base is a folder beside it")
+        if base is not None and not re.fullmatch(r"v\d{6,}", base[0]):
+            raise ValueError("a base is the folder of a version")
         return Contents(digest=str(found["digest"]), base=None if base is None else (base[0], str(base[1])))
     except FileNotFoundError:
         return None
@@ -164,7 +165,7 @@ class DiskTransport:
 
     def publish(self, version: int) -> None:
         """Have the paused engines read the version. Where one refused a delta, it is whole the next time."""
-        if self._is_refused:
+        if self._is_refused or (self._chain and not self._sends_delta):  # engines came that read whole ones alone
             self._chain = []
             self._write_held(version)
         self._is_refused = len(self._chain) > 1

@@ -132,7 +132,7 @@ class DistributedTransport:
     def __init__(self, args: Args) -> None:
         self._name: str | None = None
         self._plan: list[Any] = []
-        self._publishes_delta = args.publish_delta
+        self._publishes_delta, self._takes_delta = args.publish_delta, False
         self._encoded: Encoded | None = None
 
     def connect(self, trainer: Senders, engines: EngineControlClient | RoleReceivers) -> None:
@@ -143,8 +143,8 @@ class DistributedTransport:
         infos = engines.server_info()  # of those that live
         ranks = tensor_parallel_ranks(infos)
         # Roles and servers of others take all of it: an update of a delta has a begin and an end of its own.
-        self._publishes_delta = self._publishes_delta and all(info.is_ours for info in infos.values())
-        self.staged = not self._publishes_delta
+        self._takes_delta = self._publishes_delta and all(info.is_ours for info in infos.values())
+        self.staged = self.staged or not self._takes_delta
         plans = [answer for answer in trainer.send(DistributedSender.listen) if answer is not None]
         if not plans or not plans[0][2]:
             raise EngineError("the trainer has no weights to send", where="--weight-sync-mode distributed")
@@ -158,6 +158,7 @@ class DistributedTransport:
 
     def prepare(self, version: int) -> None:
         """Nothing, but for a delta: the trainer's weights stay as they are until the publication has ended."""
+        self.staged = not self._takes_delta
         if not self.staged:
             answers = self._trainer.send(DistributedSender.encode)
             self._encoded = next(answer for answer in answers if answer is not None)
