@@ -103,21 +103,24 @@ class ResourcePool:
         """Ray's placement group of each node, for the length of the block. Raises DeadlineError."""
         asked = {kind: amount for kind, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
         deadline = time.monotonic() + self.timeout_s
-        groups: list[Any] = []
+        groups: dict[int, Any] = {}
         try:
-            for count in self.processes:  # Ray reserves no empty bundle: a byte of memory stands for nothing
-                groups.append(placement_group([asked or {"memory": 1}] * count, strategy="STRICT_PACK"))
-            for count, group in zip(self.processes, groups, strict=True):
-                if not group.wait(max(0.0, deadline - time.monotonic())):
+            # One after the other, the largest first: a small one may have taken the room of a large one.
+            for node in sorted(range(len(self.processes)), key=lambda node: -self.processes[node]):
+                bundles = [asked or {"memory": 1}] * self.processes[
+                    node
+                ]  # Ray refuses empty ones: a byte is as nothing
+                groups[node] = placement_group(bundles, strategy="STRICT_PACK")
+                if not groups[node].wait(max(0.0, deadline - time.monotonic())):
                     raise DeadlineError(
-                        f"no node has {asked} free for each of {count} workers after {self.timeout_s:g} s",
+                        f"no node has {asked} free for each of {len(bundles)} workers after {self.timeout_s:g} s",
                         where="ResourcePool",
                         hint="ask for fewer workers on a node or less for each, or wait longer with timeout_s",
                     )
-            yield groups
+            yield [groups[node] for node in range(len(self.processes))]
         finally:
             if ray.is_initialized():
-                for group in groups:
+                for group in groups.values():
                     remove_placement_group(group)
 
 

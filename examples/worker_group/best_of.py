@@ -1,8 +1,6 @@
 """Two groups of workers, called as if each were one object: one writes answers, the other keeps the best of them.
 
-    python examples/worker_group/best_of.py
-
-Ray runs four processes on this machine for a few seconds. No model is needed: an answer is a shuffled word.
+python examples/worker_group/best_of.py
 """
 
 from __future__ import annotations
