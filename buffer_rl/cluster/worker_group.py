@@ -100,7 +100,8 @@ class ResourcePool:
 
     @contextmanager
     def reserved(self) -> Iterator[list[Any]]:
-        """Ray's placement group of each node, for the length of the block. Raises DeadlineError."""
+        """Ray's placement group of each node, for the length of the block, at whose end Ray ends the actors in it.
+        Raises DeadlineError."""
         asked = {kind: amount for kind, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
         deadline = time.monotonic() + self.timeout_s
         groups: dict[int, Any] = {}
@@ -172,7 +173,6 @@ class WorkerGroup:
             start = partial(FusedProcesses(members, options).start_member, self._name)
             places = [ranks.topology(rank) for rank in range(pool.size)]
             self._members = ActorGroup(self._name, start, pool.size, places=places, timeout_s=timeout_s)
-            stack.callback(self._members.stop)
             self._members.call(Member.ready, timeout_s=timeout_s)
             self._stack = stack.pop_all()
 
