@@ -3,12 +3,11 @@
     python tests/unused_names.py
 
 Names that others call are below with the reason. Entry points of ``pyproject.toml`` and the import names of slime are
-used, and ``buffer_rl/testing`` is for tests. ``WAITING`` is what no run reaches yet.
+used, and ``buffer_rl/testing`` is for tests.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -70,15 +69,6 @@ ALLOWED: Mapping[str, str] = {
     "clear_instances": "functions of slime call it",
     "get_loss_mask": "rollout functions of slime call it",
 }
-# What no run reaches yet: a scattering call, and layouts of ranks for a backend that needs them. By file, the text that
-# a use would be.
-WAITING: Mapping[str, str] = {
-    "To.SCATTER": "buffer_rl/cluster/dispatch.py",
-    "To.HEADS": "buffer_rl/cluster/dispatch.py",
-    ".routes()": "buffer_rl/plan/layout.py",
-    ".heads()": "buffer_rl/plan/layout.py",
-    "DP_PP_TP": "buffer_rl/plan/layout.py",
-}
 
 
 def entry_points() -> set[str]:
@@ -92,20 +82,6 @@ def import_names() -> set[str]:
     """Names that code written for slime imports."""
     names = (SLIME.names_of(module) for module in SLIME.modules)
     return {there for found in names for _, there in found.values()}
-
-
-def called_by_now() -> Iterator[str]:
-    """Names of ``WAITING`` that are gone, or that shipped code uses outside of their file."""
-    folders = [ROOT / folder for folder in SHIPPED]
-    sources = {path: path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")}
-    sources = {path: text for path, text in sources.items() if "testing" not in path.parts}
-    for name, file in WAITING.items():
-        last = re.escape(name.rpartition(".")[2].removesuffix("()"))
-        if not re.search(rf"\b{last}\b", sources.get(ROOT / file, "")):
-            yield f"{name!r} is gone from {file}"
-        use = re.compile(re.escape(name).replace(r"\(\)", r"\("))
-        ours = {path for path, text in sources.items() if use.search(text)} - {ROOT / file}
-        yield from (f"{name!r} has a caller in {path.relative_to(ROOT)}" for path in ours)
 
 
 def hooks() -> set[str]:
@@ -137,12 +113,7 @@ def main() -> int:
     superfluous = set(ALLOWED) - {name for _, name in found}
     for name in sorted(superfluous):
         print(f"tests/{Path(__file__).name}: {name!r} is used or gone: delete the exception")
-    waiting = list(called_by_now())
-    for text in waiting:
-        print(f"tests/{Path(__file__).name}: {text}: delete the entry of WAITING")
-    return int(
-        bool(superfluous or waiting) or any(name not in ALLOWED and name not in used_elsewhere for _, name in found)
-    )
+    return int(bool(superfluous) or any(name not in ALLOWED and name not in used_elsewhere for _, name in found))
 
 
 def _lines(path: str) -> list[str]:

@@ -6,6 +6,7 @@ devices       which devices of the nodes each process gets
 requirements  what the roles of a run need, and what is said where a cluster has too few
 placement     bundles that are reserved, and the actor options of each member
 actor_group   the members of a role: started, called, replaced, stopped; their log files; roles in one process
+worker_group  groups of actors for programs of users: a class, called as if it were one object
 calling       calls under way: deadlines, retries, errors that name who failed
 member        what a member process has so that it is seen to hang: its pulse, and the stack of its threads
 hangs         the watcher of members that hang

@@ -87,7 +87,8 @@ class ActorGroup:
         name, declared = method.__name__, dispatch_of(method)
         calls, collect = plan_calls(declared, args, self.places, next(self._turns) if declared.to is To.ONE else 0)
         with self._order:  # of two threads' calls, which have members wait for each other, the same for all
-            futures = {rank: getattr(self.actors[rank], name).remote(*own).future() for rank, own in calls.items()}
+            refs = {rank: getattr(self.actors[rank], name).remote(*own) for rank, own in calls.items()}
+        futures = {rank: ref.future() for rank, ref in refs.items()}
         for rank, future in futures.items():
             self._note(rank, name, future)
         names = [self.name_of(rank) for rank in calls]
@@ -99,6 +100,7 @@ class ActorGroup:
             collect=collect,
             hung=self.hung,
             timeout_s=self._timeout_s,
+            refs=[*refs.values()],
         )
 
     def _note(self, rank: int, method: str, future: Future[Any]) -> None:

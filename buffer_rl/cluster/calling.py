@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import ray
 
-from buffer_rl.cluster.dispatch import Collect, Ts, first_answer
+from buffer_rl.cluster.dispatch import Collect, Later, Ts, first_answer
 from buffer_rl.errors import BufferRLError, DeadlineError, TrainError, WorkerDiedError, WorkerError, WorkerHungError
 from buffer_rl.observe.pulse import Waits, waiting
 
@@ -47,9 +47,10 @@ def blocking(operation: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
+class Call(Later):
     """A call under way. members: names of those that work on it, one for each of ``futures``. hung: as that of the
-    group. timeout_s: the longest wait for it, if ``wait`` gets no other."""
+    group. timeout_s: the longest wait for it, if ``wait`` gets no other. refs: Ray's references to what ``futures``
+    are; a call that has them may be sent to another process, which waits for it there."""
 
     role: str
     method: str
@@ -58,6 +59,11 @@ class Call:
     collect: Collect = first_answer
     hung: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 60.0
+    refs: Sequence[Any] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent = {name: getattr(self, name) for name in ("role", "method", "members", "collect", "timeout_s", "refs")}
+        return _received, (sent,)
 
     def ended(self) -> bool:
         """Whether all members answered, or one failed."""
@@ -79,6 +85,10 @@ class Call:
         if not self.ended():
             raise DeadlineError(f"no answer within {limit:g} s", where=f"{self.role}.{self.method}")
         return self.result()
+
+
+def _received(sent: dict[str, Any]) -> Call:
+    return Call(**sent, futures=[ref.future() for ref in sent["refs"]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

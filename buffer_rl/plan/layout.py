@@ -15,14 +15,15 @@ PP_DP_TP: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 """The order for training, outermost axis first: ``rank = pp * (dp_size * tp_size) + dp * tp_size + tp`` without context
 parallelism, whose axis is inside of data and outside of tensor parallelism."""
 
-DP_PP_TP: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
-"""The order for inference: ``rank = dp * (pp_size * tp_size) + pp * tp_size + tp``."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many ranks lie along each axis, and in which order. A shard is the rows of one replica: its number is the
-    coordinate of the axis ``dp``."""
+    """How many ranks lie along each axis. A shard is the rows of one replica: its number is the coordinate of the axis
+    ``dp``.
+
+    order: the axes, outermost first. Ranks for inference often have ``("dp", "pp", "cp", "tp")``, so that a replica's
+    ranks follow each other: ``rank = dp * (pp_size * tp_size) + pp * tp_size + tp``.
+    """
 
     dp_size: int = 1
     pp_size: int = 1
@@ -63,15 +64,6 @@ class Layout:
         at = self.coordinates(rank)
         return at["pp"] == self.pp_size - 1 and at["cp"] == 0 and at["tp"] == 0
 
-    def heads(self) -> list[int]:
-        """The head of each replica, by shard."""
-        return [self.rank({"dp": shard, "pp": self.pp_size - 1}) for shard in range(self.dp_size)]
-
-    def routes(self) -> dict[int, list[int]]:
-        """The routing table: for each shard the ranks that get its rows."""
-        shards = [self.coordinates(rank)["dp"] for rank in range(self.world_size)]
-        return {shard: [rank for rank, own in enumerate(shards) if own == shard] for shard in range(self.dp_size)}
-
     def topology(self, rank: int, *, in_step: bool = False) -> Topology:
         """The rank's place as a trainer declares it."""
         return Topology(
@@ -79,15 +71,13 @@ class Layout:
         )
 
 
-def layout_of(
-    world_size: int, *, tp_size: int = 1, pp_size: int = 1, cp_size: int = 1, order: Sequence[Axis] = PP_DP_TP
-) -> Layout:
+def layout_of(world_size: int, *, tp_size: int = 1, pp_size: int = 1, cp_size: int = 1) -> Layout:
     """The layout of ``world_size`` ranks, with as many replicas as fit. Raises ValueError unless
     ``tp_size * pp_size * cp_size`` divides them."""
     replica = tp_size * pp_size * cp_size
     if world_size % replica:
         raise ValueError(f"{world_size} ranks, in replicas of {replica}")
-    return Layout(dp_size=world_size // replica, pp_size=pp_size, cp_size=cp_size, tp_size=tp_size, order=tuple(order))
+    return Layout(dp_size=world_size // replica, pp_size=pp_size, cp_size=cp_size, tp_size=tp_size)
 
 
 def grouping(num_units: int, num_groups: int) -> dict[int, list[int]]:

@@ -21,11 +21,17 @@ from buffer_rl.cluster.placement import cluster_nodes, placed
 from buffer_rl.options.section import compose
 from buffer_rl.errors import DeadlineError
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.cluster.worker_group import ClassWithArgs, ResourcePool, WorkerGroup, register
 
 class Member:
     def seen(self):
         context, env = ray.get_runtime_context(), os.environ
         return context.get_node_id(), env.get("CUDA_VISIBLE_DEVICES"), env.get("PLACED")
+
+class Worker(Member):
+    @register()
+    def seen(self):
+        return super().seen()
 
 def seen(placement, *members):
     actors = [ray.remote(Member).options(**placement.options(*member)).remote() for member in members]
@@ -54,11 +60,13 @@ with placed(apart, True, print) as placement:
 shared = options(actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2, colocate=True)
 with placed(shared, True, print) as placement:
     result["shared"] = seen(placement, *(("train", rank) for rank in range(4)), ("engine", 0), ("engine", 1))
+with WorkerGroup(ClassWithArgs(Worker), ResourcePool([1, 2, 3], gpus=1, timeout_s=20)) as group:
+    result["pool"] = {rank: answer for rank, answer in enumerate(group.seen())}
 deadline = time.monotonic() + 30
 while ray.available_resources().get("GPU") != 6 and time.monotonic() < deadline:
     time.sleep(0.1)
 result["free"] = ray.available_resources().get("GPU")
-for answers in (result["apart"], result["shared"]):
+for answers in (result["apart"], result["shared"], result["pool"]):
     for member, (node_id, *others) in answers.items():
         answers[member] = [position[node_id], *others]
 ray.shutdown()
@@ -89,4 +97,8 @@ def test_members_run_on_their_nodes_and_see_their_devices_which_are_free_afterwa
     gpus = [shared[f"train {rank}"][1] for rank in range(4)]
     assert sorted(gpus) == ["0", "1", "2", "3"]
     assert [shared[f"engine {index}"][:2] for index in range(2)] == [[1, ",".join(gpus[:2])], [1, ",".join(gpus[2:])]]
+    pool = [found["pool"][str(rank)] for rank in range(6)]
+    assert [node for node, *_ in pool] == [1, 0, 0, 1, 1, 1]  # the one before the two would leave no room for the three
+    assert sorted(gpu for node, gpu, _ in pool if node == 0) == ["0", "1"]
+    assert sorted(gpu for node, gpu, _ in pool if node == 1) == ["0", "1", "2", "3"]
     assert found["free"] == 6

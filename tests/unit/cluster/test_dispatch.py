@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.cluster.dispatch import Dispatch, To, all_answers, dispatch, dispatch_of, first_answer, plan_calls
+from buffer_rl.cluster.dispatch import (
+    Dispatch,
+    Later,
+    To,
+    all_answers,
+    dispatch,
+    dispatch_of,
+    first_answer,
+    plan_calls,
+    settled,
+)
 from buffer_rl.errors import WorkerError
 from buffer_rl.records.groups import GroupUid, RowId, Topology, TrainBatch
 
@@ -31,6 +41,16 @@ class Doubler:
     def next(self) -> int: ...
 
     def plain(self) -> int: ...
+
+
+class Given(Later):
+    """An answer that is there once it is waited for."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        return self.value
 
 
 class LoudDoubler(Doubler):
@@ -87,6 +107,41 @@ def test_every_row_is_answered_once_and_in_order_whatever_the_ranks(
     assert answer == [3 * row for row in range(num_rows)]
     assert len({len(own[0]) for own in shares}) == 1
     assert all(own[1] == 3 for own in shares)
+
+
+@given(st.lists(st.integers(), max_size=30), st.integers(1, 7), st.booleans())
+def test_rows_that_are_not_there_yet_are_cut_as_those_that_are(rows: list[int], dp: int, is_one_there: bool) -> None:
+    other = [-row for row in rows]
+    there, _ = plan_calls(dispatch_of(Doubler.double), (rows, other, "whole"), replicas(dp))
+    late, collect = plan_calls(
+        dispatch_of(Doubler.double), (rows if is_one_there else Given(rows), Given(other), "whole"), replicas(dp)
+    )
+    arrived = {rank: settled(own) for rank, own in late.items()}
+    assert arrived == there
+    assert collect("doubler", [own[1] for own in arrived.values()]) == other
+
+
+def test_answers_that_do_not_fit_the_rows_are_refused_where_they_arrive() -> None:
+    for args in (([1, 2, 3], Given([1, 2, 3, 4])), (Given([1, 2, 3]), Given([1])), ([1], Given(5)), (Given("abc"),)):
+        calls, _ = plan_calls(dispatch_of(Doubler.double), args, replicas(2))
+        for own in calls.values():
+            with pytest.raises(ValueError, match="arguments to scatter have the lengths"):
+                settled(own)
+
+
+def test_an_answer_that_is_not_scattered_arrives_whole() -> None:
+    calls, _ = plan_calls(Dispatch(), (Given([1, 2]), 3), replicas(2))
+    assert [settled(own) for own in calls.values()] == [([1, 2], 3), ([1, 2], 3)]
+
+
+def test_a_dispatch_of_the_callers_own_says_who_gets_what_and_collects_by_rank() -> None:
+    own = Dispatch(lambda places, value: {2: (value,), 0: (value + len(places),)}, all_answers)
+    calls, collect = plan_calls(own, (5,), replicas(3))
+    assert [*calls.items()] == [(0, (8,)), (2, (5,))]
+    assert collect("doubler", ["a", "b"]) == ["a", "b"]
+    for wrong in ({}, {3: ()}, {0: [1]}):
+        with pytest.raises(ValueError, match="a dispatch gave"):
+            plan_calls(Dispatch(lambda places, given=wrong: given), (), replicas(3))
 
 
 def test_ranks_of_one_replica_get_equal_rows_and_the_heads_alone_answer() -> None:

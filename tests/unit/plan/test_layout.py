@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from buffer_rl.plan.layout import (
-    DP_PP_TP,
     PP_DP_TP,
     Axis,
     Layout,
@@ -14,6 +13,7 @@ from buffer_rl.plan.layout import (
 )
 from buffer_rl.train.peers import check_topologies
 
+FOR_INFERENCE: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 # (pp, dp, tp) of ranks 0, 1, 2, …
 COORDINATES: dict[str, tuple[Layout, list[tuple[int, int, int]]]] = {
     "DP2": (Layout(dp_size=2), [(0, 0, 0), (0, 1, 0)]),
@@ -23,16 +23,16 @@ COORDINATES: dict[str, tuple[Layout, list[tuple[int, int, int]]]] = {
         [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)],
     ),
     "DP2 x TP2 x PP2 for inference": (
-        Layout(dp_size=2, tp_size=2, pp_size=2, order=DP_PP_TP),
+        Layout(dp_size=2, tp_size=2, pp_size=2, order=FOR_INFERENCE),
         [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1)],
     ),
 }
 HEADS = {"DP2": [0, 1], "DP2 x TP2": [0, 2], "DP2 x TP2 x PP2": [4, 6], "DP2 x TP2 x PP2 for inference": [2, 6]}
-ROUTES = {
-    "DP2": {0: [0], 1: [1]},
-    "DP2 x TP2": {0: [0, 1], 1: [2, 3]},
-    "DP2 x TP2 x PP2": {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]},
-    "DP2 x TP2 x PP2 for inference": {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]},
+SHARDS = {
+    "DP2": [0, 1],
+    "DP2 x TP2": [0, 0, 1, 1],
+    "DP2 x TP2 x PP2": [0, 0, 1, 1, 0, 0, 1, 1],
+    "DP2 x TP2 x PP2 for inference": [0, 0, 0, 0, 1, 1, 1, 1],
 }
 
 
@@ -43,25 +43,23 @@ def test_each_rank_has_its_coordinates_and_each_shard_its_ranks_and_its_head(nam
     found = [layout.coordinates(rank) for rank in range(len(table))]
     assert [(at["pp"], at["dp"], at["tp"]) for at in found] == table
     assert [layout.rank(at) for at in found] == list(range(len(table)))
-    assert layout.heads() == HEADS[name]
-    assert layout.routes() == ROUTES[name]
     places = [layout.topology(rank) for rank in range(len(table))]
     assert [rank for rank, place in enumerate(places) if place.is_head] == HEADS[name]
+    assert [place.dp_rank for place in places] == SHARDS[name]
     assert [places[rank].dp_rank for rank in HEADS[name]] == [0, 1]
     check_topologies(places)
 
 
 @pytest.mark.parametrize(("pp_size", "dp_size", "tp_size"), [(2, 3, 4), (1, 5, 2), (3, 1, 1)])
 def test_ranks_follow_the_formula_of_their_order(pp_size: int, dp_size: int, tp_size: int) -> None:
-    world = pp_size * dp_size * tp_size
     for pp in range(pp_size):
         for dp in range(dp_size):
             for tp in range(tp_size):
                 for order, rank in (
                     (PP_DP_TP, pp * (dp_size * tp_size) + dp * tp_size + tp),
-                    (DP_PP_TP, dp * (pp_size * tp_size) + pp * tp_size + tp),
+                    (FOR_INFERENCE, dp * (pp_size * tp_size) + pp * tp_size + tp),
                 ):
-                    place = layout_of(world, tp_size=tp_size, pp_size=pp_size, order=order).topology(rank)
+                    place = Layout(dp_size=dp_size, tp_size=tp_size, pp_size=pp_size, order=order).topology(rank)
                     assert (place.dp_rank, place.dp_size) == (dp, dp_size)
                     assert place.is_head == (pp == pp_size - 1 and tp == 0)
 
@@ -71,8 +69,8 @@ def test_of_context_ranks_the_first_is_the_head_and_all_get_the_rows() -> None:
     order: tuple[Axis, ...] = ("dp", "cp", "tp")
     found = [tuple(layout.coordinates(rank)[axis] for axis in order) for rank in range(8)]
     assert found == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
-    assert layout.heads() == [0, 4]
-    assert layout.routes() == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+    assert [rank for rank in range(8) if layout.is_head(rank)] == [0, 4]
+    assert [layout.topology(rank).dp_rank for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_actor_and_critic_on_the_same_workers() -> None:
@@ -86,9 +84,6 @@ def test_actor_and_critic_on_the_same_workers() -> None:
         {"actor": (1, True), "critic": (0, True)},
         {"actor": (1, False), "critic": (1, True)},
     ]
-    assert {role: layout.heads() for role, layout in roles.items()} == {"actor": [0, 2], "critic": [2, 3]}
-    assert roles["actor"].routes() == {0: [0, 1], 1: [2, 3]}
-    assert roles["critic"].routes() == {0: [0, 2], 1: [1, 3]}
 
 
 def test_a_rank_outside_of_whole_replicas_is_refused() -> None:
