@@ -310,6 +310,8 @@ def test_a_model_that_is_split_over_ranks_replays_too(split_ranks: list[Any], ba
     for rank in coarse:
         found = {n: g.double() * rank["divisor"] for n, g in rank["gradient"].items()}
         assert distance(found, expected) < 0.35  # a mutant is further away than 0.5
-    log_probs = [row for rank in coarse for deal in rank["actor"] for row in deal]
-    for found, right in zip(log_probs, (row for rank in exact for deal in rank["actor"] for row in deal), strict=True):
-        np.testing.assert_allclose(found, right, atol=0.2)
+    rounded, right = (
+        np.concatenate([row for rank in ranks for deal in rank["actor"] for row in deal]) for ranks in split_ranks[::-1]
+    )
+    # By rounding 0.05 nats on three kinds of processors; 2.5 if the routers choose for themselves.
+    assert np.abs(rounded - right).mean() < 0.25
