@@ -64,10 +64,14 @@ class Layout:
         at = self.coordinates(rank)
         return at["pp"] == self.pp_size - 1 and at["cp"] == 0 and at["tp"] == 0
 
-    def topology(self, rank: int, *, in_step: bool = False) -> Topology:
-        """The rank's place as a trainer declares it."""
+    def topology(self, rank: int, *, in_step: bool = False, shares: bool = False) -> Topology:
+        """The rank's place as a trainer declares it. shares: every rank has the tensors of ``Trainer.export``."""
         return Topology(
-            dp_rank=self.coordinates(rank)["dp"], dp_size=self.dp_size, is_head=self.is_head(rank), in_step=in_step
+            dp_rank=self.coordinates(rank)["dp"],
+            dp_size=self.dp_size,
+            is_head=self.is_head(rank),
+            in_step=in_step,
+            share=(rank, self.world_size) if shares else None,
         )
 
 

@@ -289,6 +289,7 @@ class Topology:
         tensor rank 0, context rank 0).
     in_step: a forward pass has a collective over replicas. All replicas then get their rows together, perhaps none, as
         often as each other; how many micro-batches each makes of them they agree on themselves.
+    share: ``(number, count)`` if every rank has the tensors of ``Trainer.export``: each may send one of so many parts.
 
     Example:
         # Four ranks: two replicas of two pipeline stages each. Rank 1 is the source.
@@ -300,6 +301,7 @@ class Topology:
     dp_size: int
     is_head: bool = True
     in_step: bool = False
+    share: tuple[int, int] | None = None
 
     @property
     def is_source(self) -> bool:

@@ -51,7 +51,7 @@ class TorchTrainer:
     def __init__(self, args: Args, rank: int, world_size: int, objective: Objective) -> None:
         self._sharding = sharding = Sharding.of(args, world_size)
         self._splits = sharding is not None and sharding.splits
-        self.topology = layout_of(world_size).topology(rank, in_step=self._splits)
+        self.topology = layout_of(world_size).topology(rank, in_step=self._splits, shares=True)
         self._args = args
         self._rank = rank
         self._written: Callable[[], bool] = lambda: True

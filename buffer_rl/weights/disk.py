@@ -67,6 +67,7 @@ class DiskSender:
         self._args = args
         self._model = Path(required(args.hf_checkpoint, "hf_checkpoint"))
         self._is_source = topology.is_source
+        self._share = topology.share or (0 if topology.is_source else 1, 1)
         self._held: DeltaSource | None = None
 
     def encode(self, buckets: Iterator[Mapping[str, Any]]) -> Encoded | None:
@@ -91,27 +92,35 @@ class DiskSender:
             self._write_rest(target, *files)
         (target / CONTENTS).write_text(json.dumps(asdict(contents)))
 
-    def write(self, buckets: Iterator[Mapping[str, Any]], folder: str) -> None:
-        """Write a Hugging Face folder, with the configuration of ``--hf-checkpoint``; on other ranks nothing."""
-        if not self._is_source:
+    def write(self, buckets: Iterator[Mapping[str, Any]], folder: str, shares: bool = True) -> None:
+        """Write a Hugging Face folder, with the configuration of ``--hf-checkpoint``. Each rank that has the tensors
+        writes some of its files. shares: without it the source writes all."""
+        number, count = self._share if shares else (0 if self._is_source else 1, 1)
+        if number >= count:
             drained(buckets)
             return
         target = Path(folder)
-        target.mkdir(parents=True)
-        self._write_rest(target, *self._write_files(buckets, target))
+        target.mkdir(parents=True, exist_ok=True)
+        files, num_bytes = self._write_files(buckets, target, number, count)
+        if self._is_source:
+            self._write_rest(target, files, num_bytes)
 
-    def _write_files(self, buckets: Iterator[Mapping[str, Any]], target: Path) -> tuple[dict[str, str], int]:
-        """The file of each tensor, and how many bytes they have."""
+    def _write_files(
+        self, buckets: Iterator[Mapping[str, Any]], target: Path, part: int = 0, count: int = 1
+    ) -> tuple[dict[str, str], int]:
+        """The file of each tensor, and how many bytes they have; part: which of ``count`` parts of the files is
+        written, those of the others are left to other ranks."""
         from safetensors.torch import save_file
 
         files: dict[str, str] = {}
         num_bytes = 0
         for number, bucket in enumerate(buckets, start=1):
             name = f"model-{number:05d}.safetensors"
-            tensors = {key: _alone(tensor) for key, tensor in bucket.items()}
-            save_file(tensors, target / name, metadata={"format": "pt"})
-            files.update(dict.fromkeys(tensors, name))
-            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+            if number % count == part:
+                tensors = {key: _alone(tensor) for key, tensor in bucket.items()}
+                save_file(tensors, target / name, metadata={"format": "pt"})
+            files.update(dict.fromkeys(bucket, name))
+            num_bytes += sum(tensor.nbytes for tensor in bucket.values())
         return files, num_bytes
 
     def _write_rest(self, target: Path, files: dict[str, str], num_bytes: int) -> None:
@@ -125,6 +134,14 @@ def _alone(tensor: Any) -> Any:
     """The tensor on the CPU, contiguous, and in memory of its own, as its file needs it."""
     found = tensor.detach().cpu().contiguous()
     return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the files that the index of a folder names are there. Without an index, nothing is known."""
+    index = folder / INDEX
+    return not index.exists() or all(
+        (folder / name).exists() for name in set(json.loads(index.read_bytes())["weight_map"].values())
+    )
 
 
 def disk_folder(args: Args) -> Path:
@@ -146,6 +163,7 @@ class DiskTransport:
         self._num_bytes = 0  # of the deltas in the chain
         self._digest: str | None = None  # of its last folder
         self._is_refused = False
+        self._shares = True  # until a file is missing
 
     def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
         """Only note both sides: the folder is there for every engine. Deltas are for embedded engines."""
@@ -225,7 +243,13 @@ class DiskTransport:
             ) from error
 
     def _write_version(self, folder: str) -> None:
-        self._trainer.send(DiskSender.write, folder)
+        """By all ranks, if they write where the driver reads; else, as of ranks on other nodes, by the source alone."""
+        if self._shares:
+            self._trainer.send(DiskSender.write, folder)
+            self._shares = _is_whole(Path(folder))
+        if not self._shares:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._trainer.send(DiskSender.write, folder, False)
 
     def _target(self, version: int) -> Path:
         return self._folder / f"v{version:06d}"

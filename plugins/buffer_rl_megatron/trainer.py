@@ -60,7 +60,7 @@ class MegatronTrainer:
 
     def __init__(self, args: MegatronArgs, rank: int, world_size: int, objective: Objective) -> None:
         compat.install()
-        self.topology = options.layout(args).topology(rank, in_step=options.is_in_step(args))
+        self.topology = options.layout(args).topology(rank, in_step=options.is_in_step(args), shares=True)
         self._args, self._rank, self._objective = args, rank, objective
         self._device = _pick_device(args)
         registry = PluginRegistry.from_flags(args.plugin)

@@ -3,19 +3,24 @@ sample against numbers by hand."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.cluster.calling import Call
+from buffer_rl.cluster.dispatch import all_answers
 from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import ConfigError, EngineError, PluginError, WorkerError
 from buffer_rl.options.section import compose
+from buffer_rl.plan.layout import layout_of
 from buffer_rl.weights.disk import DiskSender, DiskTransport
 from buffer_rl.weights.publish import NUM_TOKENS, PROMPT, LogProbCheck, Publisher
 from buffer_rl.weights.sender import Senders
@@ -244,6 +249,55 @@ def test_the_folder_of_a_version_is_whole_and_older_ones_go(tmp_path: Path) -> N
     folders = sorted(path.name for path in (tmp_path / "weights").iterdir())
     assert folders == ["v000002"]
     assert load_file(tmp_path / "weights" / "v000002" / "model-00001.safetensors")["number"] == 2
+
+
+def three_ranks(args: Any, folders: Sequence[str], share: bool) -> Senders:
+    """Ranks of three replicas with equal weights. folders: where each writes what is to be in the run's folder."""
+    senders = [DiskSender(args, layout_of(3).topology(rank, shares=share)) for rank in range(3)]
+
+    def start(method: str, folder: str, *more: Any) -> Call:
+        answers: list[Future[Any]] = [Future() for _ in senders]
+        for sender, answer, root in zip(senders, answers, folders, strict=True):
+            buckets = iter([{"a": torch.zeros(2)}, {"b": torch.ones(3)}, {"c": torch.ones(1)}, {"d": torch.ones(4)}])
+            answer.set_result(getattr(sender, method)(buckets, root + folder, *more))
+        return Call(role="train", method="", members=["0", "1", "2"], futures=answers, collect=all_answers)
+
+    return Senders(start)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_each_rank_that_has_the_weights_writes_some_of_the_files(
+    share: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they are those that one writes alone, once each."""
+    args: Any = compose(CORE_SECTIONS)(update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
+    written: list[str] = []
+    save = safetensors.torch.save_file
+
+    def noted(tensors: Any, path: Path, **how: Any) -> None:
+        written.append(path.name)
+        save(tensors, path, **how)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", noted)
+    transport = DiskTransport(args)
+    transport.connect(three_ranks(args, ["", "", ""], share), FakeEngines())
+    transport.prepare(7)
+    assert [len(load_file(path)) for path in sorted((tmp_path / "v000007").glob("*.safetensors"))] == [1, 1, 1, 1]
+    by_rank = ["3", "1", "4", "2"] if share else ["1", "2", "3", "4"]
+    assert written == [f"model-0000{number}.safetensors" for number in by_rank]
+    index = json.loads((tmp_path / "v000007" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: f"model-0000{at}.safetensors" for at, name in enumerate("abcd", start=1)}
+    assert index["metadata"] == {"total_size": 40}
+
+
+def test_where_ranks_write_to_disks_of_their_own_the_source_writes_all(tmp_path: Path) -> None:
+    args: Any = compose(CORE_SECTIONS)(update_weight_disk_dir=str(tmp_path / "here"), hf_checkpoint=str(tmp_path))
+    transport = DiskTransport(args)
+    transport.connect(three_ranks(args, ["", str(tmp_path / "other"), ""], share=True), FakeEngines())
+    for version in (1, 2):
+        transport.prepare(version)
+        assert len(list((tmp_path / "here" / f"v00000{version}").glob("*.safetensors"))) == 4
+    assert len(list((tmp_path / "other").glob("**/*.safetensors"))) == 2  # of the first attempt alone
 
 
 def test_folders_that_are_no_versions_stay_where_the_versions_are_told_to_go(tmp_path: Path) -> None:
