@@ -397,7 +397,8 @@ class FleetControl(EngineControlClient):
     def _has_ended(self, url: str) -> bool:
         """Whether the engine that is called at ``url`` has ended; behind an address that is not the run's, another
         replica may wait for the same one to answer again."""
-        return any(replica.failure is not None for replica in self._replicas() if replica.url == url)
+        found = [replica for replica in self._replicas() if replica.url == url]  # none: outside a publication it went
+        return not found or any(replica.failure is not None for replica in found)
 
     def _is_gone_or_dropped(self, url: str, error: EngineError) -> bool:
         if self._has_ended(url) or self._registry.is_gone(url):
