@@ -285,6 +285,26 @@ def test_an_engine_that_answers_health_and_leaves_a_call_open_is_given_up_at_tha
     assert notices == []
 
 
+def test_an_engine_that_is_given_up_between_publications_is_not_waited_for():
+    """What engines can do is asked before they are paused, and nobody holds the fleet then."""
+    asked = threading.Event()
+
+    class Silent(FakeEngine):
+        async def _info(self, request: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+    with FakeEngine() as well, Silent() as silent:
+        lost = replica(1, silent.url)
+        control, _ = control_of(replica(0, well.url), lost, timeout_s=60.0)
+        ends = threading.Thread(target=lambda: asked.wait(30) and lost.end(EngineError("it is silent")))
+        ends.start()
+        began = time.monotonic()
+        assert list(control.server_info()) == [well.url]
+        ends.join()
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.slow
 def test_where_all_engines_leave_a_call_open_none_is_given_up(tmp_path: Path):
     with LeavesOpen() as one, LeavesOpen() as two:
