@@ -65,12 +65,13 @@ def stored_bytes():
 
 def kill_storage(args):
     if is_first(args, "storage"):
-        old, full = set(storage_processes()), stored_bytes()
+        old, empty = set(storage_processes()), int((Path(args.run_dir) / "stored_at_start").read_text())
         for pid in old:
             os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 60
-        # Until Ray has noticed the death, the payloads of this node can be read.
-        while not set(storage_processes()) - old or stored_bytes() > full - (1 << 20):
+        # Until Ray has noticed the death, the payloads of this node can be read: a sample's has 1 MiB. Payloads of a
+        # production that was lost may go at any time, so that less than before is not enough.
+        while not set(storage_processes()) - old or stored_bytes() > empty + (1 << 19):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -101,6 +102,8 @@ class Trainer(TorchTrainer):
     def __init__(self, args, rank, world_size, objective):
         super().__init__(args, rank, world_size, objective)
         self.args, self.steps, self.rank = args, 0, rank
+        if rank == 0:
+            (Path(args.run_dir) / "stored_at_start").write_text(str(stored_bytes()))
 
     def kill(self, moment, steps):
         if self.steps == steps and self.rank == 0:
