@@ -66,6 +66,8 @@ class CpuLogger:
             self._parts[part] += metrics.get("train/" + CPU_METRIC.format(part), 0.0)
         router = router_url(pid for pid, _, _ in processes)
         urls = [worker["url"] for worker in self._get(f"{router}/workers")["workers"]] if router else []
+        if not urls and ENGINE in cpu:
+            raise RuntimeError("the engine's CPU-seconds cannot be read: no router of this run names an engine")
         self._parts[PARTS[0]] = sum(float(self._get(f"{url}/server_info")["compute_cpu_s"]) for url in urls)
         line = {"step": step, "time": now, "cpu": cpu, "parts": self._parts}
         self._file.write(json.dumps(line) + "\n")
@@ -112,7 +114,7 @@ def role_of(command: str, parent: str) -> str:
 def router_url(pids: Iterable[int]) -> str:
     """Of the router, from the arguments of its watcher: the router's own process has another title. Empty where the run
     has none."""
-    words = next((line for pid in pids if "router_process" in (line := _command(pid))), "").split("\0")
+    words = next((line for pid in pids if "router_process" in (line := _command(pid))), "").split()
     if "--port" not in words:
         return ""
     host, port = (words[words.index(flag) + 1] for flag in ("--host", "--port"))
@@ -121,7 +123,7 @@ def router_url(pids: Iterable[int]) -> str:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")  # a forked process's has spaces
     except OSError:
         return ""
 
