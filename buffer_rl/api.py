@@ -146,6 +146,9 @@ def _run(folder: Path, arguments: Sequence[str]) -> None:
     answer = folder / "answer"
     read_end, lifeline = os.pipe()
     shown = sys.stdout.isatty()
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if not shown:
+        environ.pop("FORCE_COLOR", None)  # notebooks set it; their cells show no progress bar that is drawn again
     command = [sys.executable, "-m", "buffer_rl.api", str(answer), *arguments, PARENT_FD_FLAG, str(read_end)]
     try:
         process = subprocess.Popen(
@@ -153,7 +156,7 @@ def _run(folder: Path, arguments: Sequence[str]) -> None:
             stdin=subprocess.DEVNULL,
             stdout=None if shown else subprocess.PIPE,
             stderr=None if shown else subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=environ,
             pass_fds=[read_end],
             start_new_session=True,  # Ctrl-C is passed on, once
             text=True,
