@@ -13,7 +13,7 @@ from typing import Any
 from buffer_rl.buffer.calls import mutates, reads
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.columns import BatchPlan, Cell, RowSizes, assemble
-from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
+from buffer_rl.buffer.feed import DeliveredFeed, Feed, LocalFeed
 from buffer_rl.buffer.ledger import Ledger, RunRecord
 from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
@@ -21,7 +21,7 @@ from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.rollouts import POSITION, TOO_OLD, Rollouts
 from buffer_rl.buffer.selections import Selections
-from buffer_rl.data.custom import Delivery
+from buffer_rl.data.custom import Delivery, DeliveryRequest
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.plan.flops import RowCost
@@ -65,7 +65,7 @@ class BufferState:
         schedule: Schedule | None = LOCKSTEP,
         restarted: bool = False,
     ) -> None:
-        self._feed = source if isinstance(source, DeliveredFeed) else LocalFeed(source, ledger)
+        self._feed = LocalFeed(source, ledger) if isinstance(source, PromptDataSource) else source or Feed()
         self.ledger = ledger
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
@@ -140,27 +140,22 @@ class BufferState:
         chosen: which queued groups to take, in this order, in place of the first ones; those that are no longer
         queued are passed over. In an asynchronous run a ticket leases no more groups than it was opened with, but for
         those that replace rejected or returned ones. Raises BufferStateError if it has all of them, and DeliveryNeeded,
-        with nothing leased, where a data source of the user's own must ``deliver`` first.
+        with nothing leased, if a data source of the user's own must ``deliver`` first.
         """
         groups = self._rollouts.lease(ticket, num_samples, chosen, self._record.version)
         self._selections.leased(ticket, [group.uid for group in groups])
         return groups
+
+    @reads
+    def get_delivery_request(self, num_groups: int) -> DeliveryRequest | None:
+        """The batch that the user's data source must deliver next; None if ``num_groups`` groups are in stock."""
+        return self._delivered().request(num_groups)
 
     @mutates
     def deliver(self, delivery: Delivery) -> None:
         """Take in a batch of the user's data source; a repeat is ignored (see ``DeliveredFeed.deliver``)."""
         fresh = LedgerEntry(state=GroupState.PENDING)
         self._delivered().deliver(delivery, lambda uid: self.ledger.entry(uid) != fresh)
-
-    @mutates
-    def set_source_length(self, num_rows: int) -> None:
-        """Set the length of the user's data source."""
-        self._delivered().set_num_rows(num_rows)
-
-    @reads
-    def get_source_state(self) -> tuple[int, bytes]:
-        """Where the user's data source stands (see ``DeliveredFeed.source_state``)."""
-        return self._delivered().source_state()
 
     @mutates
     def add_samples(
@@ -419,10 +414,11 @@ class BufferState:
         return len(self._rollouts.queue)
 
     @reads
-    def get_num_rollout_per_epoch(self, num_epochs: int = 1) -> int:
+    def get_num_rollout_per_epoch(self, num_epochs: int = 1, num_rows: int | None = None) -> int:
         """Whole steps in one pass over the training data, or in ``num_epochs`` of them together: at least 1. A step may
-        begin in one epoch and end in the next."""
-        return max(1, num_epochs * num_rows // self._groups_per_step) if (num_rows := self._feed.num_rows()) else 0
+        begin in one epoch and end in the next. num_rows: the length of a user's data source, which that alone knows."""
+        rows = self._feed.num_rows() if num_rows is None else num_rows
+        return max(1, num_epochs * rows // self._groups_per_step) if rows else 0
 
     @reads
     def get_version(self) -> int:

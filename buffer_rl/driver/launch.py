@@ -312,9 +312,8 @@ class _Run:
         if args.num_rollout is not None:
             return args.num_rollout
         assert args.num_epoch is not None  # checked with the options
-        if self.source is not None:
-            self.buffer.set_source_length(source_answers(args).call(self.source, DataSourceActor.num_rows))
-        return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
+        rows = None if self.source is None else source_answers(args).call(self.source, DataSourceActor.num_rows)
+        return self.buffer.get_num_rollout_per_epoch(args.num_epoch, rows)
 
     def _role_plan(self) -> RolePlan:
         args = self.args

@@ -1,10 +1,13 @@
-"""The process in which a user's data source (``--data-source-path``) runs, and how rollout workers call it.
+"""The process in which a user's data source (``--data-source-path``) runs, and delivers to the Buffer.
 
-Who waits for whom: rollout workers wait for ``take`` and ``restore``, the driver for the rest, with a deadline each.
-The source waits for no process of the run.
+Who waits for whom: rollout workers wait for ``deliver``, the driver for the rest, with a deadline each. The source
+waits for the Buffer, which waits for no process: so no circle of waits is possible, and a source that is slow or hangs
+stops those that wait for its groups, and nothing else. The process works on one call at a time, so that batches are
+made one after the other, whoever waits for them.
 
-Ray starts the process again when it dies. The state that the new one needs is in the Buffer: the rollout worker whose
-request meets StateNeeded restores it (see ``buffer_rl.data.custom``).
+Ray starts the process again when it dies. The state that the new one needs comes with the Buffer's request (see
+``buffer_rl.data.custom``). A call of ``deliver`` that a death interrupts is made again, and does nothing if the batch
+arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import redirect_output
 from buffer_rl.cluster.calling import PATIENCE_S, Answers
 from buffer_rl.cluster.placement import near
-from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
+from buffer_rl.data.custom import CustomSource
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plugin.calls import place
 from buffer_rl.plugin.registry import PluginRegistry
@@ -37,6 +40,7 @@ class DataSourceActor:
     def __init__(self, args_text: str, log_path: str) -> None:
         redirect_output(log_path)
         self._args = load_args(args_text)
+        self._buffer: BufferClient | None = None
 
     @cached_property
     def _source(self) -> CustomSource:
@@ -50,11 +54,13 @@ class DataSourceActor:
     def num_rows(self) -> int:
         return self._source.num_rows()
 
-    def take(self, request: DeliveryRequest) -> Delivery | None:
-        return self._source.take(request)
-
-    def restore(self, number: int, state: bytes) -> None:
-        self._source.restore(number, state)
+    def deliver(self, buffer: Any, num_groups: int) -> None:
+        """Deliver a batch to the Buffer, whose handle is ``buffer``, unless it has ``num_groups`` groups in stock."""
+        if self._buffer is None:
+            self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="data source")
+        request = self._buffer.call(BufferState.get_delivery_request, num_groups)
+        if request is not None:
+            self._buffer.call(BufferState.deliver, self._source.take(request))
 
     def pid(self) -> int:
         return os.getpid()
@@ -77,29 +83,6 @@ def source_answers(args: Args) -> Answers:
         flag="--data-source-timeout-s",
         death_hint="logs/data_source.log has what it printed; --role-max-restarts says how often it is replaced",
     )
-
-
-class SourceClient:
-    """Asks the actor of a user's data source for batches; a ``BatchSource`` of ``buffer_rl.buffer.rollout_client``.
-
-    Raises DeadlineError after ``--data-source-timeout-s``, WorkerError if its process died for good, and what the
-    source raised.
-    """
-
-    def __init__(self, actor: Any, args: Args, buffer: BufferClient) -> None:
-        self._actor = actor
-        self._answers = source_answers(args)
-        self._buffer = buffer
-
-    async def atake(self, request: DeliveryRequest) -> Delivery | None:
-        """The batch that ``request`` names. None if the caller must ask the Buffer again: because it has the batch
-        already, or because the source was restored to the Buffer's state first."""
-        try:
-            return await self._answers.acall(self._actor, DataSourceActor.take, request)
-        except StateNeeded:
-            saved = await self._buffer.acall(BufferState.get_source_state)
-            await self._answers.acall(self._actor, DataSourceActor.restore, *saved)
-            return None
 
 
 class SourceWatch:
