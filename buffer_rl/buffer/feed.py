@@ -2,10 +2,10 @@
 
 A user's data source runs in a process of its own, and the Buffer never waits for another process: one thread at a time
 works on its state, so that a source that hangs would stop every rollout worker, trainer and role. So the Buffer holds a
-stock of groups that were delivered and not leased yet. If the stock is too small, ``get_samples`` raises DeliveryNeeded,
-and the caller (``RolloutClient``) waits until the source's process has delivered a batch, and tries again. The source
-asks for the request of the next batch and delivers it by itself, in one call of its process, so there is one producer,
-and no one carries groups between the two.
+stock of groups that were delivered and not leased yet. If the stock is too small, ``get_samples`` raises
+DeliveryNeeded, and the caller (``RolloutClient``) has the source's process deliver a batch, and tries again. That
+process asks the Buffer for the request of the batch and delivers it, in one call: it is the only producer, and no other
+process carries groups.
 
 The source's state after the newest batch, the stock and the counts are one record, which is saved and loaded as one:
 a resumed run, and a source whose process died, go on with the very next group.

@@ -51,9 +51,9 @@ class RolloutClient:
     It records its leases, so that plain lists of samples can become groups again, marks foreign groups, and checks the
     status of each reported sample.
 
-    deliver: has so many groups delivered to the Buffer, if it does not read its data itself; fewer, but one at least,
-    will do. where: names the rollout function in errors. on_lease: called with each leased group. reward_of: the mean reward of a group,
-    if the Buffer keeps it.
+    deliver: has a batch of at most so many groups delivered to the Buffer, if that does not read its data itself.
+    where: names the rollout function in errors. on_lease: called with each leased group. reward_of: the mean reward of
+    a group, if the Buffer keeps it.
     groups: by uid, the newest lease. finished: by uid, what was reported. progressed_at: see ``RolloutBuffer``.
     """
 

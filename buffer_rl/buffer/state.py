@@ -19,7 +19,7 @@ from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
 from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.readers import Splitting
-from buffer_rl.buffer.rollouts import POSITION, TOO_OLD, Rollouts
+from buffer_rl.buffer.rollouts import POSITION, Rollouts
 from buffer_rl.buffer.selections import Selections
 from buffer_rl.data.custom import Delivery, DeliveryRequest
 from buffer_rl.data.source import PromptDataSource
@@ -183,40 +183,26 @@ class BufferState:
     ) -> None:
         """Store a finished group's columns and end its lease. Readers of the selection that it joins get it at once.
 
-        A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
-        One that was rejected as too old is dropped again, and counted.
+        A foreign group is taken in with its report (see ``Rollouts.reported``).
         sizes: needed where tokens or loss masks are in the object store. reward: the mean over its samples, for an
         order by difficulty."""
-        rollout = self._rollouts.of(ticket)
-        foreign = self._rollouts.is_foreign(rollout, uid)
-        lease = None if foreign else rollout.live(uid, attempt)
         sizes = check_group(uid, row_ids, columns, sizes)
-        if foreign and self._rollouts.is_too_old(uid):  # production started again with its ticket
-            rollout.drops[TOO_OLD] += 1
+        if (lease := self._rollouts.reported(ticket, uid, attempt)) is None:
             return
-        if foreign:
-            self._rollouts.require_pending(ticket, [uid])
-            self._selections.check_foreign(ticket, uid, columns, sizes)
-        self._selections.require_new(ticket, uid)
-        if lease is not None:
-            self._rollouts.finish(rollout, lease, len(row_ids), reward)
-        else:
-            (lease,) = self._rollouts.import_groups(rollout, ticket.worker, {uid: len(row_ids)}, foreign=True)
+        self._selections.check_report(ticket, lease, columns, sizes)
+        self._rollouts.finish(ticket, [(lease, len(row_ids))], reward)
         self._selections.add(ticket, lease, row_ids, columns, sizes)
 
     @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, reward: float | None = None) -> None:
         """Drop a leased group, or a foreign one that is pending; the reason is counted. reward: as in ``finish``."""
-        if self._rollouts.is_foreign(self._rollouts.of(ticket), uid):
-            self._rollouts.require_pending(ticket, [uid])
-            return self._rollouts.reject_foreign(ticket, uid, reason)
         self._rollouts.drop(ticket, uid, attempt, reason, reward=reward)
         self._selections.left(ticket, [uid])
 
     @reads
     def get_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
         """Those of the foreign groups that may be reported: they are in no step, and were not trained on or dropped."""
-        return self._rollouts.pending(uids)
+        return [uid for uid in uids if self.ledger.entry(uid).state is GroupState.PENDING]
 
     @mutates
     def quarantine(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
@@ -238,7 +224,7 @@ class BufferState:
 
         Raises BufferStateError, with nothing changed, for an evaluation, for more groups than the ticket has, or if one
         of them is not pending."""
-        rollout = self._rollouts.of(ticket)
+        self._rollouts.of(ticket)
         uids = list(dict.fromkeys(row.uid for row in row_ids))
         if ticket.evaluation or len(uids) > ticket.num_groups:
             raise BufferStateError(
@@ -247,9 +233,9 @@ class BufferState:
                 expected=f"a training step of at most {ticket.num_groups} groups",
                 hint=f"the rows fit --rollout-batch-size {len(uids)}",
             )
-        self._rollouts.require_pending(ticket, uids)
+        leases = self._rollouts.past_source(ticket, uids)
         parts = split_groups(row_ids, columns)
-        leases = self._rollouts.import_groups(rollout, ticket.worker, {uid: len(rows) for uid, rows, _, _ in parts})
+        self._rollouts.finish(ticket, [(lease, len(part[1])) for lease, part in zip(leases, parts, strict=True)])
         for lease, (_, rows, values, sizes) in zip(leases, parts, strict=True):
             self._selections.add(ticket, lease, rows, values, sizes)
 
