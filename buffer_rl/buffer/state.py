@@ -65,7 +65,7 @@ class BufferState:
         schedule: Schedule | None = LOCKSTEP,
         restarted: bool = False,
     ) -> None:
-        self._feed = LocalFeed(source, ledger) if isinstance(source, PromptDataSource) else source or Feed()
+        self._feed = source if isinstance(source, Feed) else Feed() if source is None else LocalFeed(source, ledger)
         self.ledger = ledger
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
