@@ -473,10 +473,6 @@ class Rollouts:
     def _for_next_worker(self, ticket: Ticket) -> Ticket:
         return replace(ticket, worker=self.next_number())
 
-    def _count_lease(self) -> int:
-        self._num_leases += 1
-        return self._num_leases
-
     def _write_returns(self, attempts: Mapping[GroupUid, int]) -> None:
         with self._ledger.transaction():
             for uid, attempt in attempts.items():
@@ -485,7 +481,8 @@ class Rollouts:
     def _lease(self, rollout: OpenRollout, worker: int, entry: Admitted, attempt: int, version: int) -> SampleGroup:
         uid, token = entry.group.uid, self._ledger.fencing_token
         prompts = entry.group.as_prompts(attempt=attempt, incarnation=token, version=version)
-        order, ticket = self._count_lease(), rollout.ticket.rollout_id
+        self._num_leases += 1
+        order, ticket = self._num_leases, rollout.ticket.rollout_id
         rollout.leases[uid] = Lease(group=prompts, number=entry.number, order=order, ticket=ticket, worker=worker)
         rollout.missing[worker] -= 1
         if oldest_version(entry.group) is None:

@@ -218,7 +218,6 @@ class _Run:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
         actor = self.source = start_data_source(self.args, self.logs)
         self.processes.stops(ActorGroup("data_source", lambda _: actor))
-        source_answers(self.args).call(actor, DataSourceActor.setup)
         watch = SourceWatch(actor, self.args, self.observer.notice)
         self.processes.watchers.append(watch)
         self.processes.callback(watch.close)

@@ -47,9 +47,10 @@ class DataSourceActor:
         """Constructed in a call, not with the actor, for Ray keeps a constructor's error as text alone."""
         return CustomSource(self._args, PluginRegistry.from_flags(self._args.plugin))
 
-    def setup(self) -> None:
-        """Construct the user's class. A process that replaces one that died does so in its first call."""
+    def ready(self) -> int:
+        """The process's id, once the user's class is constructed."""
         _ = self._source
+        return os.getpid()
 
     def num_rows(self) -> int:
         return self._source.num_rows()
@@ -62,13 +63,10 @@ class DataSourceActor:
         if request is not None:
             self._buffer.call(BufferState.deliver, self._source.take(request))
 
-    def pid(self) -> int:
-        return os.getpid()
-
 
 def start_data_source(args: Args, log_dir: str) -> Any:
     """Start the data source's process, on this node while it is there: that has the files of a run that is started
-    here. Returns its handle; the user's class is constructed once ``setup`` has answered."""
+    here. Returns its handle; the user's class is constructed once ``ready`` has answered."""
     here = near(ray.get_runtime_context().get_node_id())
     remote = cast("Any", ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts, **here)
     return remote(DataSourceActor).remote(dump_args(args), f"{log_dir}/data_source.log")
@@ -86,13 +84,14 @@ def source_answers(args: Args) -> Answers:
 
 
 class SourceWatch:
-    """A watcher of the driver: calls ``notice`` with a line when the process was replaced. Only its last looks wait."""
+    """A watcher of the driver, made once the user's class is constructed: calls ``notice`` with a line when the process
+    was replaced. Only its last looks wait."""
 
     def __init__(self, actor: Any, args: Args, notice: Callable[[str], None]) -> None:
         self._actor = actor
         self._notice = notice
         self._question: Any = None
-        self._pid: int = source_answers(args).call(actor, DataSourceActor.pid)
+        self._pid: int = source_answers(args).call(actor, DataSourceActor.ready)
 
     def close(self) -> None:
         """The last looks, which wait: a process that was replaced just before the run ended is reported, too."""
@@ -102,7 +101,7 @@ class SourceWatch:
     def __call__(self, timeout_s: float = 0.0) -> None:
         """One look."""
         if self._question is None:
-            self._question = self._actor.pid.remote()
+            self._question = self._actor.ready.remote()
         if not ray.wait([self._question], timeout=timeout_s)[0]:  # it works for the user's code
             return
         question, self._question = self._question, None
