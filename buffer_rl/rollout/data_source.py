@@ -3,7 +3,7 @@
 Who waits for whom: rollout workers wait for ``deliver``, the driver for the rest, with a deadline each. The source
 waits for the Buffer, which waits for no process: so no circle of waits is possible, and a source that is slow or hangs
 stops those that wait for its groups, and nothing else. The process works on one call at a time, so that batches are
-made one after the other, whoever waits for them.
+made one after the other, however many workers wait.
 
 Ray starts the process again when it dies. The state that the new one needs comes with the Buffer's request (see
 ``buffer_rl.data.custom``). A call of ``deliver`` that a death interrupts is made again, and does nothing if the batch
