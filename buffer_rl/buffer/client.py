@@ -160,7 +160,6 @@ class BufferClient:
     save = _facade(BufferActor.save)
     load = _facade(BufferActor.load)
     get_num_rollout_per_epoch = _facade(BufferState.get_num_rollout_per_epoch)
-    set_source_length = _facade(BufferState.set_source_length)
 
     def import_groups(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Take groups over that were finished elsewhere; see ``BufferState.import_groups``."""

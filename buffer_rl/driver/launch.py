@@ -218,7 +218,6 @@ class _Run:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
         actor = self.source = start_data_source(self.args, self.logs)
         self.processes.stops(ActorGroup("data_source", lambda _: actor))
-        source_answers(self.args).call(actor, DataSourceActor.setup)
         watch = SourceWatch(actor, self.args, self.observer.notice)
         self.processes.watchers.append(watch)
         self.processes.callback(watch.close)
@@ -312,9 +311,8 @@ class _Run:
         if args.num_rollout is not None:
             return args.num_rollout
         assert args.num_epoch is not None  # checked with the options
-        if self.source is not None:
-            self.buffer.set_source_length(source_answers(args).call(self.source, DataSourceActor.num_rows))
-        return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
+        rows = None if self.source is None else source_answers(args).call(self.source, DataSourceActor.num_rows)
+        return self.buffer.get_num_rollout_per_epoch(args.num_epoch, rows)
 
     def _role_plan(self) -> RolePlan:
         args = self.args

@@ -95,12 +95,12 @@ def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number
     client = BufferClient(SimpleNamespace(**methods), timeout_s=1)
     client._answers = cast("Any", SimpleNamespace(wait=lambda name, submit: submit()))
     client.generate(3, evaluation=True)
-    client.call(BufferState.get_source_state)
+    client.call(BufferState.get_headers)
     client.call(BufferState.plan_data, 3, num_steps=2)
     client.call(BufferState.commit, rollout_id=3, step=4)
     assert sent == [
         ("change", client._caller, 0, 0, "generate", (3, True)),
-        ("read", "get_source_state", ()),
+        ("read", "get_headers", ()),
         ("read", "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS, False, None)),
         ("change", client._caller, 1, 1, "commit", (3, 4)),
     ]

@@ -204,6 +204,23 @@ def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp
         second.import_groups(second.generate(1), batch.row_ids, batch.columns)
 
 
+def test_a_group_that_is_taken_over_leaves_the_queue_and_is_admitted_before_later_ones(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 6), groups_per_step=3)
+    ticket = state.generate(0)
+    first, second, third = state.get_samples(ticket, 3)
+    state.add_samples(ticket, [(first.uid, 1)])
+    columns = {"tokens": [np.ones(2, np.int32)] * 2, "loss_mask": [np.ones(1, np.float32)] * 2}
+    later = GroupUid(first.uid.source, 5, 7)
+    state.import_groups(ticket, [RowId(first.uid, 0), RowId(later, 0)], columns)
+    assert state.get_buffer_length() == 0
+    (last,) = state.get_samples(ticket, 1)
+    state.add_samples(ticket, [(group.uid, 1) for group in (last, third, second)])
+    assert [header.uid for header in state.get_headers()] == [second.uid, third.uid, last.uid]
+    assert [state.ledger.number(group) for group in (later, last.uid)] == [3, 4]
+    saved = [second.uid, third.uid, first.uid, later, last.uid]
+    assert [group.uid for group in state._rollouts.to_save()] == saved
+
+
 def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) -> None:
     path = write_rows(tmp_path, 6)
     first = make_state(path, groups_per_step=3)
