@@ -15,10 +15,11 @@ holds the version and what changed: that is sent where all engines say that they
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
 from buffer_rl.errors import BufferRLError, EngineError
 from buffer_rl.weights.sender import cast_for_engines, drained
@@ -26,18 +27,27 @@ from buffer_rl.weights.tensor import tensor_parallel_ranks
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-    from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.engines.protocol import ServerInfo
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.delta import DeltaSource, Encoded
     from buffer_rl.weights.process_group import Backend, Rendezvous, WeightGroup
-    from buffer_rl.weights.role_weights import RoleReceivers
     from buffer_rl.weights.sender import Senders
 
 JOIN_TIMEOUT_S = 15.0
 """An engine that dies while the group is made is noticed after so long; later deaths are noticed at once."""
 BLOCKED_TIMEOUT_S = 30.0
 """A SGLang server that joins a group which does not come about may never answer: it is given up after so long."""
+JOIN, UPDATE, LEAVE = "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"
+Body = Mapping[str, Any]
+
+
+class Receivers(Protocol):
+    """Engines, or the processes of a role: who joins a group."""
+
+    def server_info(self) -> dict[str, ServerInfo]: ...
+    def post(
+        self, path: str, body: Body = ..., *, each: Mapping[str, Body] | None = ..., timeout_s: float | None = ...
+    ) -> None: ...
 
 
 class DistributedSender:
@@ -135,7 +145,7 @@ class DistributedTransport:
         self._publishes_delta, self._takes_delta = args.publish_delta, False
         self._encoded: Encoded | None = None
 
-    def connect(self, trainer: Senders, engines: EngineControlClient | RoleReceivers) -> None:
+    def connect(self, trainer: Senders, engines: Receivers) -> None:
         """Make the group of the trainer and the engines that are there now. A name of its own each time: an engine may
         still be in a group that failed, and the trainer is in others' groups."""
         self.close()
@@ -152,8 +162,7 @@ class DistributedTransport:
         backend = chosen_backend(infos.values(), on_gpu=on_gpu)
         self._name = f"buffer_rl_{secrets.token_hex(4)}"
         joining = trainer.start(DistributedSender.join, self._name, 1 + sum(ranks.values()), backend)
-        limit = BLOCKED_TIMEOUT_S
-        engines.init_weights_update_group(address, port, ranks, name=self._name, backend=backend, timeout_s=limit)
+        join_group(engines, address, port, ranks, name=self._name, backend=backend, timeout_s=BLOCKED_TIMEOUT_S)
         joining.wait()
 
     def prepare(self, version: int) -> None:
@@ -173,8 +182,7 @@ class DistributedTransport:
         last = len(self._plan) - 1
         sending = self._trainer.start(DistributedSender.broadcast, self._name)
         for index, bucket in enumerate(self._plan):
-            number = version if index == last else None
-            self._engines.update_weights_from_distributed(bucket, name=self._name, version=number)
+            receive_bucket(self._engines, bucket, name=self._name, version=version if index == last else None)
         sending.wait()
 
     def stage(self, version: int) -> None:
@@ -204,7 +212,7 @@ class DistributedTransport:
         engines.begin_weight_update(base)
         sending = self._trainer.start(DistributedSender.broadcast_held, name, as_delta)
         for bucket in plan:
-            engines.update_weights_from_distributed(bucket, name=name, flattened=as_delta)
+            receive_bucket(engines, bucket, name=name, flattened=as_delta)
         sending.wait()
         return digest
 
@@ -213,9 +221,44 @@ class DistributedTransport:
         name, self._name = self._name, None
         if name is not None:
             with suppress(BufferRLError):  # an engine that failed has left by itself, and so has a process that died
-                self._engines.destroy_weights_update_group(name)
+                self._engines.post(LEAVE, {"group_name": name})
             with suppress(BufferRLError):
                 self._trainer.send(DistributedSender.close, name)
+
+
+def join_group(
+    receivers: Receivers,
+    address: str,
+    port: int,
+    ranks: Mapping[str, int],
+    *,
+    name: str,
+    backend: Backend = "gloo",
+    timeout_s: float | None = None,
+) -> None:
+    """Have the receivers ``ranks``, each with so many ranks, join a group as its ranks 1, 2, …, in their order. Rank 0
+    listens at ``address``; the call ends when all members are there: start rank 0 before. timeout_s: of this call."""
+    common = {"master_address": address, "master_port": port, "world_size": 1 + sum(ranks.values())}
+    common |= {"group_name": name, "backend": backend}
+    offsets = accumulate(ranks.values(), initial=1)
+    bodies = {url: {"rank_offset": offset, **common} for url, offset in zip(ranks, offsets, strict=False)}
+    receivers.post(JOIN, each=bodies, timeout_s=timeout_s)
+
+
+def receive_bucket(
+    receivers: Receivers,
+    bucket: Mapping[str, Sequence[Any]],
+    *,
+    name: str,
+    version: int | None = None,
+    flattened: bool = False,
+) -> None:
+    """Have the receivers take a bucket from rank 0 of a group; it ends when all have it: start rank 0 before.
+
+    bucket: ``names``, ``dtypes`` and ``shapes``, in the order of the broadcasts. version: what the weights are called,
+    with the last bucket. flattened: the bucket is one broadcast."""
+    how = {"group_name": name, "flush_cache": False, "load_format": "flattened_bucket" if flattened else None}
+    receivers.post(UPDATE, {**bucket, **how, "weight_version": None if version is None else str(version)})
 
 
 def chosen_backend(receivers: Iterable[ServerInfo], *, on_gpu: bool) -> Backend:

@@ -155,7 +155,8 @@ class Publisher:
         It is tried at one engine of the run's own, as they are all alike and one may end in it, and at all others."""
         try:
             self._engines.wait_for_engine()
-            for url in self._engines.engine_urls or tuple(self._engines.targets())[:1]:
+            urls = self._engines.targets()
+            for url in urls[:1] if self._engines.replaces else urls:
                 self._retract_once(url)
             return True
         except EngineError as error:
