@@ -7,20 +7,11 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
-from buffer_rl.engines.http import EngineFanOut, LoopThread, decode_json
-from buffer_rl.engines.protocol import CACHE, WEIGHTS, ServerInfo
-from buffer_rl.engines.registry import (
-    POLL_INTERVAL_S,
-    SERVES,
-    EngineEvent,
-    EngineRegistry,
-    EngineState,
-    Published,
-    Replica,
-)
+from buffer_rl.engines.http import NOTHING, Body, EngineFanOut, LoopThread, decode_json
+from buffer_rl.engines.protocol import CACHE, GENERATE, MODEL_INFO, WEIGHTS, ServerInfo
+from buffer_rl.engines.registry import POLL_INTERVAL_S, SERVES, WAITS, EngineEvent, EngineRegistry, Published, Replica
 from buffer_rl.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -28,7 +19,7 @@ CONTROL_TIMEOUT_S = 60.0
 RETRACTION_S = 60.0
 """For one call while a retraction is tried: a scheduler that ended in it answers nothing."""
 FAILED_LAST_ATTEMPT = "failed the last attempt of a publication"
-GENERATE, PAUSE, CONTINUE, FLUSH = "/generate", "/pause_generation", "/continue_generation", "/flush_cache"
+PAUSE, CONTINUE, FLUSH = "/pause_generation", "/continue_generation", "/flush_cache"
 
 
 class EngineControlClient:
@@ -90,7 +81,7 @@ class EngineControlClient:
     def _replicas(self) -> list[Replica]:
         if self._in_publication is not None:
             return self._in_publication
-        return self._registry.in_state(*SERVES) or self._registry.in_state(EngineState.WAITING)
+        return self._registry.in_state(*SERVES) or self._registry.in_state(*WAITS)
 
     def wait_for_engine(self) -> None:
         """Return once an engine can take weights: at once, or when a replacement answers. Raises EngineError if none
@@ -123,7 +114,7 @@ class EngineControlClient:
         if self._in_publication is None:
             if not self._registry.publication.acquire(timeout=self.timeout_s):
                 raise DeadlineError(f"an engine that joins took longer than {self.timeout_s:g} s", where="publish")
-            self._in_publication = self._registry.in_state(*SERVES, EngineState.WAITING)
+            self._in_publication = self._registry.in_state(*SERVES, *WAITS)
 
     def end_publication(self) -> None:
         """Engines may join from now on; those that did not go on stay paused."""
@@ -184,16 +175,16 @@ class EngineControlClient:
 
     # ------------------------------------------------------------------ calls to the servers
 
-    def post(self, path: str, body: Mapping[str, Any] = MappingProxyType({}), **how: Any) -> None:
+    def post(self, path: str, body: Body = NOTHING, **how: Any) -> None:
         """Send ``body`` to every engine. how: see ``EngineFanOut.call``."""
         self._run(lambda engines: engines.call(path, body, **how))
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None, **how: Any) -> dict[str, Any]:
+    def _ask(self, path: str, body: Body | None = None, **how: Any) -> dict[str, Any]:
         """The answers to ``EngineFanOut.call``, by URL."""
         found = self._run(lambda engines: engines.call(path, body, **how))
         return {url: decode_json(raw, url + path) for url, raw in found.items()}
 
-    def _field(self, name: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, str]:
+    def _field(self, name: str, path: str, body: Body | None = None) -> dict[str, str]:
         answers = self._ask(path, body)
         for url, answer in answers.items():
             if not isinstance(answer, dict) or name not in answer:
@@ -202,7 +193,7 @@ class EngineControlClient:
 
     def versions(self) -> dict[str, str]:
         """The weight version of each engine, by URL."""
-        self._versions = self._field("weight_version", "/model_info")
+        self._versions = self._field("weight_version", MODEL_INFO)
         return self._versions
 
     def server_info(self) -> dict[str, ServerInfo]:
@@ -238,7 +229,7 @@ class EngineControlClient:
                     replica.note(EngineEvent.HAS_WEIGHTS)
         self.end_publication()
 
-    def sample(self, urls: Collection[str], body: Mapping[str, Any]) -> dict[str, Any]:
+    def sample(self, urls: Collection[str], body: Body) -> dict[str, Any]:
         """End the pause of the engines at ``urls`` and have each answer the request ``body`` of ``/generate``."""
         self.post(CONTINUE, only=urls)
         return self._ask(GENERATE, body, only=urls)
@@ -251,7 +242,7 @@ class EngineControlClient:
         """Have every engine forget what it cached. EngineError while requests run."""
         self.post(FLUSH)
 
-    def try_retraction(self, url: str, body: Mapping[str, Any], wait_s: float) -> tuple[Any, bool]:
+    def try_retraction(self, url: str, body: Body, wait_s: float) -> tuple[Any, bool]:
         """Have the engine at ``url`` answer the request ``body``, and, after ``wait_s``, retract it, flush the cache
         and continue. Returns the answer, and whether it came before the retraction.
 
@@ -264,9 +255,9 @@ class EngineControlClient:
                 early, _ = await asyncio.wait([generating], timeout=wait_s)
                 try:
                     await engines.call(PAUSE, {"mode": "retract"}, **only)
-                    await engines.call(FLUSH, {}, **only)
+                    await engines.call(FLUSH, NOTHING, **only)
                 finally:
-                    await engines.call(CONTINUE, {}, **only, reachable_only=True)
+                    await engines.call(CONTINUE, NOTHING, **only, reachable_only=True)
                 return decode_json((await generating).get(url, b""), url + GENERATE), bool(early)
             finally:
                 generating.cancel()

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.engines.control import EngineControlClient
@@ -62,11 +61,9 @@ class EngineFleet:
                 where="--engine-urls",
                 hint="pause, abort and weight updates go to the engines directly",
             )
-        self._launch: EngineLauncher
         if isinstance(launcher, PluginRegistry):
-            self._launch = named_launcher(launcher.resolve("engine", args.rollout_engine), args.rollout_engine)
-        else:
-            self._launch = launcher
+            launcher = named_launcher(launcher.resolve("engine", args.rollout_engine), args.rollout_engine)
+        self._launch: EngineLauncher = launcher
         self._notice = notice
         self._registry = EngineRegistry.of_urls(args.engine_urls) if self._external else EngineRegistry()
         self._router: RouterProcess | None = None
@@ -77,9 +74,7 @@ class EngineFleet:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property

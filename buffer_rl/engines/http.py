@@ -9,13 +9,14 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
 from buffer_rl.cluster.process import auth_headers
-from buffer_rl.engines.protocol import ServerInfo
+from buffer_rl.engines.protocol import SERVER_INFO, ServerInfo
 from buffer_rl.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -103,6 +104,9 @@ class RequestGate:
 
 
 ENDED_POLL_S = 0.5
+Body = Mapping[str, Any]
+NOTHING: Body = MappingProxyType({})
+"""The body of a call that has no parameters."""
 CONTROL_KEEPALIVE_S = 2.0
 """Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
 fail."""
@@ -138,9 +142,9 @@ class EngineFanOut:
     async def call(
         self,
         path: str,
-        body: Mapping[str, Any] | None = None,
+        body: Body | None = None,
         *,
-        each: Mapping[str, Mapping[str, Any]] | None = None,
+        each: Mapping[str, Body] | None = None,
         only: Collection[str] | None = None,
         reachable_only: bool = False,
         missing: bytes | None = None,
@@ -178,8 +182,8 @@ class EngineFanOut:
     async def server_info(self, *, reachable_only: bool = False) -> dict[str, ServerInfo]:
         """What each engine is, by URL. reachable_only: see ``call``."""
         # An engine of a plugin may not have it: it is taken for one that promises nothing.
-        found = await self.call("/server_info", reachable_only=reachable_only, missing=b"{}")
-        return {url: ServerInfo.parse(decode_json(raw, f"{url}/server_info"), url) for url, raw in found.items()}
+        found = await self.call(SERVER_INFO, reachable_only=reachable_only, missing=b"{}")
+        return {url: ServerInfo.parse(decode_json(raw, url + SERVER_INFO), url) for url, raw in found.items()}
 
     async def _urls_of_router(self) -> list[str]:
         if not self.router_url:
@@ -205,18 +209,16 @@ class EngineFanOut:
         finally:
             task.cancel()
 
-    async def _one(self, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes | EngineError:
+    async def _one(self, url: str, body: Body | None, timeout_s: float) -> bytes | EngineError:
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(dict(body)))
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._http.session().request(method, url, data=data) as response:
                     raw = await response.read()
-        except TimeoutError as error:
-            failure = EngineError(f"no answer within {timeout_s:g} s", where=url)
-            failure.__cause__ = error
-            return failure
-        except aiohttp.ClientError as error:
-            failure = EngineError(f"{type(error).__name__}: {error}", where=url, hint="read the engine's log")
+        except (TimeoutError, aiohttp.ClientError) as error:
+            late = isinstance(error, TimeoutError)
+            what = f"no answer within {timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
+            failure = EngineError(what, where=url, hint="" if late else "read the engine's log")
             failure.__cause__ = error
             return failure
         return raw if response.status == 200 else status_error(url, response.status, raw)

@@ -74,7 +74,8 @@ TRANSITIONS: dict[EngineState, dict[EngineEvent, EngineState]] = {
 """Any other event changes nothing: threads that watch an engine learn late that it has ended."""
 
 SERVES = (EngineState.SERVING, EngineState.SUSPECT)
-PROBED = (*SERVES, EngineState.WAITING, EngineState.LOADING)
+WAITS = (EngineState.WAITING,)
+PROBED = (*SERVES, *WAITS, EngineState.LOADING)
 """Of one that starts, the deadline is ``--engine-start-timeout-s``."""
 
 

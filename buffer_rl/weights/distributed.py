@@ -15,12 +15,13 @@ holds the version and what changed: that is sent where all engines say that they
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
+from buffer_rl.engines.http import Body
 from buffer_rl.errors import BufferRLError, EngineError
 from buffer_rl.weights.sender import cast_for_engines, drained
 from buffer_rl.weights.tensor import tensor_parallel_ranks
@@ -38,16 +39,13 @@ JOIN_TIMEOUT_S = 15.0
 BLOCKED_TIMEOUT_S = 30.0
 """A SGLang server that joins a group which does not come about may never answer: it is given up after so long."""
 JOIN, UPDATE, LEAVE = "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"
-Body = Mapping[str, Any]
 
 
 class Receivers(Protocol):
     """Engines, or the processes of a role: who joins a group."""
 
     def server_info(self) -> dict[str, ServerInfo]: ...
-    def post(
-        self, path: str, body: Body = ..., *, each: Mapping[str, Body] | None = ..., timeout_s: float | None = ...
-    ) -> None: ...
+    def post(self, path: str, body: Body = ..., *, each: Mapping[str, Body] | None = ..., **how: Any) -> None: ...
 
 
 class DistributedSender:
@@ -149,7 +147,8 @@ class DistributedTransport:
         """Make the group of the trainer and the engines that are there now. A name of its own each time: an engine may
         still be in a group that failed, and the trainer is in others' groups."""
         self.close()
-        self._trainer, self._engines = trainer, engines
+        self._trainer = trainer
+        self._engines: Any = engines  # roles take whole versions, and have no more than ``Receivers``
         infos = engines.server_info()  # of those that live
         ranks = tensor_parallel_ranks(infos)
         # Roles and servers of others take all of it: an update of a delta has a begin and an end of its own.
@@ -176,8 +175,7 @@ class DistributedTransport:
         """Have the engines receive bucket after bucket; the version gets its number with the last."""
         assert self._name is not None
         if not self.staged:
-            engines: Any = self._engines  # roles take whole versions
-            engines.end_weight_update(self._send_held(self._name), version)
+            self._engines.end_weight_update(self._send_held(self._name), version)
             return
         last = len(self._plan) - 1
         sending = self._trainer.start(DistributedSender.broadcast, self._name)
@@ -187,32 +185,29 @@ class DistributedTransport:
 
     def stage(self, version: int) -> None:
         """Have the engines receive and prepare the version while they generate."""
-        engines: Any = self._engines
         if not self.staged:
             assert self._name is not None
-            engines.prepare_weight_update(digest=self._send_held(self._name), version=version)
+            self._engines.prepare_weight_update(digest=self._send_held(self._name), version=version)
             return
-        engines.begin_weight_update()
+        self._engines.begin_weight_update()
         self.publish(version)
-        engines.prepare_weight_update()
+        self._engines.prepare_weight_update()
 
     def swap(self, version: int) -> None:
         """Have the paused engines serve what they prepared."""
-        engines: Any = self._engines
-        engines.serve_prepared()
+        self._engines.serve_prepared()
 
     def _send_held(self, name: str) -> str:
         """Begin an update and send what is held, or what changed in it. Returns the digest of the version."""
         assert self._encoded is not None
-        engines: Any = self._engines  # roles take whole versions
         digest, base = self._encoded.digest, self._encoded.base
-        if base is not None and any(info.digest != base for info in engines.server_info().values()):
+        if base is not None and any(info.digest != base for info in self._engines.server_info().values()):
             base = None
         plan, as_delta = (self._encoded.full_plan, False) if base is None else (self._encoded.delta_plan, True)
-        engines.begin_weight_update(base)
+        self._engines.begin_weight_update(base)
         sending = self._trainer.start(DistributedSender.broadcast_held, name, as_delta)
         for bucket in plan:
-            receive_bucket(engines, bucket, name=name, flattened=as_delta)
+            receive_bucket(self._engines, bucket, name=name, flattened=as_delta)
         sending.wait()
         return digest
 
@@ -246,12 +241,7 @@ def join_group(
 
 
 def receive_bucket(
-    receivers: Receivers,
-    bucket: Mapping[str, Sequence[Any]],
-    *,
-    name: str,
-    version: int | None = None,
-    flattened: bool = False,
+    receivers: Receivers, bucket: Body, *, name: str, version: int | None = None, flattened: bool = False
 ) -> None:
     """Have the receivers take a bucket from rank 0 of a group; it ends when all have it: start rank 0 before.
 

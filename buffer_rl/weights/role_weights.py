@@ -19,15 +19,15 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from buffer_rl.cluster.member import Member
+from buffer_rl.engines.http import NOTHING, Body
 from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import EngineError, WorkerDiedError
 from buffer_rl.observe.pulse import Waits, waiting
-from buffer_rl.weights.disk import VERSION_GLOB
-from buffer_rl.weights.distributed import JOIN, LEAVE, UPDATE, Body
+from buffer_rl.weights.disk import remove_versions
+from buffer_rl.weights.distributed import JOIN, LEAVE, UPDATE
 from buffer_rl.weights.publish import ATTEMPTS
 
 if TYPE_CHECKING:
@@ -133,14 +133,7 @@ class RoleReceivers:
         self._role.call(Member.ready, timeout_s=self._timeout_s)
         return {self._role.role: ServerInfo(tp_size=len(self._role.actors))}
 
-    def post(
-        self,
-        path: str,
-        body: Body = MappingProxyType({}),
-        *,
-        each: Mapping[str, Body] | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
+    def post(self, path: str, body: Body = NOTHING, *, each: Mapping[str, Body] | None = None, **_: Any) -> None:
         """Have the processes do what an engine does, with the body for all or that of ``each`` for the role."""
         own = body if each is None else each[self._role.role]
         self._role.call(BroadcastMember.CALLS[path], own, timeout_s=self._timeout_s)
@@ -211,7 +204,5 @@ class FolderUpdates:
         write(str(target))
         loaded = self._load(str(target), version)
         self._newest = target
-        for older in self._folder.glob(VERSION_GLOB):
-            if older != target:
-                shutil.rmtree(older, ignore_errors=True)
+        remove_versions(self._folder, [target])
         return loaded
