@@ -305,6 +305,29 @@ def test_an_engine_that_is_given_up_between_publications_is_not_waited_for():
     assert time.monotonic() - began < 30
 
 
+def test_an_engine_that_is_not_replaced_fails_the_publication_and_is_called_again_in_the_next(tmp_path: Path):
+    faults = [Fault.SERVER_ERROR] * 3
+
+    def while_there_are_any(asked: str) -> Fault | None:
+        return faults.pop() if asked == "/flush_cache" and faults else None
+
+    with FakeEngine() as well, FakeEngine(control_fault=while_there_are_any) as failing:
+        with EngineControlClient([well.url, failing.url]) as control:
+            with pytest.raises(EngineError, match=failing.url):
+                publisher(control, tmp_path, []).publish(1)
+            assert not control.drop([failing.url])
+            publisher(control, tmp_path, []).publish(1)
+        assert (well.version, failing.version) == (1, 1)
+
+
+def test_an_engine_that_is_not_replaced_and_leaves_a_call_open_fails_the_call():
+    with FakeEngine() as well, LeavesOpen() as hanging:
+        control = EngineControlClient([well.url, hanging.url], timeout_s=0.5)
+        with control, pytest.raises(EngineError, match=r"no answer within 0\.5 s"):
+            control.update_weights_from_disk("folder", 1)
+        assert control.targets() == [well.url, hanging.url]
+
+
 @pytest.mark.slow
 def test_where_all_engines_leave_a_call_open_none_is_given_up(tmp_path: Path):
     with LeavesOpen() as one, LeavesOpen() as two:
