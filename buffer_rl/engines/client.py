@@ -446,4 +446,4 @@ class EngineClient:
         """Finish the requests ``rids``, or rows of shared ones, or all where it is None, with what they have. An engine
         out of reach has nothing to abort and is passed over."""
         bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
-        await asyncio.gather(*(self._engines.call("/abort_request", body, reachable_only=True) for body in bodies))
+        await asyncio.gather(*(self._engines.ask("/abort_request", body, reachable_only=True) for body in bodies))

@@ -176,12 +176,12 @@ class EngineControlClient:
     # ------------------------------------------------------------------ calls to the servers
 
     def post(self, path: str, body: Body = NOTHING, **how: Any) -> None:
-        """Send ``body`` to every engine. how: see ``EngineFanOut.call``."""
-        self._run(lambda engines: engines.call(path, body, **how))
+        """Send ``body`` to every engine. how: see ``EngineFanOut.ask``."""
+        self._run(lambda engines: engines.ask(path, body, **how))
 
     def _ask(self, path: str, body: Body | None = None, **how: Any) -> dict[str, Any]:
-        """The answers to ``EngineFanOut.call``, by URL."""
-        found = self._run(lambda engines: engines.call(path, body, **how))
+        """The answers to ``EngineFanOut.ask``, by URL."""
+        found = self._run(lambda engines: engines.ask(path, body, **how))
         return {url: decode_json(raw, url + path) for url, raw in found.items()}
 
     def _field(self, name: str, path: str, body: Body | None = None) -> dict[str, str]:
@@ -250,14 +250,14 @@ class EngineControlClient:
         only: dict[str, Any] = {"only": [url], "timeout_s": RETRACTION_S}
 
         async def retracted(engines: EngineFanOut) -> tuple[Any, bool]:
-            generating = asyncio.ensure_future(engines.call(GENERATE, body, **only))
+            generating = asyncio.ensure_future(engines.ask(GENERATE, body, **only))
             try:
                 early, _ = await asyncio.wait([generating], timeout=wait_s)
                 try:
-                    await engines.call(PAUSE, {"mode": "retract"}, **only)
-                    await engines.call(FLUSH, NOTHING, **only)
+                    await engines.ask(PAUSE, {"mode": "retract"}, **only)
+                    await engines.ask(FLUSH, NOTHING, **only)
                 finally:
-                    await engines.call(CONTINUE, NOTHING, **only, reachable_only=True)
+                    await engines.ask(CONTINUE, NOTHING, **only, reachable_only=True)
                 return decode_json((await generating).get(url, b""), url + GENERATE), bool(early)
             finally:
                 generating.cancel()

@@ -139,7 +139,7 @@ class EngineFanOut:
         """Close all connections."""
         await self._http.close()
 
-    async def call(
+    async def ask(
         self,
         path: str,
         body: Body | None = None,
@@ -180,9 +180,9 @@ class EngineFanOut:
         return answers
 
     async def server_info(self, *, reachable_only: bool = False) -> dict[str, ServerInfo]:
-        """What each engine is, by URL. reachable_only: see ``call``."""
+        """What each engine is, by URL. reachable_only: see ``ask``."""
         # An engine of a plugin may not have it: it is taken for one that promises nothing.
-        found = await self.call(SERVER_INFO, reachable_only=reachable_only, missing=b"{}")
+        found = await self.ask(SERVER_INFO, reachable_only=reachable_only, missing=b"{}")
         return {url: ServerInfo.parse(decode_json(raw, url + SERVER_INFO), url) for url, raw in found.items()}
 
     async def _urls_of_router(self) -> list[str]:

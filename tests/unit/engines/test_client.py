@@ -321,7 +321,7 @@ async def test_engines_that_have_died_do_not_fail_a_call_that_another_one_answer
     async def answering(*urls, gone):
         engines = EngineFanOut(lambda: urls, 60.0, is_gone=lambda url, error: url in gone)
         try:
-            return list(await engines.call("/model_info"))
+            return list(await engines.ask("/model_info"))
         finally:
             await engines.close()
 
