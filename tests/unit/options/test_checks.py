@@ -25,7 +25,7 @@ class Depth(Section):
     def check(args: Any) -> None:
         needs(args, "deep", "there are no levels", "depth", "depth_names")
         needs(args, "depth_file", "no level is read", "deep")
-        refuse(args.depth > 9, f"{args.depth} levels", "--depth", expected="at most 9")
+        refuse(args.depth > 9, f"--depth: {args.depth} levels", expected="at most 9")
 
     @staticmethod
     def notices(args: Any) -> Any:
@@ -58,15 +58,31 @@ def test_an_option_counts_as_given_by_its_value_and_the_first_one_is_named() -> 
 
 def test_the_flag_that_was_found_replaces_the_braces_of_every_text() -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse("--depth", "{} is deep", "--flat and {}", expected="no {}", hint="take {} out")
+        refuse("--depth", "--flat and {}: {} is deep: 1", "take {} out", "no {}")
     error = caught.value
-    texts = ["--depth is deep", "--flat and --depth", "no --depth", "take --depth out"]
+    texts = ["--depth is deep: 1", "--flat and --depth", "no --depth", "take --depth out"]
     assert [error.what, error.where, error.expected, error.hint] == texts
-    refuse("", "{} is deep", "{}")
-    with pytest.raises(ConfigError, match=r"^--to: 'x_\{\}' is a path$"):
-        refuse(True, "'x_{}' is a path", "--to")
+    refuse("", "{}: it is deep")
+    with pytest.raises(ConfigError, match=r"^--to: 'x_\{\}' is a path\n"):
+        refuse(True, "--to: 'x_{}' is a path")
     assert first({"a": 0, "b": [], "c": 1, "d": 2}) == "c"
     assert first({"a": None}) == ""
+
+
+@pytest.mark.parametrize(
+    ("texts", "rest"),
+    [
+        (("--a: no",), "--a: no\n  hint: take it out"),
+        (("--a and --b: no",), "--a and --b: no\n  hint: take one of them out"),
+        (("--a: this and that",), "--a: this and that\n  hint: take it out"),
+        (("--a: no", "", "1"), "--a: no\n  expected: 1"),
+        (("--a: no", "add --b", "1"), "--a: no\n  expected: 1\n  hint: add --b"),
+    ],
+)
+def test_every_refusal_says_what_to_do(texts: tuple[str, ...], rest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse(True, *texts)
+    assert str(caught.value) == rest
 
 
 @pytest.mark.parametrize(
