@@ -93,23 +93,19 @@ class AgentOptions(Section):
         chosen = [flag for name in AGENTS if (flag := given(args, name))]
         if not chosen:
             return
-        what, hint = "a run has one agent", ""
+        what = "a run has one agent"
         if "--environment" in chosen:
             what = "an environment is played by the built-in agent, and its methods are the tools"
         elif "--tools-path" in chosen:
-            what, hint = "an agent of yours calls tools itself", "--tools-path alone is the built-in agent"
-        refuse(len(chosen) > 1, f"{' and '.join(chosen)}: {what}", hint)
+            what = "an agent of yours calls tools itself, and --tools-path alone is the built-in agent"
+        refuse(len(chosen) > 1, f"{' and '.join(chosen)}: {what}")
         for name, why in REFUSED_WITH_AGENTS.items():
             refuse(given(args, name), f"{chosen[0]} and {{}}: {why}", "take {} out")
         if args.response_template:
             TemplateReader(args.response_template)  # refuses what is none
-        once, most = args.agent_timeout_s, args.rollout_timeout_s
+        once, most, where = args.agent_timeout_s, args.rollout_timeout_s, "--agent-timeout-s and --rollout-timeout-s"
         what = f"a sample may be played twice, {once:g} s each, and the rollout ends after {most:g} s"
-        refuse(
-            2 * once > most,
-            f"--agent-timeout-s and --rollout-timeout-s: {what}",
-            "double the second, or halve the first",
-        )
+        refuse(2 * once > most, f"{where}: {what}", expected="at least twice as long for the rollout")
 
 
 AGENTS = ("agent_path", "agent_command", "tools_path", "environment")

@@ -39,7 +39,7 @@ class AlgorithmOptions(Section):
     )
     pass_at_k: int = option(4, "number of samples of which the best counts: k of pass@k (pass_at_k)", ge=1)
     use_opd: bool = option(False, "on-policy distillation: subtract the log-ratio to a teacher from token advantages")
-    opd_kl_coef: float = option(1.0, "weight of the log-ratio of --use-opd", ge=0)
+    opd_kl_coef: float = option(1.0, "weight of the log-ratio of --use-opd", ge=0, needs="use_opd")
     normalize_advantages: bool = option(
         False, "normalise advantages to mean 0 and standard deviation 1 over the unmasked tokens of a rollout"
     )
@@ -108,7 +108,7 @@ class LossOptions(Section):
         one_of="correction",
     )
     custom_tis_function_path: str | None = option(
-        None, "your weights, in place of --tis-mode", kind="correction", one_of="correction"
+        None, "your weights, in place of --tis-mode", kind="correction", one_of="correction", needs="use_tis"
     )
     use_kl_loss: bool = option(False, "add a KL penalty to the loss, weighted by --kl-loss-coef")
     kl_loss_coef: float = option(0.0, "weight of the KL penalty of --use-kl-loss", ge=0)
@@ -134,7 +134,6 @@ class LossOptions(Section):
             what = f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of"
             needs(args, "use_kl_loss", what, "kl_loss_coef", hint="add --use-kl-loss, or write --kl-loss-coef 0")
         check_kl_target(args)
-        needs(args, "use_tis", "nothing is corrected", "custom_tis_function_path")
         if args.use_tis:
             low, high, loss = args.tis_clip_low, args.tis_clip, LOSSES.get(loss_of(args))
             refuse(low > high, f"--tis-clip-low and --tis-clip: no weight is between {low:g} and {high:g}")

@@ -93,12 +93,9 @@ class DataOptions(Section):
             "--debug-rollout-only": rollout_only(args),
             "supervised fine-tuning, which has no rewards": is_supervised(args),
         }
+        other = args.prompt_order == "difficulty" and first(others)
         hint = "take it out; a data source of your own decides about its order by itself"
-        refuse(
-            args.prompt_order == "difficulty" and first(others),
-            "--prompt-order difficulty: it does not go with {}",
-            hint,
-        )
+        refuse(other, "--prompt-order difficulty: it does not go with {}", hint)
         check_template_kwargs(args.apply_chat_template_kwargs)
 
 

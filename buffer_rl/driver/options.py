@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from buffer_rl.args import Args
 from buffer_rl.data.eval_sets import eval_sets_of
-from buffer_rl.options.checks import given, needs, refuse
+from buffer_rl.options.checks import given, refuse
 from buffer_rl.options.section import Section, did_you_mean, flag_of, option
 from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.plan.staleness import async_notices, check_async
@@ -49,13 +49,18 @@ class RunOptions(Section):
     seed: int = option(1234, "seed of the initialisation and of the trainer")
     deterministic: bool = option(False, "equal seeds give equal metrics and parameters, at some cost in speed")
     save: str | None = option(None, "folder for checkpoints, or a URL that fsspec reaches", metavar="PATH", common=True)
-    save_interval: int | None = option(None, "save a checkpoint every N steps, and at the end", ge=1, common=True)
+    save_interval: int | None = option(
+        None, "save a checkpoint every N steps, and at the end", ge=1, needs="save", common=True
+    )
     save_timeout_s: float = option(3600.0, "deadline for one checkpoint, including its upload, in seconds", gt=0)
-    keep_last: int | None = option(None, "keep only the N newest checkpoints in --save; if not set: all", ge=1)
+    keep_last: int | None = option(
+        None, "keep only the N newest checkpoints in --save; if not set: all", ge=1, needs="save"
+    )
     keep_best: str | None = option(
         None,
         "keep also the checkpoint with the highest eval/NAME; for the lowest: --keep-best=-eval/NAME",
         metavar="EVAL",
+        needs="keep_last",
     )
     save_on_exit_s: float = option(
         30.0,
@@ -64,7 +69,9 @@ class RunOptions(Section):
         gt=0,
     )
     async_save: bool = option(
-        False, "write checkpoints in the background; one is complete before the next begins and before the run ends"
+        False,
+        "write checkpoints in the background; one is complete before the next begins and before the run ends",
+        needs="save",
     )
     save_optim: bool = option(
         True, "keep the optimizer's state in checkpoints; without it a resumed run starts with new Adam moments"
@@ -119,8 +126,6 @@ class RunOptions(Section):
         check_async(args)
         stop = None if args.early_stop is None else parse_early_stop(args.early_stop).metric
         _check_evaluated(args, "--early-stop", stop)
-        needs(args, "save", "there is no folder to save to", "save_interval", "async_save", "keep_last", "keep_best")
-        needs(args, "keep_last", "all checkpoints are kept", "keep_best")
         _check_evaluated(args, "--keep-best", args.keep_best and args.keep_best.removeprefix("-"))
 
     @staticmethod

@@ -55,13 +55,13 @@ def _check_own_roles(args: Args, registry: PluginRegistry) -> None:
     """Roles of ``--role-path`` wait for fields that come before theirs, and roles that are fused have processes; those
     of ``--resource`` are there."""
     own = own_roles(args, registry)
-    what = "--role-path and --debug-rollout-only: no trainer reads what these roles add"
-    refuse(own and rollout_only(args), what)
+    unread = own and rollout_only(args)
+    refuse(unread, "--role-path and --debug-rollout-only: no trainer reads what these roles add")
     unknown = min(roles_in_resource(args).keys() - own.keys(), default="")
     expected = f"roles among {', '.join(['actor', CRITIC, 'rollout (the engines)', *PLACED, *own])}"
     refuse(unknown, "--resource: there is no role '{}'", "--role-path adds a role of your own", expected)
-    what, hint = f"--resource: the role {CRITIC!r} is counted, and there is none", "add --use-critic, or take it out"
-    refuse(CRITIC in replicas_of(args) and not uses_critic(args), what, hint)
+    absent = CRITIC in replicas_of(args) and not uses_critic(args)
+    refuse(absent, f"--resource: the role {CRITIC!r} is counted, and there is none", "add --use-critic")
     counts = process_counts(args, own)
     fused_roles(args, counts)
     added = {field for role in counts if role in ROLES for field in ROLES[role].fields}
@@ -80,9 +80,7 @@ def _check_own_roles(args: Args, registry: PluginRegistry) -> None:
     for reference, row in (own[name] for name in waiting if name in own):
         lacking, hint = sorted({*row.needs} - added), "give the role that adds it processes: --num-ref-workers 1"
         what = f"the role {reference!r} needs {lacking}, which no role with processes of its own adds before it"
-        expected = (
-            f"columns of the rollout, which need not be named, and {', '.join(sorted(added)) or 'no other field'}"
-        )
+        expected = f"{', '.join(sorted(added)) or 'nothing'}; columns of the rollout need not be named"
         refuse(True, f"--role-path: {what}", hint, expected)
 
 
@@ -91,20 +89,16 @@ def _check_estimator(args: Args, registry: PluginRegistry) -> None:
     estimator = registry.resolve("advantage", reference)
     for asked, other in ((args.num_advantage_workers, "--num-advantage-workers"), (args.stream_gradients, STREAM)):
         what = "advantages are normalised over a whole rollout, which is not there when they are computed"
-        normalised = asked and args.normalize_advantages
-        refuse(normalised, f"{other} and --normalize-advantages: {what}")
+        refuse(asked and args.normalize_advantages, f"{other} and --normalize-advantages: {what}")
         what = f"the advantage {reference!r} has scope 'rollout': it may need all groups of a rollout together"
         hint = "if it reads nothing beyond the rows of one prompt, declare it: @buffer_rl.kinds.marks.scoped('group')"
         refuse(asked and scope_of(estimator) is Scope.ROLLOUT, f"{other} and {flag}: {what}", hint)
-    declared = needs_of(estimator)
     for name in sorted(estimator_needs(args, estimator)):
-        by_teacher = args.use_opd and (not args.kl_coef or name == "teacher_log_probs")
-        if name in declared:
-            _check_need(args, name, flag, f"the advantage {reference!r}")
-        elif by_teacher:
-            _check_need(args, name, "--use-opd", "distillation")
-        else:
-            _check_need(args, name, f"--kl-coef and {flag}", f"the advantage {reference!r}")
+        who, where = f"the advantage {reference!r}", flag
+        if name not in needs_of(estimator):
+            by_teacher = args.use_opd and (not args.kl_coef or name == "teacher_log_probs")
+            who, where = ("distillation", "--use-opd") if by_teacher else (who, f"--kl-coef and {flag}")
+        _check_need(args, name, where, who)
 
 
 def _check_loss(args: Args, registry: PluginRegistry) -> None:

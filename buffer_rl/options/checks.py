@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
-from buffer_rl.options.section import declared, flag_of, load_section
+from buffer_rl.options.section import Section, declared, flag_of, load_section
 from buffer_rl.plugin.calls import call
 
 
@@ -24,7 +24,14 @@ def check_options(args: Args) -> None:
 
     args: the flat options of a training run, with every core section."""
     for reference in type(args).section_references:
-        call("section", reference, load_section(reference).check, args, at="check", error_class=ConfigError)
+        call("section", reference, _check, load_section(reference), args, at="check", error_class=ConfigError)
+
+
+def _check(section: type[Section], args: Args) -> None:
+    section.check(args)
+    for name, field in section.model_fields.items():
+        if other := declared(field, "needs"):
+            needs(args, other, f"nothing reads it without {flag_of(other)}", name)
 
 
 def notices(args: Args) -> list[str]:

@@ -36,7 +36,7 @@ class RolloutOptions(Section):
     )
     partial_rollout: bool = option(False, "requeued groups keep their partial responses and continue later")
     mask_offpolicy_in_partial_rollout: bool = option(
-        False, "with --partial-rollout: a loss mask of 0 for tokens of older weights"
+        False, "with --partial-rollout: a loss mask of 0 for tokens of older weights", needs="partial_rollout"
     )
     n_samples_per_prompt: int = option(8, "number of samples per prompt", ge=1, common=True)
     rollout_temperature: float = option(1.0, "sampling temperature; 0 is greedy", ge=0, common=True)
@@ -59,6 +59,7 @@ class RolloutOptions(Section):
         False,
         "allow --replay-routed-experts with publications that retract requests: experts of tokens that were sampled "
         "before one are those that the newest weights chose for them (rollout/experts_recomputed)",
+        needs="replay_routed_experts",
     )
     rollout_max_prompt_len: int | None = option(
         None, "maximum number of prompt tokens; longer prompts are rejected (prompt_too_long) and replaced", ge=1
@@ -121,7 +122,6 @@ class RolloutOptions(Section):
         size, in_flight = args.rollout_batch_size, args.over_sampling_batch_size
         what = f"--over-sampling-batch-size: {in_flight} groups in flight cannot give {size} a step"
         refuse(in_flight is not None and in_flight < size, what, expected=f"at least {size}")
-        needs(args, "partial_rollout", "there are no older tokens to mask", "mask_offpolicy_in_partial_rollout")
         unmasked = args.partial_rollout and not args.mask_offpolicy_in_partial_rollout
         what = f"--partial-rollout: --schedule {args.schedule} does not train on tokens of older weights"
         hint = "add --mask-offpolicy-in-partial-rollout: older tokens are then context, with a loss mask of 0"
@@ -174,7 +174,6 @@ def _check_replay(args: Args) -> None:
     uncut, what = args.replay_kept_tokens and not _truncating(args), "no tokens are cut off when samples are drawn"
     expected = "--rollout-top-p, --rollout-top-k or --rollout-min-p, and a temperature above 0"
     refuse(uncut, f"--replay-kept-tokens: {what}", "take it out", expected)
-    needs(args, "replay_routed_experts", "no experts are replayed", "replay_recomputed_experts")
     what = "--replay-routed-experts: no engine computes the tokens of supervised fine-tuning"
     refuse(args.replay_routed_experts and is_supervised(args), what)
     schedule = Schedule.of(args)

@@ -51,7 +51,10 @@ class TrainOptions(Section):
     )
     ref_load: str | None = option(None, "reference model; if not set: --hf-checkpoint", metavar="PATH")
     opd_teacher_load: str | None = option(
-        None, "teacher model of --use-opd, with the same vocabulary: a Hugging Face folder", metavar="PATH"
+        None,
+        "teacher model of --use-opd, with the same vocabulary: a Hugging Face folder",
+        metavar="PATH",
+        needs="use_opd",
     )
     ref_update_interval: int | None = option(
         None, "copy the actor's weights to the reference model every N rollouts; if not set: never", ge=1
@@ -158,7 +161,6 @@ class TrainOptions(Section):
         steps, groups = args.num_steps_per_rollout, args.rollout_batch_size
         what = f"--num-steps-per-rollout and --rollout-batch-size: {steps} optimizer steps on {groups} groups"
         refuse(steps > groups, what, expected="at least one group for each step")
-        needs(args, "use_opd", "nothing is distilled", "opd_teacher_load", "opd_kl_coef")
         loss = loss_of(args)
         unread = args.use_opd and loss in ("sft_loss", "dpo")
         refuse(unread, f"--use-opd: {loss} reads no advantages, which the teacher is a part of")
@@ -288,9 +290,8 @@ class LoraOptions(Section):
             return
         refuse(args.lora_dropout, "--lora-dropout: two passes would differ, so that no ratio begins at 1")
         adapter, mode, where = args.lora_publish == "adapter", args.weight_sync_mode, "--lora-publish adapter"
-        refuse(
-            adapter and not args.lora_rank, f"{where}: all weights would be trained, and no adapter", "add --lora-rank"
-        )
+        whole = adapter and not args.lora_rank
+        refuse(whole, f"{where}: all weights would be trained, and no adapter", "add --lora-rank")
         refused = {
             "engines read adapters from a folder": mode != "disk" and f"--weight-sync-mode {mode}",
             "an engine's base goes with its memory": given(args, "offload_rollout"),

@@ -68,11 +68,8 @@ class JudgeOptions(Section):
         chosen = next((name for name in _rewards(args) if name in NAMES or name.startswith(MODULE)), "")
         if not chosen:
             return
-        refuse(
-            args.judge_url is None,
-            f"--judge-url: the reward {chosen!r} has no judge",
-            "add --judge-url http://HOST:PORT/v1",
-        )
+        what, hint = f"--judge-url: the reward {chosen!r} has no judge", "add --judge-url http://HOST:PORT/v1"
+        refuse(args.judge_url is None, what, hint)
         if args.judge_prompt is not None:
             prompt_of(args.judge_prompt)
         pairwise = "pairwise" in chosen

@@ -162,8 +162,8 @@ def virtual_stages(args: MegatronArgs, num_layers: int) -> int | None:
     what = "--virtual-pipeline-model-parallel-size: there is one pipeline stage"
     refuse(parts is not None and pp == 1, what, "take it out", "two or more")
     what = f"{num_layers} layers cannot be shared equally among {pp * (parts or 1)} parts of the pipeline"
-    divides = num_layers % (pp * (parts or 1)) == 0
-    refuse(not divides, f"--pipeline-model-parallel-size: {what}", expected="a divisor of the number of layers")
+    uneven = num_layers % (pp * (parts or 1))
+    refuse(uneven, f"--pipeline-model-parallel-size: {what}", expected="a divisor of the number of layers")
     return parts if parts is not None and parts > 1 else None
 
 
@@ -175,10 +175,10 @@ def check(args: MegatronArgs) -> None:
     other = given(args, "fsdp_size", "lora_rank", "optimizer_cpu_offload")
     other = other or ("" if args.save_optim else "--no-save-optim")
     refuse(other, "{}: the Megatron trainer cannot do it", "take it out, or --train-backend torch")
-    ranks, where, hint = layout(args), "--transformer-impl", "--transformer-impl local"
+    ranks, where = layout(args), "--transformer-impl"
     is_te, has_te = args.transformer_impl == "transformer_engine", find_spec("transformer_engine") is not None
     refuse(is_te and not args.bf16, f"{where}: its attention of packed rows takes halves alone", "add --bf16")
-    refuse(is_te and not has_te, f"{where}: TransformerEngine is not installed", hint)
+    refuse(is_te and not has_te, f"{where}: TransformerEngine is not installed", expected="local")
     early = args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce)
     what = "only the distributed optimizer gathers parameters, once gradients are reduced asynchronously"
     hint = "add --use-distributed-optimizer --overlap-grad-reduce"
@@ -206,8 +206,7 @@ def _check_experts(args: MegatronArgs, ranks: Layout) -> None:
     what = f"experts cannot be spread over {ep} x {split} of the {of_stage} ranks of a pipeline stage {axes}"
     refuse(of_stage % (ep * split), f"{where}: {what}", expected=f"sizes whose product divides {of_stage}")
     local = args.moe_grouped_gemm and args.transformer_impl != "transformer_engine"
-    hint = "add --transformer-impl transformer_engine, or leave it out"
-    refuse(local, "--moe-grouped-gemm: the grouped kernel is TransformerEngine's", hint)
+    refuse(local, "--moe-grouped-gemm: it needs --transformer-impl transformer_engine")
     uneven = has_auxiliary_loss(args) and args.moe_router_load_balancing_type == "seq_aux_loss"
     what = "rows of different lengths would have wrong weights in a loss of each sequence"
     refuse(uneven, f"--moe-router-load-balancing-type: {what}", "aux_loss, or --moe-aux-loss-coeff 0")
@@ -217,12 +216,11 @@ def _check_recomputed(args: MegatronArgs, *, has_te: bool) -> None:
     full, chosen = args.recompute_granularity == "full", args.recompute_method or args.recompute_num_layers
     what, hint = "--recompute-method: only whole layers are chosen this way", "--recompute-granularity full"
     refuse(bool(chosen) and not full, what, hint)
-    unsaid = full and not (args.recompute_method and args.recompute_num_layers)
-    hint = "--recompute-method uniform --recompute-num-layers 1"
-    refuse(unsaid, "--recompute-granularity: which layers are computed again is not said", hint)
+    what, hint = "which layers are computed again is not said", "--recompute-method uniform --recompute-num-layers 1"
+    refuse(full and not (args.recompute_method and args.recompute_num_layers), f"--recompute-granularity: {what}", hint)
     where, parts = "--recompute-modules", set(args.recompute_modules)
-    hint = "add --recompute-granularity selective"
-    refuse(parts and args.recompute_granularity != "selective", f"{where}: parts of layers are chosen this way", hint)
+    whole, hint = args.recompute_granularity != "selective", "add --recompute-granularity selective"
+    refuse(parts and whole, f"{where}: parts of layers are chosen this way", hint)
     unknown = ", ".join(sorted(parts - set(RECOMPUTED)))
     refuse(unknown, f"{where}: {{}}: there is no such part", expected=", ".join(RECOMPUTED))
     what = f"{where}: Megatron recomputes norms with a function of TransformerEngine's"
@@ -238,10 +236,8 @@ def _check_functions(args: MegatronArgs) -> None:
             try:
                 inspect.signature(registry.load(path)).bind(*parameters)
             except TypeError as error:
-                expected = f"({', '.join(parameters)})"
-                raise ConfigError(
-                    f"{path} cannot be called: {error}", where=flag_of(name), expected=expected
-                ) from error
+                what, expected = f"{path} cannot be called: {error}", f"({', '.join(parameters)})"
+                raise ConfigError(what, where=flag_of(name), expected=expected) from error
     if args.custom_model_provider_path is not None:
         resolve_provider(args.custom_model_provider_path, registry)
 

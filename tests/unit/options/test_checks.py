@@ -20,6 +20,7 @@ class Depth(Section):
     depth_file: str | None = option(None, "file with the levels", metavar="PATH")
     depth_names: list[str] = option([], "names of the levels")
     deep: bool = option(False, "whether there are levels")
+    depth_unit: str = option("m", "unit of each level", needs="depth_file")
 
     @staticmethod
     def check(args: Any) -> None:
@@ -99,6 +100,17 @@ def test_an_option_that_nothing_reads_is_named_with_what_to_add(options: dict[st
         check_options(args_of(**options))
     assert str(caught.value) == message
     check_options(args_of(deep=True, depth_file="f", depth=9))
+
+
+def test_an_option_that_declares_what_it_needs_is_refused_without_it_and_its_help_says_so() -> None:
+    assert Depth.model_fields["depth_unit"].description == "unit of each level; needs --depth-file"
+    with pytest.raises(ConfigError) as caught:
+        check_options(args_of(depth_unit="km"))
+    assert str(caught.value) == (
+        "--depth-unit: nothing reads it without --depth-file\n  hint: add --depth-file PATH, or take it out"
+    )
+    check_options(args_of(depth_unit="m"))
+    check_options(args_of(depth_unit="km", depth_file="f", deep=True))
 
 
 def test_the_sections_of_plugins_check_and_notify_with_those_of_the_core() -> None:

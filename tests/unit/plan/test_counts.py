@@ -99,8 +99,7 @@ def test_equal_numbers_given_twice_are_accepted() -> None:
         ),
         (
             {"resource": {"actor": [1, 4], "critic": [1, 2]}},
-            "--resource: the critic has 2 ranks, and the actor 4\n"
-            '  expected: "critic": [1, 4]',
+            '--resource: the critic has 2 ranks, and the actor 4\n  expected: "critic": [1, 4]',
         ),
         (
             {"resource": {"rollout": [1, 3]}, "rollout_num_gpus_per_engine": 2},
