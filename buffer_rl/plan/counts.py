@@ -78,7 +78,7 @@ def with_counts(args: Args) -> Args:
     if getattr(args, "bf16", False) and "engine_dtype" not in args.model_fields_set:
         changes["engine_dtype"] = "bfloat16"  # two formats cost accuracy: the policy that samples is then another one
     engine = getattr(args, "rollout_engine", "external")
-    what = f"engines of {engine!r} would be started, and those at these addresses run already"
+    what = f"the run would start engines of {engine!r}, and those at these addresses run already"
     both = external and engine != "external" and "rollout_engine" in args.model_fields_set
     refuse(both, f"--rollout-engine and --rollout-external-engine-addrs: {what}")
     for name, derived in derived_counts(args).items():

@@ -125,7 +125,7 @@ def _check_limits(args: JudgeArgs, *, pairwise: bool) -> None:
     each = 2 * min(args.judge_opponents * samples, samples * (samples - 1) // 2) if pairwise else samples
     number = args.rollout_batch_size * each
     seconds, where = 60 * number / (limit or math.inf), "--judge-requests-per-minute"
-    what = f"{where}: the {number} requests of a step take {seconds:.0f} s, and a reward has --rm-timeout-s {most:g}"
+    what = f"{where}: the {number} requests of a step take {seconds:.0f} s at {limit}, and a reward has {most:g} s"
     refuse(seconds > most, what, f"--rm-timeout-s {2 * seconds:.0f}, or a smaller --rollout-batch-size")
 
 

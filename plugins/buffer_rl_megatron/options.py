@@ -206,7 +206,7 @@ def _check_experts(args: MegatronArgs, ranks: Layout) -> None:
     what = f"experts cannot be spread over {ep} x {split} of the {of_stage} ranks of a pipeline stage {axes}"
     refuse(of_stage % (ep * split), f"{where}: {what}", expected=f"sizes whose product divides {of_stage}")
     local = args.moe_grouped_gemm and args.transformer_impl != "transformer_engine"
-    refuse(local, "--moe-grouped-gemm: it needs --transformer-impl transformer_engine")
+    refuse(local, "--moe-grouped-gemm: the kernel is TransformerEngine's", "add --transformer-impl transformer_engine")
     uneven = has_auxiliary_loss(args) and args.moe_router_load_balancing_type == "seq_aux_loss"
     what = "rows of different lengths would have wrong weights in a loss of each sequence"
     refuse(uneven, f"--moe-router-load-balancing-type: {what}", "aux_loss, or --moe-aux-loss-coeff 0")

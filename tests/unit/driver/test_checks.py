@@ -138,6 +138,7 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"use_opd": True, "opd_teacher_load": "teacher", "loss_type": "dpo"}, ["--use-opd: dpo reads no advantages"]),
         ({"opd_teacher_load": "teacher"}, ["--opd-teacher-load: nothing reads it", "add --use-opd"]),
         ({"opd_kl_coef": 0.5}, ["--opd-kl-coef: nothing reads it"]),
+        ({"custom_tis_function_path": "m:w"}, ["--custom-tis-function-path: nothing reads it", "add --use-tis"]),
         ({"num_advantage_workers": 1, "loss_type": "sft_loss"}, ["--num-advantage-workers: ", "has no advantages"]),
         ({"stream_gradients": True}, ["--stream-gradients: --schedule lockstep", "add --schedule pipelined"]),
         ({**STREAM, "num_steps_per_rollout": 2}, ["--stream-gradients and --num-steps-per-rollout: 2 optimizer steps"]),
