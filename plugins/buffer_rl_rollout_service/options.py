@@ -73,6 +73,6 @@ def require_versions(group: Mapping[str, Any], *, where: str) -> None:
         of_turns = turns and all(turn.get("version") is not None or turn.get("spans") for turn in turns)
         unknown = item.get("weight_version") is None and not item.get("weight_versions") and not of_turns
         what = f"the trajectory {item['uid']!r} of problem {item['instance_id']!r} does not say which weights it is of"
-        expected = "weight_version, a whole number, or weight_versions; or version, or spans, in each of its turns"
+        expected = "in each trajectory weight_version, a whole number, or weight_versions; or in each turn spans"
         hint = "engines report both in meta_info: send them along with the tokens; or --schedule lockstep"
         refuse(unknown, f"{where}: {what}", hint, expected)
