@@ -72,7 +72,7 @@ def require_versions(group: Mapping[str, Any], *, where: str) -> None:
         turns = item.get("turns") or []
         of_turns = turns and all(turn.get("version") is not None or turn.get("spans") for turn in turns)
         unknown = item.get("weight_version") is None and not item.get("weight_versions") and not of_turns
-        what = f"the trajectory {item['uid']!r} of problem {item['instance_id']!r} does not say which weights it is of"
-        expected = "in each trajectory weight_version, a whole number, or weight_versions; or in each turn spans"
+        what = f"the trajectory {item['uid']!r} of problem {item['instance_id']!r} does not say which weights made it"
+        expected = "in each trajectory weight_version, a whole number, or weight_versions; or version or spans per turn"
         hint = "engines report both in meta_info: send them along with the tokens; or --schedule lockstep"
         refuse(unknown, f"{where}: {what}", hint, expected)
