@@ -1,8 +1,8 @@
 """The Buffer's process: one thread at a time works on the state, others answer health checks; and its watcher.
 
 Ray starts it again when it dies. The new process reads the ledger: what was leased is pending again, the rollouts under
-way are lost (their calls raise BufferRestartedError), and the driver has them produced again. ``BufferWatch`` ends a
-process that hangs.
+way are lost (their calls raise BufferRestartedError), and the driver has them produced again. ``watch_buffer`` ends
+a process that hangs.
 
 Blocking: callers wait for the state with a deadline; the thread that holds the state lock never waits. Large payloads
 are written to the object store before the lock is taken. User code never runs here.
@@ -31,6 +31,7 @@ from buffer_rl.buffer.ledger_file import FILE_NAME, LedgerPlace, new_ledger
 from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
+from buffer_rl.cluster.hangs import ReplacementWatch
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError
 from buffer_rl.options.section import load_args
@@ -216,8 +217,17 @@ PATIENCE_S = 0.1
 """Longest time that one look waits for an answer; a healthy Buffer's takes milliseconds."""
 
 
-class BufferWatch:
-    """A watcher of the driver: a health check of the Buffer that never waits longer than ``PATIENCE_S``.
+def watch_buffer(
+    actor: Any,
+    *,
+    hang_s: float,
+    start_s: float,
+    process: Callable[[], int | None],
+    shown: Callable[[dict[str, Any]], None],
+    notice: Callable[[str], None],
+    now: Callable[[], float] = time.monotonic,
+) -> ReplacementWatch[dict[str, Any]]:
+    """A watcher of the driver: a health check of the Buffer.
 
     hang_s: a Buffer whose process runs, and did not answer for this long or has worked on one change for this long, is
     ended. start_s: so is one that is not there again after this long.
@@ -225,55 +235,32 @@ class BufferWatch:
     shown: called with the Buffer's counts. notice: called with a line when the Buffer was, or will be, replaced.
     """
 
-    def __init__(
-        self,
-        actor: Any,
-        *,
-        hang_s: float,
-        start_s: float,
-        process: Callable[[], int | None],
-        shown: Callable[[dict[str, Any]], None],
-        notice: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._actor = actor
-        self._hang_s = hang_s
-        self._start_s = start_s
-        self._process = process
-        self._shown = shown
-        self._notice = notice
-        self._now = now
-        self._question: Any = None
-        self._asked = 0.0
-        self._pid: int | None = None
-
-    def __call__(self) -> None:
-        """One look."""
-        if self._question is None:
-            self._question, self._asked = self._actor.get_progress.remote(), self._now()
-        if not ray.wait([self._question], timeout=PATIENCE_S)[0]:
-            silent = self._now() - self._asked
-            if silent > self._hang_s and (self._process() is not None or silent > self._start_s):
-                self._end(f"did not answer for {silent:.0f} s")
-            return
-        question, self._question = self._question, None
-        try:
-            answer: dict[str, Any] = ray.get(question, timeout=PATIENCE_S)
-        except ray.exceptions.RayError:  # it died; its callers wait for the next one, or end the run
-            return
-        if self._pid is not None and answer["pid"] != self._pid:
-            self._notice(f"the Buffer died and was replaced (process {answer['pid']})")
-        self._pid = answer["pid"]
-        if answer["busy_s"] > self._hang_s:
-            self._end(f"has worked on one change for {answer['busy_s']:.0f} s")
-        self._shown(answer)
-
-    def _end(self, why: str) -> None:
-        self._notice(f"the Buffer {why}: its process is ended")
-        self._question = None
-        process = self._process()
-        if process is None:
-            ray.kill(self._actor, no_restart=False)
+    def end(why: str) -> None:
+        notice(f"the Buffer {why}: its process is ended")
+        if (pid := process()) is None:
+            ray.kill(actor, no_restart=False)
             return
         with suppress(ProcessLookupError):  # as ray.kill, which takes seconds to end a stopped process
-            os.kill(process, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+
+    def silent(_: int, seconds: float) -> bool:
+        is_hung = seconds > hang_s and (process() is not None or seconds > start_s)
+        if is_hung:
+            end(f"did not answer for {seconds:.0f} s")
+        return is_hung
+
+    def pid_of(answer: dict[str, Any]) -> int:
+        if answer["busy_s"] > hang_s:
+            end(f"has worked on one change for {answer['busy_s']:.0f} s")
+        shown(answer)
+        return int(answer["pid"])
+
+    return ReplacementWatch(
+        [actor],
+        BufferActor.get_progress,
+        replaced=lambda _, pid: notice(f"the Buffer died and was replaced (process {pid})"),
+        pid_of=pid_of,
+        silent=silent,
+        patience_s=PATIENCE_S,
+        now=now,
+    )

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.buffer.actor import BufferWatch, start_buffer
+from buffer_rl.buffer.actor import start_buffer, watch_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
@@ -29,7 +29,7 @@ from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.environment import StopRequest, direct_variables, signals_as_exceptions, variables
 from buffer_rl.cluster.fork_server import fork_server
-from buffer_rl.cluster.hangs import HangWatch
+from buffer_rl.cluster.hangs import HangWatch, ReplacementWatch
 from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import placed
@@ -74,12 +74,12 @@ from buffer_rl.plan.schedule import (
 from buffer_rl.plan.staleness import staleness_notice
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.rollout.data_source import DataSourceActor, SourceWatch, source_answers, start_data_source
+from buffer_rl.rollout.data_source import DataSourceActor, source_answers, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import RolloutWorker, start_rollout_workers
 from buffer_rl.train.learning_rate import with_decay_iters
 from buffer_rl.train.rank import TrainRank, start_train_group
-from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
+from buffer_rl.train.reward_model import start_reward_model, watch_reward_model
 from buffer_rl.train.role_worker import RoleWorker, start_roles
 from buffer_rl.weights.adapters import AdapterCheck, AdapterTransport, MergedShare
 from buffer_rl.weights.follow import FollowFolder
@@ -219,7 +219,12 @@ class _Run:
         actor = self.source = start_data_source(self.args, self.logs)
         self.processes.stops(ActorGroup("data_source", lambda _: actor))
         source_answers(self.args).call(actor, DataSourceActor.setup)
-        watch = SourceWatch(actor, self.args, self.observer.notice)
+        notice = self.observer.notice
+
+        def replaced(_: int, pid: int) -> None:
+            notice(f"the data source's process died and was replaced (process {pid})")
+
+        watch = ReplacementWatch([actor], DataSourceActor.pid, replaced=replaced)
         self.processes.watchers.append(watch)
         self.processes.callback(watch.close)
         yield
@@ -239,7 +244,7 @@ class _Run:
         # Noticed, ended and started again before its callers reach their deadlines.
         hang_s, ledger = min(args.buffer_hang_timeout_s, args.buffer_timeout_s / 2), Path(args.run_dir, FILE_NAME)
         start_s, process = args.buffer_timeout_s, lambda: ledger_writer(ledger)
-        watch = BufferWatch(actor, hang_s=hang_s, start_s=start_s, process=process, shown=show, notice=notice)
+        watch = watch_buffer(actor, hang_s=hang_s, start_s=start_s, process=process, shown=show, notice=notice)
         self.processes.watchers.append(watch)
         yield
 
@@ -280,7 +285,7 @@ class _Run:
         group = self.processes.stops(start_reward_model(self.args, self.logs, self.placement))
         self.reward = group
         yield from self._loading(group)
-        self.processes.watchers.append(RewardModelWatch(group, self.args, self.observer.notice))
+        self.processes.watchers.append(watch_reward_model(group, self.args.role_max_restarts, self.observer.notice))
 
     def _storage(self) -> Part:
         """The processes that own large payloads; without them the Buffer does."""

@@ -15,21 +15,19 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
-from buffer_rl.cluster.calling import PATIENCE_S
+from buffer_rl.cluster.hangs import ReplacementWatch
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.errors import ConfigError, WorkerDiedError
 from buffer_rl.options.section import dump_args, load_args, required
-from buffer_rl.rollout.reward_model_client import FLAG, ROLE, answers_of
+from buffer_rl.rollout.reward_model_client import FLAG, ROLE
 
 if TYPE_CHECKING:
     import torch
@@ -179,46 +177,25 @@ def start_reward_model(args: Args, log_dir: str, placement: Placement) -> ActorG
     )
 
 
-class RewardModelWatch:
-    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process of ``group`` was
-    replaced."""
+def watch_reward_model(group: ActorGroup, max_deaths: int, notice: Callable[[str], None]) -> ReplacementWatch[int]:
+    """A watcher of the driver: calls ``notice`` with a line when a process of ``group`` was replaced. Raises
+    WorkerDiedError once there were more deaths than ``max_deaths``, or if a process is not started again."""
+    deaths = 0
 
-    def __init__(self, group: ActorGroup, args: Args, notice: Callable[[str], None]) -> None:
-        self._group = group
-        self._actors = list(group.actors)
-        self._notice = notice
-        self._max_deaths: int = args.role_max_restarts
-        self._pids = [answers_of(args).call(actor, RewardModelWorker.pid) for actor in self._actors]
-        self._questions = [actor.pid.remote() for actor in self._actors]
-        self._deaths = 0
-
-    def __call__(self) -> None:
-        """One look. Raises WorkerDiedError once there were more deaths than ``--role-max-restarts``, or where a process
-        is not started again."""
-        for index, (actor, question) in enumerate(zip(self._actors, self._questions, strict=True)):
-            if ray.wait([question], timeout=0)[0]:
-                self._questions[index] = actor.pid.remote()
-                self._look(index, question)
-
-    def _look(self, index: int, question: Any) -> None:
-        with suppress(ray.exceptions.ActorUnavailableError):  # it is being started again
-            try:
-                pid = ray.get(question, timeout=PATIENCE_S)  # it is there
-            except ray.exceptions.ActorDiedError as error:
-                raise self._too_many(index, self._deaths + 1) from error
-            if pid == self._pids[index]:
-                return
-            self._pids[index] = pid
-            self._deaths += 1
-            how = "hung" if self._group.hung.pop(self._group.name_of(index), "") else "died"
-            if self._deaths > self._max_deaths:
-                raise self._too_many(index, self._deaths)
-            text = f"process {index} of the reward model {how} and was replaced"
-            self._notice(f"{text} ({self._deaths} of {self._max_deaths}; process {pid})")
-
-    def _too_many(self, index: int, deaths: int) -> WorkerDiedError:
-        return WorkerDiedError(
-            f"process {index} of the reward model died; {deaths} deaths of the role in all",
+    def gone(index: int, error: Exception | None = None) -> None:
+        raise WorkerDiedError(
+            f"process {index} of the reward model died; {deaths + (error is not None)} deaths of the role in all",
             where=ROLE,
             hint=f"logs/reward_{index}.log has what it printed; --role-max-restarts says how often one is replaced",
-        )
+        ) from error
+
+    def replaced(index: int, pid: int) -> None:
+        nonlocal deaths
+        deaths += 1
+        how = "hung" if group.hung.pop(group.name_of(index), "") else "died"
+        if deaths > max_deaths:
+            gone(index)
+        text = f"process {index} of the reward model {how} and was replaced"
+        notice(f"{text} ({deaths} of {max_deaths}; process {pid})")
+
+    return ReplacementWatch(group.actors, RewardModelWorker.pid, replaced=replaced, gone=gone)
