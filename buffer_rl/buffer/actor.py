@@ -14,8 +14,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +23,7 @@ import orjson
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from buffer_rl.buffer.calls import CallLog, Kind, kind_of, mutates, reads
+from buffer_rl.buffer.calls import CallLog, Kind, NumberedCall, kind_of, mutates, reads
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import PID, process_note
@@ -81,45 +81,45 @@ class BufferActor:
         self._state_lock = threading.Lock()
         self._sign()  # from here on it answers health checks
 
-    def change(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
-        """Execute an operation that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``).
+    def execute(self, caller: str, calls: Sequence[NumberedCall]) -> list[Any]:
+        """Execute operations, in order; one that changes state once per ``(caller, sequence)`` (see ``CallLog.once``).
+        Returns for each its answer, or the error of ``buffer_rl.errors`` that it raised.
 
-        ``args`` are one argument, since Ray serializes each argument by itself."""
-        target = self._operation(method, Kind.MUTATES)
-        with self._state_lock:
-            revision = self._state.revision
-            self._busy_since = started = time.monotonic()
-            try:
-                return self._calls.once(caller, sequence, open_from, target, args)
-            finally:
-                self._busy_since = None
-                self._work_s += time.monotonic() - started
-                if self._state.revision != revision:
-                    with self._changed:
-                        self._changed.notify_all()
+        ``calls`` are one argument, since Ray serializes each argument by itself."""
+        return [self._executed(caller, *call) for call in calls]
 
-    def change_many(self, caller: str, calls: Sequence[tuple[int, int, str, Sequence[Any]]]) -> list[Any]:
-        """``change`` for each of ``calls`` (sequence, open_from, method, args), in order. Returns for each its answer,
-        or the error of ``buffer_rl.errors`` that it raised."""
-        answers = []
-        for call in calls:
-            try:
-                answers.append(self.change(caller, *call))
-            except BufferRLError as error:
-                answers.append(error)
-        return answers
+    def _executed(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
+        try:
+            operation, kind = self._operation(method)
+            with self._state_lock:
+                if kind is Kind.READS:
+                    return operation(*args)
+                with self._counted():
+                    return self._calls.once(caller, sequence, open_from, operation, args)
+        except BufferRLError as error:
+            error.where = error.where or f"buffer.{method}"
+            return error
 
-    def read(self, method: str, args: Sequence[Any] = ()) -> Any:
-        """Execute an operation whose repeat changes nothing."""
-        target = self._operation(method, Kind.READS)
-        with self._state_lock:
-            return target(*args)
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A change is under way in the block."""
+        revision = self._state.revision
+        self._busy_since = started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = None
+            self._work_s += time.monotonic() - started
+            if self._state.revision != revision:
+                with self._changed:
+                    self._changed.notify_all()
 
-    def _operation(self, name: str, kind: Kind) -> Callable[..., Any]:
+    def _operation(self, name: str) -> tuple[Callable[..., Any], Kind]:
         for owner in (self, self._state):
-            if kind_of(operation := getattr(owner, name, None)) is kind:
-                return cast("Callable[..., Any]", operation)
-        raise BufferStateError(f"the Buffer has no method {name!r} that {kind}")
+            operation = getattr(owner, name, None)
+            if (kind := kind_of(operation)) is not None:
+                return cast("Callable[..., Any]", operation), kind
+        raise BufferStateError(f"the Buffer has no operation {name!r}")
 
     @ray.method(concurrency_group="health")
     def get_progress(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class BufferActor:
 
     @mutates
     def release(self, version: int) -> dict[str, Any]:
-        """``BufferState.release``, with the times of ``get_progress`` before it. Called through ``change``."""
+        """``BufferState.release``, with the times of ``get_progress`` before it."""
         self._state.release(version)
         return self._counts()
 
@@ -154,17 +154,15 @@ class BufferActor:
             self._changed.wait_for(lambda: self._state.revision != revision, timeout_s)
 
     @ray.method(concurrency_group="storage")
-    def change_with_payloads(
-        self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any], payloads: dict[str, Column]
-    ) -> Any:
-        """``change`` with large columns, which this process then owns: there are no storage processes (see
-        ``StorageActor.change_with_payloads``)."""
-        with owned_payloads(args, payloads, "buffer"):
-            return self.change(caller, sequence, open_from, method, args)
+    def execute_with_payloads(self, caller: str, call: NumberedCall, payloads: dict[str, Column]) -> list[Any]:
+        """``execute`` of one call with large columns, which this process then owns: there are no storage processes
+        (see ``StorageActor.execute_with_payloads``)."""
+        with owned_payloads(call.args, payloads, "buffer"):
+            return self.execute(caller, [call])
 
     @reads
     def save(self, folder: str) -> None:
-        """Write the Buffer's state and ledger into ``folder``. Called through ``read``, which holds the lock."""
+        """Write the Buffer's state and ledger into ``folder``."""
         self._ledger.backup(Path(folder) / FILE_NAME)
         path = Path(folder) / STATE_FILE
         try:
@@ -177,7 +175,7 @@ class BufferActor:
 
     @mutates
     def load(self, folder: str) -> None:
-        """Continue from the state in ``folder``. Called through ``change``, which holds the lock."""
+        """Continue from the state in ``folder``."""
         path = Path(folder) / STATE_FILE
         try:
             state = orjson.loads(path.read_bytes())
@@ -257,7 +255,7 @@ def watch_buffer(
 
     return ReplacementWatch(
         [actor],
-        BufferActor.get_progress,
+        cast("Any", BufferActor.get_progress),
         replaced=lambda _, pid: notice(f"the Buffer died and was replaced (process {pid})"),
         pid_of=pid_of,
         silent=silent,

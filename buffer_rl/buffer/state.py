@@ -429,6 +429,7 @@ class BufferState:
         """The version of the weights that are published."""
         return self._record.version
 
+    @reads
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""
         run = {"version": self._record.version, "incarnation": self.ledger.fencing_token, "revision": self.revision}

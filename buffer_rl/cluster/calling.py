@@ -8,7 +8,6 @@ repeat that must not execute twice has a number, by which the actor knows it (se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -295,56 +294,3 @@ class JoinedCalls(Generic[T]):
             for _, answer in [*batch, *self._waiting]:
                 answer.cancel()
             self._waiting.clear()
-
-
-class StartedCall(Generic[T]):
-    """A call under way, whose answer one thread waits for later.
-
-    submit: makes the call; at once, and again where Ray lost it. decode: makes the result of the answer.
-    on_done: called once, when the answer is no longer needed: after ``result`` or ``drain``; one of them
-    must be called.
-    """
-
-    def __init__(
-        self,
-        answers: Answers,
-        method: str,
-        submit: Callable[[], Any],
-        *,
-        decode: Callable[[Any], T],
-        on_done: Callable[[], None],
-    ) -> None:
-        self._answers = answers
-        self._method = method
-        self._submit = submit
-        self._decode = decode
-        self._on_done: Callable[[], None] | None = on_done
-        self._submitted: list[Any] = []
-        try:
-            self._submitted.append(submit())
-        except BaseException:
-            self._end()
-            raise
-
-    def result(self) -> T:
-        """The answer, waited for from now on as long as for any call; once. Raises what ``Answers`` names."""
-        return self._decode(self._answer())
-
-    def drain(self) -> None:
-        """Wait until the call is over, if ``result`` was not called; the answer or error is ignored."""
-        if self._on_done is not None:
-            with contextlib.suppress(BufferRLError):
-                self._answer()
-
-    def _answer(self) -> Any:
-        try:
-            return self._answers.wait(
-                self._method, lambda: self._submitted.pop() if self._submitted else self._submit()
-            )
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        if self._on_done is not None:
-            self._on_done()
-            self._on_done = None

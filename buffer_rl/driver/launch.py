@@ -20,10 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.buffer.actor import start_buffer, watch_buffer
+from buffer_rl.buffer.actor import BufferActor, start_buffer, watch_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.dispatch import Method, Ts
@@ -271,7 +272,7 @@ class _Run:
                 trained.call(TrainRank.sleep, tuple(Memory), timeout_s=limit)
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
-            self.buffer.load(str(self.checkpoint.folder))
+            self.buffer.call(BufferActor.load, str(self.checkpoint.folder))
         if self.trained:
             self.observer.ready("trainer")
 
@@ -318,8 +319,9 @@ class _Run:
             return args.num_rollout
         assert args.num_epoch is not None  # checked with the options
         if self.source is not None:
-            self.buffer.set_source_length(source_answers(args).call(self.source, DataSourceActor.num_rows))
-        return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
+            length = source_answers(args).call(self.source, DataSourceActor.num_rows)
+            self.buffer.call(BufferState.set_source_length, length)
+        return self.buffer.call(BufferState.get_num_rollout_per_epoch, args.num_epoch)
 
     def _role_plan(self) -> RolePlan:
         args = self.args
@@ -348,7 +350,7 @@ class _Run:
 
     def _start_local_roles(self, plan: RunPlan) -> None:
         args, buffer, local = self.args, self.buffer, self.processes.local
-        local("buffer", buffer)
+        local("buffer", buffer, call=buffer.call)
         if not self.generates:
             template, replays = args.load_debug_rollout_data or "", replayed_columns(args)
             local("rollout", RecordedRollouts(template, buffer, replays=replays))

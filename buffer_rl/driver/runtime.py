@@ -37,19 +37,21 @@ class Target(Protocol):
 class LocalTarget:
     """Calls on an object of this process, one after another on one thread.
 
+    call: executes ``(method, *args)``; if it is left out, the object's method of that name is called.
+
     A daemon thread rather than an executor's: the interpreter joins executor threads when it ends, and a call may hang.
     """
 
-    def __init__(self, role: str, obj: Any) -> None:
+    def __init__(self, role: str, obj: object, call: Callable[..., Any] | None = None) -> None:
         self.role = role
-        self._object = obj
+        self._call = call or (lambda method, *args: getattr(obj, method.__name__)(*args))
         self._calls: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True)
         self._thread.start()
 
     def start(self, method: Method[*Ts], *args: *Ts) -> Call:
         future: Future[Any] = Future()
-        self._calls.put((future, getattr(self._object, method.__name__), args))
+        self._calls.put((future, partial(self._call, method, *args)))
         return Call(role=self.role, method=method.__name__, members=[self.role], futures=[future])
 
     def stop(self) -> None:
@@ -62,17 +64,17 @@ class LocalTarget:
         return not self._thread.is_alive()
 
 
-_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+_Work = tuple[Future[Any], Callable[[], Any]]
 
 
 def _work(calls: SimpleQueue[_Work | None]) -> None:
     while (call := calls.get()) is not None:
-        future, function, args = call
+        future, execute = call
         try:
-            future.set_result(function(*args))
+            future.set_result(execute())
         except BaseException as error:  # fault boundary: the error of a call is its answer
             future.set_exception(error)
-        del call, future, function, args  # an idle thread must not keep the last answer
+        del call, future, execute  # an idle thread must not keep the last answer
 
 
 class RayRuntime:
