@@ -121,6 +121,9 @@ class NotedBuffer:
             self.staleness[rollout_id] = list(report.staleness)
         return report, revision
 
+    def end_and_close(self, ticket: Ticket) -> tuple[RolloutReport, RolloutReport | None]:
+        return self._state.end_ticket(ticket), self.close_selection(ticket.rollout_id)[0]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
 

@@ -319,6 +319,14 @@ class BufferState:
             report = replace(report, metrics={**report.metrics, **known})
         return report, self.revision
 
+    @mutates
+    def end_and_close(self, ticket: Ticket) -> tuple[RolloutReport, RolloutReport]:
+        """``end_ticket``, and ``close_selection`` of the step of its number, which takes its groups alone."""
+        ended = self.end_ticket(ticket)
+        closed, _ = self.close_selection(ticket.rollout_id)
+        assert closed is not None  # its ticket has ended
+        return ended, closed
+
     # -- pools ---------------------------------------------------------------------------------------
 
     @property

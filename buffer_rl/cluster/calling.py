@@ -257,11 +257,15 @@ class JoinedCalls(Generic[T]):
     one, so that a call that comes alone waits for nothing. An actor's call costs more than what most of them carry.
 
     send: sends the calls as one message. It returns for each its answer, or its error, and raises where the message
-    failed as a whole.
+    failed as a whole. together: how many of the calls that wait the next message takes, the oldest first.
     """
 
-    def __init__(self, send: Callable[[list[T]], Coroutine[Any, Any, list[Any]]]) -> None:
-        self._send = send
+    def __init__(
+        self,
+        send: Callable[[list[T]], Coroutine[Any, Any, Sequence[Any]]],
+        together: Callable[[Sequence[T]], int] = len,
+    ) -> None:
+        self._send, self._together = send, together
         self._waiting: list[tuple[T, asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -276,11 +280,12 @@ class JoinedCalls(Generic[T]):
     async def _send_all(self) -> None:
         batch: list[tuple[T, asyncio.Future[Any]]] = []
         try:
-            while batch := [entry for entry in self._waiting if not entry[1].cancelled()]:
-                self._waiting.clear()
+            while waiting := [entry for entry in self._waiting if not entry[1].cancelled()]:
+                count = self._together([call for call, _ in waiting])
+                batch, self._waiting = waiting[:count], waiting[count:]
                 try:
                     results = await self._send([call for call, _ in batch])
-                except Exception as error:
+                except Exception as error:  # fault boundary: the answer of each call
                     results = [error] * len(batch)
                 for (_, answer), result in zip(batch, results, strict=True):
                     if answer.cancelled():

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
+from buffer_rl.cluster.calling import JoinedCalls
 from buffer_rl.cluster.hangs import ReplacementWatch
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
@@ -88,12 +88,6 @@ class RewardModel:
         return logits
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    rows: Sequence[np.ndarray]
-    scores: asyncio.Future[list[float]]
-
-
 class RewardModelWorker(Member):
     """One process of the role ``reward``: an asynchronous actor, whose forward passes have a thread of their own."""
 
@@ -102,8 +96,7 @@ class RewardModelWorker(Member):
             redirect_output(log_path)
         self._args = load_args(args_text)
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._waiting: deque[_Call] = deque()
-        self._work: asyncio.Task[None] | None = None
+        self._calls = JoinedCalls(self._score_all, self._num_together)
 
     async def ready(self) -> None:
         """Answers once the model is loaded. Raises ConfigError if it cannot be."""
@@ -115,38 +108,21 @@ class RewardModelWorker(Member):
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[float]:
         """The score of each row of token ids, ``[num_tokens]`` int, at least one; it may be no finite number."""
-        call = _Call(rows, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
-        if self._work is None or self._work.done():
-            self._work = asyncio.create_task(self._answer_waiting())
-        return await call.scores
+        scores: list[float] = await self._calls.make(rows)
+        return scores
 
-    async def _answer_waiting(self) -> None:
-        while calls := self._next_calls():
-            rows = [row for call in calls for row in call.rows]
-            try:
-                scores = await self._in_thread(partial(self._scores, rows))
-            except Exception as error:  # fault boundary: the error of a forward pass is the answer of its calls
-                for call in calls:
-                    if not call.scores.done():  # as it is where the caller gave up
-                        call.scores.set_exception(error)
-                continue
-            for call in calls:
-                mine, scores = scores[: len(call.rows)], scores[len(call.rows) :]
-                if not call.scores.done():
-                    call.scores.set_result(mine)
+    async def _score_all(self, calls: list[Sequence[np.ndarray]]) -> list[list[float]]:
+        scores = iter(await self._in_thread(partial(self._scores, [row for rows in calls for row in rows])))
+        return [list(islice(scores, len(rows))) for rows in calls]
 
-    def _next_calls(self) -> list[_Call]:
-        """The calls to answer together, the oldest first: as many as one forward pass takes, and at least one."""
-        calls: list[_Call] = []
+    def _num_together(self, calls: Sequence[Sequence[np.ndarray]]) -> int:
+        """The first calls that one forward pass takes, at least one."""
         num_rows = longest = 0
-        while self._waiting:
-            rows = self._waiting[0].rows
+        for number, rows in enumerate(calls):
             num_rows, longest = num_rows + len(rows), max([longest, *map(len, rows)])
-            if calls and (self._args.deterministic or num_rows * longest > self._args.max_tokens_per_gpu):
-                break
-            calls.append(self._waiting.popleft())
-        return calls
+            if number and (self._args.deterministic or num_rows * longest > self._args.max_tokens_per_gpu):
+                return number
+        return len(calls)
 
     def _scores(self, rows: Sequence[np.ndarray]) -> list[float]:
         return self._model.scores(rows, self._args.max_tokens_per_gpu)

@@ -495,7 +495,8 @@ def test_every_trained_role_is_fetched_passed_and_trained_and_the_actor_alone_es
     calls = submitted(world, "fetch", "log_probs", "estimate", "train", "compare_log_probs", "commit")
     fetched, updated = ([(role, method) for role in ("train", "critic")] for method in ("fetch", "train"))
     passes = [("train", "log_probs"), ("critic", "log_probs"), ("train", "estimate")]
-    before = [*fetched, *passes, *fetched]
+    before = [*passes, *fetched]
+    assert world.train.fetched == [0, 0, 1, 1, 2, 2]  # for its first pass, and with the advantages
     after = [*updated, ("buffer", "commit")]
     assert calls == [*before, ("train", "compare_log_probs"), *after, *((*before, *after) * 2)]
     assert world.recorder.metrics[0]["train/loss"] == 0.0
