@@ -22,7 +22,7 @@ from buffer_rl.data.source import PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
-from buffer_rl.records.groups import GroupUid, RolloutReport
+from buffer_rl.records.groups import GroupUid, RolloutReport, Ticket
 from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections
 from buffer_rl.testing.virtual_time import VirtualRuntime

@@ -229,7 +229,8 @@ def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseExceptio
     """Of the errors that several members of a group ended with, by role, the one to raise.
 
     When one rank fails, the others lose their connection to it, and may say so first, as a trainer's error too. So a
-    process that died comes first, then an error of ``buffer_rl.errors``, then everything else; equal ones in order.
+    process that died comes first, then an error of ``buffer_rl.errors``, a trainer's last, then everything else; equal
+    ones in order.
     """
     return min(errors.items(), key=lambda item: _distance_from_root(item[1]))
 
@@ -237,7 +238,8 @@ def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseExceptio
 def _distance_from_root(error: BaseException) -> int:
     if isinstance(error, ray.exceptions.RayActorError):
         return 0
-    return 1 if isinstance(_cause(error), BufferRLError) else 2
+    cause = _cause(error)
+    return 2 if isinstance(cause, TrainError) else 1 if isinstance(cause, BufferRLError) else 3
 
 
 def _cause(error: BaseException) -> Any:
