@@ -217,21 +217,21 @@ PATIENCE_S = 0.1
 
 def watch_buffer(
     actor: Any,
-    *,
-    hang_s: float,
-    start_s: float,
+    args: Args,
     process: Callable[[], int | None],
     shown: Callable[[dict[str, Any]], None],
     notice: Callable[[str], None],
     now: Callable[[], float] = time.monotonic,
 ) -> ReplacementWatch[dict[str, Any]]:
-    """A watcher of the driver: a health check of the Buffer.
+    """A watcher of the driver: a health check of the Buffer. One whose process runs, and did not answer or has worked
+    on one change for too long, is ended, and so is one that is not there again after ``--buffer-timeout-s``.
 
-    hang_s: a Buffer whose process runs, and did not answer for this long or has worked on one change for this long, is
-    ended. start_s: so is one that is not there again after this long.
     process: the id of the Buffer's process on this machine; None while there is none.
     shown: called with the Buffer's counts. notice: called with a line when the Buffer was, or will be, replaced.
     """
+
+    # Noticed, ended and started again before its callers reach their deadlines.
+    hang_s, start_s = min(args.buffer_hang_timeout_s, args.buffer_timeout_s / 2), args.buffer_timeout_s
 
     def end(why: str) -> None:
         notice(f"the Buffer {why}: its process is ended")

@@ -242,11 +242,8 @@ class _Run:
             if progress.get("wanted"):
                 self.observer.groups(progress["finished"], progress["wanted"], progress["dropped"])
 
-        # Noticed, ended and started again before its callers reach their deadlines.
-        hang_s, ledger = min(args.buffer_hang_timeout_s, args.buffer_timeout_s / 2), Path(args.run_dir, FILE_NAME)
-        start_s, process = args.buffer_timeout_s, lambda: ledger_writer(ledger)
-        watch = watch_buffer(actor, hang_s=hang_s, start_s=start_s, process=process, shown=show, notice=notice)
-        self.processes.watchers.append(watch)
+        ledger = Path(args.run_dir, FILE_NAME)
+        self.processes.watchers.append(watch_buffer(actor, args, lambda: ledger_writer(ledger), show, notice))
         yield
 
     def _trainers(self) -> Part:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.calling import Call
@@ -26,12 +26,6 @@ R = TypeVar("R")
 
 POLL_S = 1.0
 """Each look is a call or a request to several processes, which does not pay more often."""
-
-
-class Target(Protocol):
-    """Something that a role's calls go to; ``ActorGroup`` is one."""
-
-    def start(self, method: Method[*Ts], *args: *Ts) -> Call: ...
 
 
 class LocalTarget:
@@ -64,6 +58,8 @@ class LocalTarget:
         return not self._thread.is_alive()
 
 
+Target = ActorGroup | LocalTarget
+"""Something that a role's calls go to."""
 _Work = tuple[Future[Any], Callable[[], Any]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,15 +58,9 @@ class World:
         self.process: int | None = 1
         self.killed: list[int] = []
         monkeypatch.setattr(buffer_actor.os, "kill", lambda pid, number: self.killed.append(pid))
-        self.watch = watch_buffer(
-            self.ray,
-            hang_s=10,
-            start_s=60,
-            shown=self.shown.append,
-            notice=self.notices.append,
-            process=lambda: self.process,
-            now=lambda: self.time,
-        )
+        args: Any = SimpleNamespace(buffer_hang_timeout_s=10, buffer_timeout_s=60)
+        told = self.shown.append, self.notices.append
+        self.watch = watch_buffer(self.ray, args, lambda: self.process, *told, now=lambda: self.time)
 
     def look_at(self, *times: float) -> None:
         for self.time in times:
