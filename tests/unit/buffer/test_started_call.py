@@ -88,6 +88,7 @@ def test_a_settled_call_is_over_whatever_its_answer():
     call.drain()
     actor.start("put", fails=DeadlineError("late")).drain()
     assert actor.open_from > 1
+    assert actor.asked == ["take", "put"]  # a call that is over is not made again
     assert understood == []
 
 

@@ -503,6 +503,13 @@ def test_every_trained_role_is_fetched_passed_and_trained_and_the_actor_alone_es
     assert world.recorder.metrics[0]["critic/loss"] == 2.0
 
 
+def test_the_first_pass_of_a_step_fetches_its_rows_and_the_others_do_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PLAN, roles=RolePlan(passes=(("train", "ref"), ("train", "actor"))))).run()
+    assert submitted(world, "fetch", "log_probs", "train") == [*[("train", "log_probs")] * 2, ("train", "train")] * 3
+    assert world.train.fetched == [0, 1, 2]
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_critic_alone_is_trained_at_first_and_every_version_is_published(tmp_path: Path, gradients: bool) -> None:
     world = World(tmp_path)
