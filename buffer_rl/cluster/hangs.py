@@ -135,13 +135,12 @@ class HangWatch:
 
 
 class ReplacementWatch(Generic[T]):
-    """A watcher of the driver: asks actors that Ray starts again for their processes. A look waits for each no longer
-    than ``patience_s``.
+    """A watcher of the driver: asks actors that Ray starts again which process each is in.
 
-    question: a method that answers at once, also while the actor is at work. pid_of: of its answer. replaced: called
-    with the place and the process of an actor whose process is another one than before. silent: called with an actor's
-    place, and for how many seconds it has not answered; returns whether it is to be asked anew. gone: called with the
-    place of an actor that is not started again, and Ray's error.
+    question: a method of theirs. pid_of: the process in its answer. patience_s: the longest wait for one in a look.
+    replaced: called with the place of an actor, and its process, if that is another one than before. silent: called
+    with the place of one that has not answered, and for how many seconds; returns whether to ask it again. gone: called
+    with the place of one that is not started again, and Ray's error.
     """
 
     def __init__(
