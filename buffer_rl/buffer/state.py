@@ -300,6 +300,14 @@ class BufferState:
             report = replace(report, metrics={**report.metrics, **known})
         return report, self.revision
 
+    @mutates
+    def end_and_close(self, ticket: Ticket) -> tuple[RolloutReport, RolloutReport]:
+        """``end_ticket``, and ``close_selection`` of the step of its number, which takes its groups alone."""
+        ended = self.end_ticket(ticket)
+        closed, _ = self.close_selection(ticket.rollout_id)
+        assert closed is not None  # its ticket has ended
+        return ended, closed
+
     # -- pools ---------------------------------------------------------------------------------------
 
     @property
@@ -411,6 +419,7 @@ class BufferState:
         """The version of the weights that are published."""
         return self._record.version
 
+    @reads
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""
         run = {"version": self._record.version, "incarnation": self.ledger.fencing_token, "revision": self.revision}

@@ -113,8 +113,8 @@ def rows_may_choose(reward: F) -> F:
 
 
 def at_once(reward: F) -> F:
-    """Decorator that marks a synchronous reward as one that takes microseconds: it is called in the rollout worker, where
-    the samples are, in place of a process of its own.
+    """Decorator that marks a synchronous reward as one that takes microseconds: it is called in the rollout worker,
+    where the samples are, in place of a process of its own.
 
     It promises that its time grows with the length of its texts at most linearly, and that it never waits. Nothing ends
     a call: ``--rm-timeout-s`` does not apply.

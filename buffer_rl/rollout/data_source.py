@@ -13,8 +13,6 @@ arrived.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +21,7 @@ import ray
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import redirect_output
-from buffer_rl.cluster.calling import PATIENCE_S, Answers
+from buffer_rl.cluster.calling import Answers
 from buffer_rl.cluster.placement import near
 from buffer_rl.data.custom import CustomSource
 from buffer_rl.options.section import dump_args, load_args
@@ -81,32 +79,3 @@ def source_answers(args: Args) -> Answers:
         flag="--data-source-timeout-s",
         death_hint="logs/data_source.log has what it printed; --role-max-restarts says how often it is replaced",
     )
-
-
-class SourceWatch:
-    """A watcher of the driver, made once the user's class is constructed: calls ``notice`` with a line when the process
-    was replaced. Only its last looks wait."""
-
-    def __init__(self, actor: Any, args: Args, notice: Callable[[str], None]) -> None:
-        self._actor = actor
-        self._notice = notice
-        self._question: Any = None
-        self._pid: int = source_answers(args).call(actor, DataSourceActor.ready)
-
-    def close(self) -> None:
-        """The last looks, which wait: a process that was replaced just before the run ended is reported, too."""
-        for _ in range(2):  # the first may find a question that its process did not live to answer
-            self(PATIENCE_S)
-
-    def __call__(self, timeout_s: float = 0.0) -> None:
-        """One look."""
-        if self._question is None:
-            self._question = self._actor.ready.remote()
-        if not ray.wait([self._question], timeout=timeout_s)[0]:  # it works for the user's code
-            return
-        question, self._question = self._question, None
-        with suppress(ray.exceptions.RayError):  # it died; its callers wait for the next one, or end the run
-            pid = ray.get(question, timeout=PATIENCE_S)  # it is there
-            if pid != self._pid:
-                self._notice(f"the data source's process died and was replaced (process {pid})")
-            self._pid = pid

@@ -72,8 +72,9 @@ class Scorer:
     ``rewards``, if ``--row-rm-types`` lists them or the evaluation set's own configuration chose it. Else it is
     ``--rm-model`` or ``--rm-type``. Synchronous functions run in processes that are killed at ``--rm-timeout-s``: their
     return value and what they changed of ``sample.metadata`` come back, as JSON. Asynchronous ones run on the event
-    loop under the same deadline, and those marked with ``at_once`` there without one. A sample that already has a reward keeps it, after the same check. One whose rewards
-    all abstain has none, and is masked. With ``--use-opd`` one that nothing scores has the reward 0.
+    loop under the same deadline, and those marked with ``at_once`` there without one. A sample that already has a
+    reward keeps it, after the same check. One whose rewards all abstain has none, and is masked. With ``--use-opd`` one
+    that nothing scores has the reward 0.
     """
 
     def __init__(self, args: Args, registry: PluginRegistry, model: RewardModelClient | None = None) -> None:

@@ -106,6 +106,20 @@ def test_a_step_moves_its_groups_through_all_states(tmp_path: Path) -> None:
         state.get_data(0)
 
 
+def test_a_ticket_that_ends_with_its_selection_has_the_reports_of_both(tmp_path: Path) -> None:
+    state, apart = (make_state(write_rows(tmp_path, 8), groups_per_step=2) for _ in range(2))
+    tickets = []
+    for each in (state, apart):
+        ticket = each.generate(0)
+        tickets.append(ticket)
+        for group in each.get_samples(ticket, 4)[:3]:  # one is never mentioned again, and one is surplus
+            finish(each, ticket, group)
+    ended, closed = state.end_and_close(tickets[0])
+    assert (ended, closed) == (apart.end_ticket(tickets[1]), apart.close_selection(0)[0])
+    assert (ended.drops, closed.num_groups, closed.surplus) == ({"unreported": 1}, 2, 1)
+    assert state.get_data(0).row_ids == apart.get_data(0).row_ids
+
+
 def test_surplus_goes_back_as_prompts_in_the_order_of_admission_and_is_leased_first(tmp_path: Path) -> None:
     state = make_state(write_rows(tmp_path, 8), groups_per_step=2)
     ticket = state.generate(0)
