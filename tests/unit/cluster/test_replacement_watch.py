@@ -21,7 +21,7 @@ class Actor:
 
     def __init__(self, answer: Any) -> None:
         self.answer, self.asked = answer, 0
-        self.pid = self
+        self.pid = self.ready = self
 
     def remote(self) -> Actor:
         self.asked += 1
@@ -46,7 +46,7 @@ DOWN = ray.exceptions.ActorUnavailableError("it is started again", b"0" * 16)
 
 def test_another_process_is_told_once_and_one_that_is_at_work_is_not_asked_again() -> None:
     actors, told = [Actor(1), Actor(2)], list[tuple[int, int]]()
-    watch = ReplacementWatch(actors, DataSourceActor.pid, replaced=lambda *which: told.append(which))
+    watch = ReplacementWatch(actors, DataSourceActor.ready, replaced=lambda *which: told.append(which))
     for answers in ((1, 2), (1, None), (1, None), (DOWN, 2), (7, 2), (7, 2)):
         for actor, answer in zip(actors, answers, strict=True):
             actor.answer = answer
@@ -57,7 +57,7 @@ def test_another_process_is_told_once_and_one_that_is_at_work_is_not_asked_again
 
 def test_a_process_that_was_replaced_just_before_the_end_is_told_too() -> None:
     actor, told = Actor(1), list[tuple[int, int]]()
-    watch = ReplacementWatch([actor], DataSourceActor.pid, replaced=lambda *which: told.append(which))
+    watch = ReplacementWatch([actor], DataSourceActor.ready, replaced=lambda *which: told.append(which))
     watch()
     actor.answer = 2
     watch.close()
