@@ -106,7 +106,7 @@ class ProductionMetrics:
 
 def joined_metrics(parts: Sequence[Mapping[str, float]], num_groups: Sequence[int]) -> dict[str, float]:
     """The metrics of several tickets, or of the parts of one: sums of tokens, failures and dropped groups, the longest
-    response and the peak memory of all, else means over those that have them. num_groups: of each part, which has so much weight."""
+    response and the peak memory of all, else means over those that have them. num_groups: of each part, its weight."""
     joined: dict[str, float] = {}
     weights = num_groups if any(num_groups) else [1] * len(parts)
     for name in dict.fromkeys(name for part in parts for name in part):
