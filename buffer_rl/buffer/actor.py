@@ -144,8 +144,8 @@ class BufferActor:
 
     @mutates
     def release(self, version: int) -> dict[str, Any]:
-        """``BufferState.release``, with the times of ``get_progress`` before it, and ``peak``, this process's memory since
-        the release before (see ``PeakMemory``). Called through ``change``."""
+        """``BufferState.release``, with the times of ``get_progress`` before it, and ``peak``: this process's memory
+        since the release before (see ``PeakMemory``). Called through ``change``."""
         self._state.release(version)
         return self._counts() | {"peak": self._peak.take()}
 

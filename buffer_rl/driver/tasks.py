@@ -225,7 +225,7 @@ class StepTimes:
         return spans
 
     def of_buffer(self, progress: Mapping[str, Any]) -> dict[str, float]:
-        """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger; the peak
+        """Seconds since the last call in which the Buffer changed its state, and of those in the ledger; and the peak
         memory of its process. progress: the Buffer's counts of now."""
         times = peak_metrics("buffer", [progress.get("peak", {})])
         for key, name in (("work_s", "perf/buffer_time"), ("ledger_s", "perf/ledger_time")):
