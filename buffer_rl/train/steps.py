@@ -221,6 +221,7 @@ class NonFiniteGuard:
             where=error.where,
             expected=f"fewer than --max-non-finite-steps {self._limit} in a row",
             hint=f"the rows of the last one are in {file}; {error.hint}",
+            see="docs/troubleshooting.md#the-loss-or-the-gradient-is-not-finite",
         )
 
 
