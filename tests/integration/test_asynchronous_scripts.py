@@ -57,7 +57,7 @@ def test_a_translated_script_trains_within_its_bound(
 ) -> None:
     script, options = tmp_path / "run.sh", tmp_path / "train.yaml"
     script.write_text(f"{SUBMIT} {program} \\\n   {FLAGS.format(task=task)} \\\n   {more}\n")
-    assert main(["import", project, str(script), "--laptop", "--out", str(options)]) == 0
+    assert main(["import", project, str(script), "--laptop", "--output", str(options)]) == 0
     assert "--use-tis is added" in " ".join(capsys.readouterr().out.split())
     found = train(tmp_path, "--config", str(options))
     assert len(found) == STEPS
