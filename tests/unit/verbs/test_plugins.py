@@ -110,7 +110,7 @@ def test_a_check_lints_losses_and_estimators(folder: Path, capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     assert "  fail    micro-batches: the gradient by log_probs, row lint:0:0/0.0, token 0: expected" in "\n".join(lines)
     assert (
-        "            to do: return numbers that are not divided, for the step's total divides them; a loss"
+        "          to do: return numbers that are not divided, for the step's total divides them; a loss"
         in "\n".join(lines)
     )
     assert "  pass    padding" in lines
