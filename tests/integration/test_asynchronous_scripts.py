@@ -10,6 +10,7 @@ import pytest
 
 from buffer_rl.cli import main
 from buffer_rl.observe.metrics import read_metrics
+from harness.metric_names import check_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -32,6 +33,7 @@ RELAX = (
 def train(folder: Path, *command: str) -> list[float]:
     """Train as typed in this folder. Returns the oldest sample's staleness of each step."""
     assert main(["train", *command, "--run-dir", str(folder / "run"), *LAPTOP]) == 0
+    check_metrics(folder / "run")
     records = read_metrics(folder / "run")
     assert [record["step"] for record in records if record["kind"] == "train"] == list(range(STEPS))
     return [float(record["staleness/max"]) for record in records if "staleness/max" in record]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 from pathlib import Path
 
 import pytest
+
+from buffer_rl.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -52,6 +55,12 @@ def texts() -> list[str]:
 def test_every_message_that_the_page_quotes_is_in_the_source(texts: list[str]) -> None:
     assert len(QUOTED) >= 30
     assert [message for message in QUOTED if not is_quoted(message, texts)] == []
+
+
+def test_an_error_names_its_section_also_after_a_process_boundary() -> None:
+    error = DataError("no text", where="a.jsonl:3", hint="add one", see="docs/troubleshooting.md#x")
+    shown = "a.jsonl:3: no text\n  hint: add one\n  see: docs/troubleshooting.md#x"
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == shown
 
 
 def test_a_message_that_was_reworded_is_found() -> None:
