@@ -58,8 +58,8 @@ def test_every_message_that_the_page_quotes_is_in_the_source(texts: list[str]) -
 
 
 def test_an_error_names_its_section_also_after_a_process_boundary() -> None:
-    error = DataError("no text", where="a.jsonl:3", hint="add one", see="docs/troubleshooting.md#x")
-    shown = "a.jsonl:3: no text\n  hint: add one\n  see: docs/troubleshooting.md#x"
+    error = DataError("no text", where="a.jsonl:3", hint="add one", see="docs/troubleshooting.md#the-disk-is-full")
+    shown = "a.jsonl:3: no text\n  hint: add one\n  see: docs/troubleshooting.md#the-disk-is-full"
     assert str(error) == str(pickle.loads(pickle.dumps(error))) == shown
 
 
