@@ -19,8 +19,8 @@ from buffer_rl.testing.tiny import make_tiny_model
 from harness.metric_names import check_metrics
 from harness.scripts import forked_from
 
-METRICS_OF_TESTS = ("train/difficulty",)
-"""What the functions of tests and examples give: a loss of examples/losses."""
+METRICS_OF_TESTS = ("train/difficulty", "rollout/slime_dropped")
+"""What functions of tests and examples give: a loss of examples/losses, a rollout function in the style of slime."""
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 
 
