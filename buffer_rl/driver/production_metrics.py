@@ -23,11 +23,13 @@ TOKENS = "generated_tokens"
 
 @dataclass(frozen=True, slots=True)
 class EndedTicket:
-    """What a rollout worker reported of a ticket, some samples to show, and what the Buffer counted."""
+    """What a rollout worker reported of a ticket, some samples to show, and what the Buffer counted. closed: of its
+    step, if its selection was closed with it."""
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
     report: RolloutReport
+    closed: RolloutReport | None = None
 
     @property
     def all_metrics(self) -> dict[str, float]:

@@ -170,9 +170,17 @@ class TrainRank(Member):
             for step in range(steps)
         ]
 
-    def log_probs(self, model: str) -> None:
-        """Compute the log-probabilities of the fetched rows under ``model``, or the values of a critic; they stay here,
-        and the head of each replica writes them into the pool."""
+    def log_probs(self, model: str, rollout_id: int | None = None, writes: bool = True) -> None:
+        """Compute the log-probabilities of the fetched rows under ``model``, or the values of a critic; they stay here.
+
+        rollout_id: whose rows to ``fetch`` first. writes: the head of each replica writes them into the pool, too."""
+        if rollout_id is not None:
+            error: BufferRLError | None = None
+            try:
+                self.fetch(rollout_id)
+            except BufferRLError as caught:
+                error = caught
+            self._peers.meet(error)
         field = FIELD_OF_MODEL[model]
         computed = [self._outputs(model, batch) for batch in self._fetched()]
         for batch, rows in zip(self._batches, computed, strict=True):
@@ -180,7 +188,7 @@ class TrainRank(Member):
                 self._calls_objective = False
                 continue
             batch.columns[field] = rows
-            if self._trainer.topology.is_head:
+            if writes and self._trainer.topology.is_head:
                 self._buffer.put_fields(batch.task, batch.row_ids, {field: rows})
 
     def estimate(self, rollout_id: int) -> None:

@@ -515,11 +515,19 @@ def test_every_trained_role_is_fetched_passed_and_trained_and_the_actor_alone_es
     calls = submitted(world, "fetch", "log_probs", "estimate", "train", "compare_log_probs", "commit")
     fetched, updated = ([(role, method) for role in ("train", "critic")] for method in ("fetch", "train"))
     passes = [("train", "log_probs"), ("critic", "log_probs"), ("train", "estimate")]
-    before = [*fetched, *passes, *fetched]
+    before = [*passes, *fetched]
+    assert world.train.fetched == [0, 0, 1, 1, 2, 2]  # for its first pass, and with the advantages
     after = [*updated, ("buffer", "commit")]
     assert calls == [*before, ("train", "compare_log_probs"), *after, *((*before, *after) * 2)]
     assert world.recorder.metrics[0]["train/loss"] == 0.0
     assert world.recorder.metrics[0]["critic/loss"] == 2.0
+
+
+def test_the_first_pass_of_a_step_fetches_its_rows_and_the_others_do_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PLAN, roles=RolePlan(passes=(("train", "ref"), ("train", "actor"))))).run()
+    assert submitted(world, "fetch", "log_probs", "train") == [*[("train", "log_probs")] * 2, ("train", "train")] * 3
+    assert world.train.fetched == [0, 1, 2]
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -62,7 +62,7 @@ class Bench:
         args = kit.make_args(**self.options)
         self.state = local_state(args, Ledger.in_memory(), schedule=None)
         self.worker = worker = object.__new__(RolloutWorker)  # __init__ redirects the output of its process
-        worker._args, worker._run_dir, worker._source, worker._reward_model = args, folder, None, ()
+        worker._args, worker._run_dir, worker._deliver, worker._reward_model = args, folder, None, ()
         worker._client = DirectCalls(self.state)  # type: ignore[assignment]
         worker._registry = PluginRegistry()
         worker._converter = GroupConverter.from_args(args, worker._registry)
