@@ -189,6 +189,7 @@ def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLErr
             where=role,
             expected="room for the payloads of the rollouts that are not released yet",
             hint="raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk",
+            see="docs/troubleshooting.md#the-object-store-is-full",
         )
     if isinstance(error, ray.exceptions.RayTaskError):
         return WorkerError(
@@ -198,8 +199,10 @@ def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLErr
         if error.actor_init_failed:  # Ray keeps the constructor's error as text alone, and it stands at the end
             return WorkerError(f"the process could not be set up: {_tail(str(error))}", where=role)
         if hung:
-            return WorkerHungError(hung, where=role, hint="the stack of all its threads is in its log")
-        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role)
+            hint, see = "the stack of all its threads is in its log", "docs/troubleshooting.md#the-run-hangs"
+            return WorkerHungError(hung, where=role, hint=hint, see=see)
+        see = "docs/troubleshooting.md#a-process-died"
+        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role, see=see)
     return WorkerError(f"{type(error).__name__}: {error}", where=role)
 
 

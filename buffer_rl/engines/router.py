@@ -152,6 +152,7 @@ class Router(ServerProcess):
                     f"{self.process.log_end()}",
                     where=self.process.log_path,
                     hint=f"can the router's machine reach {url}? It connects directly, without a proxy",
+                    see="docs/troubleshooting.md#router-or-engines-are-not-reached",
                 )
             time.sleep(POLL_INTERVAL_S)
 

@@ -38,6 +38,7 @@ from buffer_rl.kinds.trainer import (
     Trainer,
     TrainsAdapters,
 )
+from buffer_rl.observe.memory import PeakMemory, peak_metrics
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
@@ -72,9 +73,11 @@ if TYPE_CHECKING:
 
 
 def named_metrics(role: str, answers: list[StepReport]) -> dict[str, float]:
-    """The metrics of an optimizer step, of all ranks, named after the role, and those of speed, if it is known."""
-    speed = speed_metrics([answer.work for answer in answers if answer.work is not None])
-    return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()} | speed
+    """The metrics of an optimizer step, of all ranks, named after the role, and those of speed and memory, if they are
+    known."""
+    costs = speed_metrics([answer.work for answer in answers if answer.work is not None])
+    costs |= peak_metrics(role, [answer.peak for answer in answers])
+    return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()} | costs
 
 
 def widest_gap(role: str, answers: list[LogProbGap]) -> LogProbGap:
@@ -110,6 +113,7 @@ class TrainRank(Member):
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._sender: RankSender | None = None
+        self._peak = PeakMemory()
 
     def host(self) -> tuple[str, int]:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
@@ -263,9 +267,7 @@ class TrainRank(Member):
         It reports no work: a device's passes may end after the calls that began them, during waits for rows."""
         report = StepReport()
         take_step(self._trainer, self._sums, self._guard, report, lambda: self._share(self._streamed), 0)
-        self._kl.adapt(report)
-        gc.collect()
-        return report
+        return self._ended(report)
 
     @dispatch(collect=named_metrics)
     def train(self) -> StepReport:
@@ -281,7 +283,14 @@ class TrainRank(Member):
             recomputes = self._args.recompute_granularity == "full"
             report.work = train_work(self._args, self._cost, own, seconds, recomputes=recomputes)
         self._batches = []
+        return self._ended(report)
+
+    def _ended(self, report: StepReport) -> StepReport:
+        """The report of optimizer steps, with what follows them."""
+        import torch
+
         self._kl.adapt(report)
+        report.peak = self._peak.take(torch.cuda if torch.cuda.is_initialized() else None)  # type: ignore[no-untyped-call]
         gc.collect()
         return report
 

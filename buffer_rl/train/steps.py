@@ -40,7 +40,7 @@ class StepReport:
     """One rank's account of its optimizer steps: its own sums of each that was taken, and metrics that are alike on
     every rank. non_finite: steps that the run has left out so far. kl_coef: that of the steps, if it is adapted;
     measured_kl: what is compared with ``--kl-target`` after them, of all ranks. work: what they computed, if the model
-    is one whose FLOPs are known."""
+    is one whose FLOPs are known. peak: memory of the rank since its report before (see ``PeakMemory``)."""
 
     sums: list[Sums] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -48,6 +48,7 @@ class StepReport:
     kl_coef: float | None = None
     measured_kl: float | None = None
     work: TrainWork | None = None
+    peak: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def metrics_of(reports: Sequence[StepReport]) -> dict[str, float]:
@@ -220,6 +221,7 @@ class NonFiniteGuard:
             where=error.where,
             expected=f"fewer than --max-non-finite-steps {self._limit} in a row",
             hint=f"the rows of the last one are in {file}; {error.hint}",
+            see="docs/troubleshooting.md#the-loss-or-the-gradient-is-not-finite",
         )
 
 

@@ -79,7 +79,8 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
         assert len(assemble(read(actor, "plan_data", 0, rank, 2))) == 2
     assert all(payload() is not None for payload in payloads)
     caller.change("commit", 0, 1)
-    caller.change("release", 1)
+    released = caller.change("release", 1)
+    assert 0.01 < released["peak"]["host"] < 100  # GB, of this process
     gc.collect()
     assert [payload() for payload in payloads] == [None] * 4
 

@@ -216,6 +216,26 @@ def test_the_reference_is_updated_after_the_step_and_before_the_checkpoint_and_t
     assert ["perf/ref_update_time" in metrics for metrics in world.recorder.metrics] == [False, True, False, True]
 
 
+def test_a_step_has_the_metrics_of_its_publication_and_of_the_buffer(tmp_path: Path) -> None:
+    class Timed(FakePublisher):
+        def publish(self, version: int) -> dict[str, float]:
+            return {"perf/publish_pause": version / 4, "publish/unchanged_share": 0.5}
+
+    class Weighed(BufferState):
+        def release(self, version: int) -> dict[str, Any]:
+            return {**super().release(version), "work_s": version * 3.0, "peak": {"host": version + 0.5}}
+
+    world = World(tmp_path)
+    world.roles["publish"] = Timed()
+    world.state.__class__ = Weighed
+    world.driver(replace(PLAN, num_rollouts=2)).run()
+    shown = ("perf/publish_pause", "publish/unchanged_share", "perf/buffer_time", "perf/peak_memory/buffer_gb")
+    assert [[step[name] for name in shown] for step in world.recorder.metrics] == [
+        [0.25, 0.5, 3.0, 1.5],
+        [0.5, 0.5, 3.0, 2.5],
+    ]
+
+
 def test_in_lockstep_a_rollout_starts_when_the_version_before_it_is_published(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.driver(replace(PLAN, evaluate=False)).run()

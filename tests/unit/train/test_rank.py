@@ -55,6 +55,14 @@ def test_steps_that_were_left_out_are_counted() -> None:
     assert named_metrics("train", [StepReport(non_finite=2)] * 2) == {"train/non_finite_steps": 2.0}
 
 
+def test_the_peak_memory_of_a_role_is_that_of_its_largest_rank() -> None:
+    reports = [StepReport(peak={"host": 1.5, "device": 8.0}), StepReport(peak={"host": 2.5, "device": 7.0})]
+    assert named_metrics("critic", reports) == {
+        "perf/peak_memory/critic_gb": 2.5,
+        "perf/peak_memory/critic_device_gb": 8.0,
+    }
+
+
 def test_a_rollout_that_was_lost_is_no_rank_without_rows() -> None:
     """Else a Buffer that dies before the first step would leave engine and trainer uncompared for the whole run."""
 
