@@ -141,7 +141,7 @@ class EngineControlClient:
     def _run(self, call: Callable[[EngineFanOut], Coroutine[Any, Any, T]]) -> T:
         replicas = self._replicas()
         try:
-            if not self.targets():
+            if not self.targets() and (self.replaces or self._registry.all()):  # else no engine is known by its address
                 raise EngineError("there is no engine to ask", where="the fleet")
             return self._loop.run(call(self._engines))
         except CancelledError as error:
