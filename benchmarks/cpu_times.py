@@ -132,7 +132,7 @@ def make_trainer(args: Any, rank: int, world_size: int, objective: Any) -> Any:
     """A trainer backend: the default one, whose steps report their CPU-seconds as metrics."""
     import torch
 
-    from buffer_rl.train.torch_trainer import TorchTrainer
+    from buffer_rl.trainer.torch_trainer import TorchTrainer
 
     spent: dict[str, float] = defaultdict(float)
 

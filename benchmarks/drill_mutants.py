@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a rank in place of one that died has no moments of Adam",
-        file="buffer_rl/train/rank_files.py",
+        file="buffer_rl/trainer/rank_files.py",
         old='    moments = _read_tensors(folder / "optimizer.safetensors")\n',
         new='    moments = {k: v * 0 for k, v in _read_tensors(folder / "optimizer.safetensors").items()}\n',
         faults=("driver",),

@@ -93,9 +93,9 @@ def measure(shape: str, way: str, dry: bool) -> dict[str, float]:
     from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
     from buffer_rl.testing.tiny import make_tiny_model
-    from buffer_rl.train.objective import Objective
-    from buffer_rl.train.pretrained import prepare_torch
-    from buffer_rl.train.torch_trainer import TorchTrainer
+    from buffer_rl.trainer.objective import Objective
+    from buffer_rl.trainer.pretrained import prepare_torch
+    from buffer_rl.trainer.torch_trainer import TorchTrainer
 
     sizes = dict(SHAPES[shape])
     if dry:

@@ -86,9 +86,9 @@ def measure(spec: dict[str, Any], rank: int, world_size: int) -> dict[str, float
     from buffer_rl.args import CORE_SECTIONS
     from buffer_rl.options.section import compose
     from buffer_rl.plugin.registry import PluginRegistry
-    from buffer_rl.train.objective import Objective
-    from buffer_rl.train.pretrained import prepare_torch
-    from buffer_rl.train.torch_trainer import TorchTrainer
+    from buffer_rl.trainer.objective import Objective
+    from buffer_rl.trainer.pretrained import prepare_torch
+    from buffer_rl.trainer.torch_trainer import TorchTrainer
 
     dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=world_size)
     args: Any = compose(CORE_SECTIONS)(
@@ -120,7 +120,7 @@ def measure(spec: dict[str, Any], rank: int, world_size: int) -> dict[str, float
 
 
 def _own_bytes(tensor: Any) -> int:
-    from buffer_rl.train.sharding import local
+    from buffer_rl.trainer.sharding import local
 
     return int(local(tensor).nbytes)
 

@@ -34,7 +34,7 @@ from servers import options_for, served
 
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import weight_buckets
+from buffer_rl.trainer.model import weight_buckets
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.distributed import DistributedTransport
 from buffer_rl.weights.publish import Publisher

@@ -47,7 +47,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.train.options import check_role_options
+from buffer_rl.trainer.options import check_role_options
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
 WORDS = ("cat", "dog", "tree", "house", "water", "green", "stone", "light", "paper", "night", "river", "cloud")

@@ -41,7 +41,7 @@ from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.generate import generate
 from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 
 GROUPS, SAMPLES = 16, 4
 MEAN_LENGTH, MAX_LENGTH, SIGMA = 60, 480, 1.0

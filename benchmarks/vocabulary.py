@@ -99,10 +99,10 @@ def ours(spec: dict[str, Any]) -> tuple[Build, str]:
     from buffer_rl.options.section import compose
     from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-    from buffer_rl.train.objective import Objective
-    from buffer_rl.train.output_layer import FUSED
-    from buffer_rl.train.pretrained import prepare_torch
-    from buffer_rl.train.torch_trainer import TorchTrainer
+    from buffer_rl.trainer.objective import Objective
+    from buffer_rl.trainer.output_layer import FUSED
+    from buffer_rl.trainer.pretrained import prepare_torch
+    from buffer_rl.trainer.torch_trainer import TorchTrainer
 
     lengths, system = spec["lengths"], spec["system"]
     options = {"hf_checkpoint": spec["model"], "train_device": "cpu", "max_tokens_per_gpu": 1 << 20}

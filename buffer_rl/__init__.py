@@ -17,7 +17,7 @@ weights   weights from the trainer to the engines
 algo      formulas of advantages, losses and corrections
 embedded  an engine of our own, for Hugging Face models
 rollout   from prompts to finished groups
-train     the trainer: from rows to weights
+trainer   the trainer: from rows to weights
 driver    the steps of a run, and its start
 testing   fakes and linters for the tests of users
 verbs     one file per verb of the command line
@@ -26,9 +26,22 @@ Beside them: ``errors``; ``args``, the list of all option sections; ``api``, wha
 command ``buffer-rl``, which ``__main__`` calls.
 """
 
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from buffer_rl.api import TrainResult, train
+
+__all__ = ["TrainResult", "train"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``train`` and ``TrainResult``, imported when they are asked for: they import much."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("buffer_rl.api"), name)
 
 
 class OldNames:

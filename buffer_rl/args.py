@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from buffer_rl.driver.options import DebugOptions, ObserveOptions, RunOptions
     from buffer_rl.options.section import Options
     from buffer_rl.rollout.options import EvalOptions, RewardOptions, RolloutOptions
-    from buffer_rl.train.options import CriticOptions, LoraOptions, OptimizerOptions, TrainOptions
+    from buffer_rl.trainer.options import CriticOptions, LoraOptions, OptimizerOptions, TrainOptions
     from buffer_rl.weights.options import WeightOptions
 
     class Args(
@@ -51,10 +51,10 @@ CORE_SECTIONS: tuple[str, ...] = (
     "buffer_rl.cluster.options:BufferOptions",
     "buffer_rl.cluster.options:EngineOptions",
     "buffer_rl.cluster.options:PlacementOptions",
-    "buffer_rl.train.options:TrainOptions",
-    "buffer_rl.train.options:OptimizerOptions",
-    "buffer_rl.train.options:LoraOptions",
-    "buffer_rl.train.options:CriticOptions",
+    "buffer_rl.trainer.options:TrainOptions",
+    "buffer_rl.trainer.options:OptimizerOptions",
+    "buffer_rl.trainer.options:LoraOptions",
+    "buffer_rl.trainer.options:CriticOptions",
     "buffer_rl.algo.options:LossOptions",
     "buffer_rl.algo.options:AlgorithmOptions",
     "buffer_rl.weights.options:WeightOptions",

@@ -40,9 +40,9 @@ from buffer_rl.records.groups import Sample, SampleGroup, Status, Ticket, Versio
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.objective import Objective
-from buffer_rl.train.pretrained import prepare_torch
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.objective import Objective
+from buffer_rl.trainer.pretrained import prepare_torch
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 
 MAX_NEW_TOKENS = 12  # the longest word has 10 letters, then the end token, and one to spare
 MODEL: dict[str, Any] = {

@@ -33,10 +33,10 @@ OF_SERVERS = (
     *("imitated_update", "streams", "weight_groups", "weight_update"),
 )
 NUMERICAL = (
-    *("tests/unit/algo", "tests/unit/plan", "tests/unit/train", EMBEDDED, "tests/unit/megatron"),
+    *("tests/unit/algo", "tests/unit/plan", "tests/unit/trainer", EMBEDDED, "tests/unit/megatron"),
     *("tests/unit/examples/test_losses.py", "tests/unit/examples/test_trainer_backends.py"),
     *(f"--ignore={EMBEDDED}/test_{name}.py" for name in OF_SERVERS),
-    "--ignore=tests/unit/train/test_rendezvous.py",
+    "--ignore=tests/unit/trainer/test_rendezvous.py",
 )
 # The kernels of torch itself, of MKL and of oneDNN that such a processor has. Each of them rounds in its own way.
 PROCESSORS: Mapping[str, Mapping[str, str]] = {

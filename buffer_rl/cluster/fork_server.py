@@ -60,9 +60,9 @@ STAGES = {
         "buffer_rl.buffer.actor",
         "buffer_rl.rollout.worker",
         "buffer_rl.rollout.default",
-        "buffer_rl.train.rank",
-        "buffer_rl.train.role_worker",
-        "buffer_rl.train.torch_trainer",
+        "buffer_rl.trainer.rank",
+        "buffer_rl.trainer.role_worker",
+        "buffer_rl.trainer.torch_trainer",
     ),
 }
 """What the server imports, in this order. A process is forked once the modules of its stage are there."""

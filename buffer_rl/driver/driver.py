@@ -51,7 +51,7 @@ from buffer_rl.observe.timeline import WorkSpan, clock_origin
 from buffer_rl.plan.roles import ACTOR, FIELD_OF_MODEL
 from buffer_rl.plan.schedule import RunPlan, RunResult
 from buffer_rl.rollout.production import task_group
-from buffer_rl.train.rank import TrainRank
+from buffer_rl.trainer.rank import TrainRank
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.role_weights import FolderUpdates
 

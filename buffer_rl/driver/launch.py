@@ -78,10 +78,10 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.data_source import DataSourceActor, source_answers, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import RolloutWorker, start_rollout_workers
-from buffer_rl.train.learning_rate import with_decay_iters
-from buffer_rl.train.rank import TrainRank, start_train_group
-from buffer_rl.train.reward_model import start_reward_model, watch_reward_model
-from buffer_rl.train.role_worker import RoleWorker, start_roles
+from buffer_rl.trainer.learning_rate import with_decay_iters
+from buffer_rl.trainer.rank import TrainRank, start_train_group
+from buffer_rl.trainer.reward_model import start_reward_model, watch_reward_model
+from buffer_rl.trainer.role_worker import RoleWorker, start_roles
 from buffer_rl.weights.adapters import AdapterCheck, AdapterTransport, MergedShare
 from buffer_rl.weights.follow import FollowFolder
 from buffer_rl.weights.options import engines_may_differ, publishes_adapters

@@ -25,8 +25,8 @@ from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.records.groups import Ticket, sample_means
-from buffer_rl.train.rank import TrainRank
-from buffer_rl.train.stream import longest_wait
+from buffer_rl.trainer.rank import TrainRank
+from buffer_rl.trainer.stream import longest_wait
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args

@@ -22,8 +22,8 @@ from buffer_rl.errors import BufferRestartedError, BufferRLError, PayloadLostErr
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.plan.schedule import RunPlan
 from buffer_rl.rollout.worker import RolloutWorker
-from buffer_rl.train.rank import TrainRank
-from buffer_rl.train.role_worker import RoleWorker
+from buffer_rl.trainer.rank import TrainRank
+from buffer_rl.trainer.role_worker import RoleWorker
 
 if TYPE_CHECKING:
     from buffer_rl.observe.observer import RunObserver

@@ -30,7 +30,7 @@ from buffer_rl.plugin.old_names import with_new_names
 from buffer_rl.plugin.reference import Form, find_module, form_of, split_file
 from buffer_rl.plugin.registry import Origin, PluginInfo, PluginRegistry
 from buffer_rl.plugin.shipping import CodeBundle, collect_code, search_folders
-from buffer_rl.train.learning_rate import learning_rate, with_decay_iters
+from buffer_rl.trainer.learning_rate import learning_rate, with_decay_iters
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args

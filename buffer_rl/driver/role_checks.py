@@ -28,7 +28,7 @@ from buffer_rl.plan.counts import replicas_of, roles_in_resource
 from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL_OF_ROLE, PLACED, ROLES, worker_counts
 from buffer_rl.plan.schedule import Schedule, rollout_only
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.train.options import REWARDS_TO_TRAIN_ON, STREAM
+from buffer_rl.trainer.options import REWARDS_TO_TRAIN_ON, STREAM
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args

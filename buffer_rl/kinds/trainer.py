@@ -144,7 +144,7 @@ class FieldRole(Protocol):
     and ``restart``.
 
     It may also have ``work(dataset)``, which does all work on a step in place of ``compute`` for each micro-batch: it
-    reads ``dataset``, a ``buffer_rl.train.stream.StreamingDataset``, in one or several passes, and writes the fields.
+    reads ``dataset``, a ``buffer_rl.trainer.stream.StreamingDataset``, in one or several passes, and writes the fields.
     """
 
     role: ClassVar[Role]
@@ -156,7 +156,7 @@ class FieldRole(Protocol):
 
 class ModelConverter(Protocol):
     """Loads a Hugging Face folder into the trainer's model and exports its weights. Constructed as ``cls(args)``.
-    ``buffer_rl.train.converter.NameMap`` is the base class for what maps one tensor at a time."""
+    ``buffer_rl.trainer.converter.NameMap`` is the base class for what maps one tensor at a time."""
 
     def load(self, model: Any, folder: str) -> None:
         """Copy the folder's weights into the model, without gradient. Every element of every floating-point weight
@@ -209,7 +209,7 @@ KINDS = (
         changed=dict.fromkeys(
             ("to_trainer", "to_hf"),
             "a converter has load(model, folder) and export(model) now: derive the class from "
-            "buffer_rl.train.converter.NameMap, whose load and export call to_trainer and to_hf for each tensor",
+            "buffer_rl.trainer.converter.NameMap, whose load and export call to_trainer and to_hf for each tensor",
         ),
         constructed=("args",),
     ),

@@ -141,7 +141,7 @@ def old_log_probs_pass(args: Args, estimator: object, backend: object = None) ->
     forward pass of their own by the trainer or by ``--num-actor-fwd-workers``; empty where nothing does.
 
     Nothing does where a rollout has one step: its own forward pass is by the weights that the step starts from, so its
-    log-probabilities, without a gradient, are the old ones (``buffer_rl.train.objective``). With streamed gradients
+    log-probabilities, without a gradient, are the old ones (``buffer_rl.trainer.objective``). With streamed gradients
     there is one step; ``--use-rollout-logprobs`` takes the engine's; the supervised loss has no ratio.
 
     backend: what ``--train-backend`` names, where it is not the default one (see

@@ -2,7 +2,7 @@
 
 Pure data, without Ray and torch: the options, their checks, the plan, the Buffer's fields and the timeline derive from
 it. A role that adds a field to the rows of a rollout is a row and a class (``FieldRole``), which ``--role-path`` names;
-the built-in ones are rows here and stages of ``buffer_rl.train.role_worker``.
+the built-in ones are rows here and stages of ``buffer_rl.trainer.role_worker``.
 """
 
 from __future__ import annotations

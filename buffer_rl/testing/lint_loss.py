@@ -37,7 +37,7 @@ from buffer_rl.testing.lint import (
     try_forms,
     with_sizes,
 )
-from buffer_rl.train.objective import Objective
+from buffer_rl.trainer.objective import Objective
 
 OUTPUTS = ("log_probs", "entropy", "critic_values")
 """Of the models; columns of the linter's rows that the loss gets with a gradient."""

@@ -22,7 +22,7 @@ from buffer_rl.options.help import add_config_flag, add_option
 from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.records.groups import Prompt
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
-from buffer_rl.train.options import TrainOptions
+from buffer_rl.trainer.options import TrainOptions
 from buffer_rl.verbs.row_sources import RowSource, at_row, encode_row
 from buffer_rl.verbs.table import print_notices
 from buffer_rl.verbs.train import sections_of

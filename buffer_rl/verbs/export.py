@@ -66,7 +66,7 @@ def copy_model(source: Path, target: Path, save_dtype: str = "input") -> None:
         temporary = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
         shutil.copytree(source, temporary, dirs_exist_ok=True)
         if save_dtype != "input":
-            from buffer_rl.train.save_dtype import cast_folder  # torch takes seconds
+            from buffer_rl.trainer.save_dtype import cast_folder  # torch takes seconds
 
             cast_folder(Path(temporary), lambda _: save_dtype)
         os.chmod(temporary, 0o755)  # mkdtemp makes it private

@@ -140,7 +140,7 @@ class RoleReceivers:
 
 
 class BroadcastMember(Member):
-    """A process of a role that receives broadcasts into its model, a ``buffer_rl.train.role_model.RoleModel``. Each
+    """A process of a role that receives broadcasts into its model, a ``buffer_rl.trainer.role_model.RoleModel``. Each
     call has the body of an engine's."""
 
     _model: Any

@@ -20,13 +20,13 @@ from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Topology, TrainBatch
-from buffer_rl.train.collate import collate, row_blocks, split_rows
-from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.model import Model, ModelFactory, weight_buckets
-from buffer_rl.train.optimizer import Optimizer
-from buffer_rl.train.peers import most_of
-from buffer_rl.train.pretrained import initial_folder, load_tokenizer, pick_device
-from buffer_rl.train.rank_files import load_state, save_state
+from buffer_rl.trainer.collate import collate, row_blocks, split_rows
+from buffer_rl.trainer.forward import response_log_probs
+from buffer_rl.trainer.model import Model, ModelFactory, weight_buckets
+from buffer_rl.trainer.optimizer import Optimizer
+from buffer_rl.trainer.peers import most_of
+from buffer_rl.trainer.pretrained import initial_folder, load_tokenizer, pick_device
+from buffer_rl.trainer.rank_files import load_state, save_state
 
 
 class InStepTrainer:

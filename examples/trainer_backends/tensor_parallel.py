@@ -25,12 +25,12 @@ from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plan.layout import layout_of
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.collate import collate, row_blocks
-from buffer_rl.train.forward import batch_outputs, response_log_probs
-from buffer_rl.train.model import unique_state, weight_buckets
-from buffer_rl.train.optimizer import learning_rate
-from buffer_rl.train.packing import is_packed
-from buffer_rl.train.pretrained import initial_folder, load_model, load_tokenizer, pick_device
+from buffer_rl.trainer.collate import collate, row_blocks
+from buffer_rl.trainer.forward import batch_outputs, response_log_probs
+from buffer_rl.trainer.model import unique_state, weight_buckets
+from buffer_rl.trainer.optimizer import learning_rate
+from buffer_rl.trainer.packing import is_packed
+from buffer_rl.trainer.pretrained import initial_folder, load_model, load_tokenizer, pick_device
 
 SPLIT = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 """Dimension of the ``[out, in]`` matrix that is split over ranks, by the end of its name."""

@@ -24,7 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
 from buffer_rl.errors import ConfigError, TrainError
-from buffer_rl.train.packing import similar_rows
+from buffer_rl.trainer.packing import similar_rows
 
 
 def chunks_of(size: int, rank: int) -> tuple[int, ...]:

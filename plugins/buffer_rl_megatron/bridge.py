@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.train.model import weight_buckets
-from buffer_rl.train.pretrained import checked_folder
+from buffer_rl.trainer.model import weight_buckets
+from buffer_rl.trainer.pretrained import checked_folder
 from buffer_rl_megatron.compat import current_device
 from buffer_rl_megatron.layers import ValueHead, mask_padded_vocabulary
 from buffer_rl_megatron.models import mapping_for, read_config, set_rotary_frequencies, shared_name

@@ -42,8 +42,8 @@ from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.collate import MicroBatch, collate, no_rows, row_blocks
-from buffer_rl.train.peers import most_of
+from buffer_rl.trainer.collate import MicroBatch, collate, no_rows, row_blocks
+from buffer_rl.trainer.peers import most_of
 from buffer_rl_megatron import compat
 from buffer_rl_megatron.attention import Share, packed_rows, share_of
 from buffer_rl_megatron.layers import ValueHead

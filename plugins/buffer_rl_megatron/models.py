@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from buffer_rl.errors import ConfigError, PluginError
 from buffer_rl.plugin.calls import contained, error_name
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.train.pretrained import checked_folder
+from buffer_rl.trainer.pretrained import checked_folder
 from buffer_rl_megatron.layers import local_block_spec
 from buffer_rl_megatron.model_shape import ENTRY_POINTS, check_mapped, check_supported
 

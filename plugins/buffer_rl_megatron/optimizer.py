@@ -24,7 +24,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from buffer_rl.errors import CheckpointError, TrainError
-from buffer_rl.train.optimizer import learning_rate, non_finite_gradient
+from buffer_rl.trainer.optimizer import learning_rate, non_finite_gradient
 from buffer_rl_megatron import compat
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from megatron.core.utils import unwrap_model
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.routing_replay import Differing
+from buffer_rl.trainer.routing_replay import Differing
 from buffer_rl_megatron.compat import current_device
 
 if TYPE_CHECKING:

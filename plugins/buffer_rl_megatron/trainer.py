@@ -28,10 +28,10 @@ from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.calls import call, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.collate import split_rows
-from buffer_rl.train.model import weight_buckets
-from buffer_rl.train.pretrained import initial_folder, pick_device
-from buffer_rl.train.rank_files import read_random, save_random
+from buffer_rl.trainer.collate import split_rows
+from buffer_rl.trainer.model import weight_buckets
+from buffer_rl.trainer.pretrained import initial_folder, pick_device
+from buffer_rl.trainer.rank_files import read_random, save_random
 from buffer_rl_megatron import checkpoint, compat, options
 from buffer_rl_megatron.attention import CausalAttention
 from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge, write_folder

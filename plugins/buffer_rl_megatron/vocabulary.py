@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from buffer_rl.train.vocabulary import finite_log_probs, in_chunks, only_kept
+from buffer_rl.trainer.vocabulary import finite_log_probs, in_chunks, only_kept
 
 
 def log_probs_and_entropies(
@@ -28,7 +28,7 @@ def log_probs_and_entropies(
     each. Every rank of the group calls it with the same targets.
 
     logits_nv: this rank's part of the vocabulary, in rank order; all parts are equally large. target_n: int64. kept: as
-    in ``buffer_rl.train.collate.MicroBatch``; probabilities are renormalised over these tokens. The entropy is 0
+    in ``buffer_rl.trainer.collate.MicroBatch``; probabilities are renormalised over these tokens. The entropy is 0
     without ``with_entropy``. What is as large as logits is made some tokens at a time, and again in the backward pass.
     """
     return in_chunks(partial(_of_chunk, temperature, group, with_entropy), logits_nv, target_n, kept)

@@ -16,7 +16,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.embedded.launcher import launch
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.sharding import whole
+from buffer_rl.trainer.sharding import whole
 from harness.megatron_rows import make_rows
 from harness.trainers import make_trainer, step
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from buffer_rl.train import vocabulary
-from buffer_rl.train.output_layer import fused_log_probs
+from buffer_rl.trainer import vocabulary
+from buffer_rl.trainer.output_layer import fused_log_probs
 
 pytestmark = [
     pytest.mark.gpu,

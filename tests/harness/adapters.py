@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from buffer_rl.train.lora import write_adapter
+from buffer_rl.trainer.lora import write_adapter
 
 makes_adapters = pytest.mark.skipif(
     Version(importlib.metadata.version("peft")) < Version(MIN_PEFT_VERSION),

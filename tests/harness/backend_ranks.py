@@ -23,11 +23,11 @@ from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import SavesLater, Sleeps
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.objective import Objective
-from buffer_rl.train.rank import build_trainer
-from buffer_rl.train.sharding import whole
-from buffer_rl.train.steps import summed_over_ranks
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.objective import Objective
+from buffer_rl.trainer.rank import build_trainer
+from buffer_rl.trainer.sharding import whole
+from buffer_rl.trainer.steps import summed_over_ranks
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 from harness.scripts import run_scripts
 
 DEADLINE_S = 240

@@ -33,7 +33,7 @@ from buffer_rl.errors import WorkerDiedError
 from buffer_rl.options.section import compose, dump_args, load_args
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Topology
-from buffer_rl.train.model import weight_buckets
+from buffer_rl.trainer.model import weight_buckets
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders
 from harness.fake_roles import of_one_rank

@@ -21,8 +21,8 @@ from buffer_rl.testing.lint import batch_of as batch_of
 from buffer_rl.testing.lint import with_sizes as with_sizes
 from buffer_rl.testing.lint_loss import Outcome as Outcome
 from buffer_rl.testing.lint_loss import outcome as outcome
-from buffer_rl.train.objective import Objective
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.objective import Objective
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 

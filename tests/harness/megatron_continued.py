@@ -59,7 +59,7 @@ def loaded(model: str, source: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 def _trainer(model: str, changes: dict[str, Any]) -> tuple[Any, Any]:
     from buffer_rl.plugin.registry import PluginRegistry
-    from buffer_rl.train.objective import Objective
+    from buffer_rl.trainer.objective import Objective
     from buffer_rl_megatron.trainer import MegatronTrainer
 
     args = make_args(model, **changes)

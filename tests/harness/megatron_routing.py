@@ -15,7 +15,7 @@ import torch
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.objective import Objective
+from buffer_rl.trainer.objective import Objective
 from harness.megatron_rows import CHARACTERS, make_args, make_rows
 from harness.megatron_steps import Found
 from harness.replayed_experts import NUM_EXPERTS, NUM_LAYERS, SIZES, TOP_K

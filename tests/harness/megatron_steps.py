@@ -70,9 +70,9 @@ def steps_of_rank(case: Case) -> dict[str, Any]:
     from buffer_rl.buffer.readers import balanced_partition
     from buffer_rl.kinds.token_loss import Sums
     from buffer_rl.plugin.registry import PluginRegistry
-    from buffer_rl.train.objective import Objective
-    from buffer_rl.train.peers import summed_over_ranks
-    from buffer_rl.train.pretrained import prepare_torch
+    from buffer_rl.trainer.objective import Objective
+    from buffer_rl.trainer.peers import summed_over_ranks
+    from buffer_rl.trainer.pretrained import prepare_torch
 
     args = case.args
     prepare_torch(args, args.seed)

@@ -16,7 +16,7 @@ def split_outputs(
 ) -> dict[str, Any]:
     """Log-probabilities and entropies of logits of which this rank has its part, and the gradient of their weighted sum
     in this part."""
-    import buffer_rl.train.vocabulary as core
+    import buffer_rl.trainer.vocabulary as core
     import buffer_rl_megatron.vocabulary as vocabulary
 
     core.CHUNK_ELEMENTS = chunk  # type: ignore[misc]

@@ -14,7 +14,7 @@ from pathlib import Path
 from buffer_rl.kinds.token_loss import VALUE_MOMENTS
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.plan.roles import MODEL_FIELDS
-from buffer_rl.train.objective import OWN_METRICS
+from buffer_rl.trainer.objective import OWN_METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -33,9 +33,9 @@ _GIVERS = (
     *((f"buffer_rl/algo/{name}.py", "", "train") for name in ("cispo", "decoupled", "dpo", "gmpo", "gspo", "sapo")),
     ("buffer_rl/algo/corrections.py", "mismatch_metrics", "train/mismatch"),
     ("buffer_rl/kinds/token_loss.py", "means", "train"),
-    ("buffer_rl/train/objective.py", "_metrics", "train"),
-    ("buffer_rl/train/steps.py", "metrics_of", "train"),
-    ("buffer_rl/train/routing_replay.py", "sums", "train"),
+    ("buffer_rl/trainer/objective.py", "_metrics", "train"),
+    ("buffer_rl/trainer/steps.py", "metrics_of", "train"),
+    ("buffer_rl/trainer/routing_replay.py", "sums", "train"),
     ("plugins/buffer_rl_rollout_service/rollout.py", "metrics", "rollout"),
 )
 _OF_BOTH_ROLES = ("loss", "grad_norm", "lr", "non_finite_steps")

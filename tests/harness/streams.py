@@ -14,7 +14,7 @@ from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import DeadlineError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
-from buffer_rl.train.stream import Stage, StreamingDataset, reading
+from buffer_rl.trainer.stream import Stage, StreamingDataset, reading
 
 
 class Answer:

@@ -7,9 +7,9 @@ from typing import Any
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.train.objective import Objective
-from buffer_rl.train.pretrained import prepare_torch
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.objective import Objective
+from buffer_rl.trainer.pretrained import prepare_torch
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 
 LARGE_EPS: dict[str, float] = {"adam_eps": 1e-2}
 """Options of a test that compares weights after steps whose sums have different orders. Adam's first step moves a

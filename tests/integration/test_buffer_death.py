@@ -27,7 +27,7 @@ from ray._private.internal_api import node_stats
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 from buffer_rl.records.groups import SampleGroup
 
 

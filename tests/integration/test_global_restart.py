@@ -31,7 +31,7 @@ from pathlib import Path
 import transformers
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 
 
 def model(args):

@@ -29,7 +29,7 @@ from pathlib import Path
 import transformers
 
 from buffer_rl.rollout import generate as default
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 from harness.processes import descendants
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from buffer_rl.embedded import launcher
 from buffer_rl.cluster.process import auth_headers
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 
 
 def noted(args, index, log_path):
@@ -76,7 +76,7 @@ class Watching(TorchTrainer):
 TAGGED = """
 import json
 
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 
 
 class Noting(TorchTrainer):

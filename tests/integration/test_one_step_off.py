@@ -16,7 +16,7 @@ from buffer_rl.driver.restart import Processes, RunSession
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.worker import RolloutWorker
-from buffer_rl.train.rank import TrainRank
+from buffer_rl.trainer.rank import TrainRank
 from harness.checkpoints import final_weights
 
 FUNCTIONS = """

@@ -17,9 +17,9 @@ from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.section import dump_args
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import Model, weight_buckets
-from buffer_rl.train.pretrained import load_model
-from buffer_rl.train.role_worker import RoleWorker
+from buffer_rl.trainer.model import Model, weight_buckets
+from buffer_rl.trainer.pretrained import load_model
+from buffer_rl.trainer.role_worker import RoleWorker
 from buffer_rl.weights.distributed import DistributedSender, DistributedTransport
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts
 from harness.fake_roles import local_senders
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.slow]
 
 BUCKET_BYTES, NUM_BUCKETS = 110_000, 3
 CONVERTER = """
-from buffer_rl.train.converter import NameMap
+from buffer_rl.trainer.converter import NameMap
 
 
 class Doubled(NameMap):

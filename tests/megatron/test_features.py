@@ -13,10 +13,10 @@ import torch
 
 from buffer_rl.buffer.readers import balanced_partition
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.train.collate import collate, row_blocks
-from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.objective import Objective
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.collate import collate, row_blocks
+from buffer_rl.trainer.forward import response_log_probs
+from buffer_rl.trainer.objective import Objective
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 from harness.megatron_ranks import RankError, RankPool
 from harness.megatron_rows import SEEDS, make_args, make_rows
 from harness.megatron_steps import Case, Found, beyond, differences, run_case

@@ -15,7 +15,7 @@ from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.pretrained import load_model
+from buffer_rl.trainer.pretrained import load_model
 from buffer_rl_sglang.options import SglangOptions
 
 from .conftest import TIMEOUT_S

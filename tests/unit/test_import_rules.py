@@ -26,8 +26,8 @@ RAY_MODULES = (
     "buffer_rl/cluster/*.py",
     "buffer_rl/driver/runtime.py",
     "buffer_rl/rollout/data_source.py",
-    "buffer_rl/train/rank.py",
-    "buffer_rl/train/reward_model.py",
+    "buffer_rl/trainer/rank.py",
+    "buffer_rl/trainer/reward_model.py",
     "buffer_rl/weights/distributed.py",
 )
 OPTIONS_MAY_IMPORT = {"buffer_rl.args", "buffer_rl.errors"}
@@ -87,7 +87,7 @@ def test_neither_modules_nor_packages_import_each_other_in_a_circle():
 
 
 def package_of(module: str) -> str:
-    """``buffer_rl.train`` for a module of it; the first part of others."""
+    """``buffer_rl.trainer`` for a module of it; the first part of others."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "buffer_rl" else parts[0]
 

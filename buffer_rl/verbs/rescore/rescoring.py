@@ -21,7 +21,7 @@ from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.failures import CONVERSION_FAILED, AttemptFailure
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import apply_filter, resolve_function
-from buffer_rl.train.objective import Objective
+from buffer_rl.trainer.objective import Objective
 from buffer_rl.verbs.rescore.recorded_groups import RecordedStep
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from buffer_rl.cluster.actor_group import ActorGroup
-from buffer_rl.train.rank import TrainRank
+from buffer_rl.trainer.rank import TrainRank
 
 
 class Member:

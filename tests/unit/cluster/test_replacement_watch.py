@@ -12,7 +12,7 @@ from buffer_rl.cluster import hangs
 from buffer_rl.cluster.hangs import ReplacementWatch
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.rollout.data_source import DataSourceActor
-from buffer_rl.train.reward_model import watch_reward_model
+from buffer_rl.trainer.reward_model import watch_reward_model
 
 
 class Actor:

@@ -16,7 +16,7 @@ from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.errors import BufferRLError, CheckpointError, DeadlineError, TrainError
 from buffer_rl.files.checkpoint import open_checkpoint
 from buffer_rl.options.section import compose
-from buffer_rl.train.rank import TrainRank
+from buffer_rl.trainer.rank import TrainRank
 from buffer_rl.weights.role_weights import FolderUpdates
 
 

@@ -15,7 +15,7 @@ from buffer_rl.files.checkpoint import Checkpoint
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.train.learning_rate import learning_rate
+from buffer_rl.trainer.learning_rate import learning_rate
 
 COSINE = {"lr": 1e-3, "lr_decay_style": "cosine"}
 

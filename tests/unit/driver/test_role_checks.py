@@ -16,7 +16,7 @@ from buffer_rl.plan.algorithm import old_log_probs_pass, own_roles
 from buffer_rl.plan.counts import with_steps
 from buffer_rl.plan.schedule import role_plan
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.train.options import check_role_options
+from buffer_rl.trainer.options import check_role_options
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STREAM: dict[str, Any] = {"stream_gradients": True, "schedule": "pipelined"}

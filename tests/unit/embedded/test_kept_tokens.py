@@ -15,9 +15,9 @@ from buffer_rl.engines.client import EngineClient, GenerateResult, parse_answer
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.errors import EngineError
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-from buffer_rl.train.collate import collate, split_rows
-from buffer_rl.train.forward import response_log_probs
-from buffer_rl.train.pretrained import load_model
+from buffer_rl.trainer.collate import collate, split_rows
+from buffer_rl.trainer.forward import response_log_probs
+from buffer_rl.trainer.pretrained import load_model
 
 PROMPT = [5, 6, 7, 8]
 CUTS: list[dict[str, Any]] = [

@@ -27,10 +27,10 @@ from buffer_rl.errors import EngineError
 from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.collate import split_rows
-from buffer_rl.train.forward import passes, replayed, response_log_probs
-from buffer_rl.train.pretrained import load_model
-from buffer_rl.train.routing_replay import RoutingReplay
+from buffer_rl.trainer.collate import split_rows
+from buffer_rl.trainer.forward import passes, replayed, response_log_probs
+from buffer_rl.trainer.pretrained import load_model
+from buffer_rl.trainer.routing_replay import RoutingReplay
 
 SIZES = ExpertSizes(num_experts=8, top_k=2, layers=(0, 1, 2, 3), num_layers=4)
 

@@ -34,8 +34,8 @@ from buffer_rl.embedded.weight_groups import WeightGroups
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.tiny import ARCHITECTURES
-from buffer_rl.train.model import Model, weight_buckets
-from buffer_rl.train.pretrained import load_model
+from buffer_rl.trainer.model import Model, weight_buckets
+from buffer_rl.trainer.pretrained import load_model
 from buffer_rl.weights.distributed import JOIN, LEAVE, UPDATE, join_group, receive_bucket
 from buffer_rl.weights.process_group import Rendezvous, WeightGroup, described
 from harness.processes import holds_within

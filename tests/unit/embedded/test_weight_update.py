@@ -21,8 +21,8 @@ from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import ARCHITECTURES
-from buffer_rl.train.model import Model, weight_buckets
-from buffer_rl.train.pretrained import load_model
+from buffer_rl.trainer.model import Model, weight_buckets
+from buffer_rl.trainer.pretrained import load_model
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.shared_bucket import SharedWeights, open_bucket

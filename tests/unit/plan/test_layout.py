@@ -11,7 +11,7 @@ from buffer_rl.plan.layout import (
     grouping,
     layout_of,
 )
-from buffer_rl.train.peers import check_topologies
+from buffer_rl.trainer.peers import check_topologies
 
 FOR_INFERENCE: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 # (pp, dp, tp) of ranks 0, 1, 2, …

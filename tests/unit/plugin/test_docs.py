@@ -24,7 +24,7 @@ from buffer_rl.plugin.hookspecs import Hooks
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, TrainBatch
 from buffer_rl.testing.lint import failures
-from buffer_rl.train.role_worker import own_stage
+from buffer_rl.trainer.role_worker import own_stage
 from harness.losses import objective_of, outcome, rows_of
 from harness.streams import Store, dataset_of
 

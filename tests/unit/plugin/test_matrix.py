@@ -46,9 +46,9 @@ from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
-from buffer_rl.train.objective import Objective
-from buffer_rl.train.rank import build_trainer
-from buffer_rl.train.role_worker import own_stage
+from buffer_rl.trainer.objective import Objective
+from buffer_rl.trainer.rank import build_trainer
+from buffer_rl.trainer.role_worker import own_stage
 from buffer_rl.weights.publish import Publisher
 from buffer_rl.weights.sender import RankSender, Senders
 from harness.fake_client import client_of

@@ -143,7 +143,7 @@ def test_a_file_or_a_flag_with_an_old_reference_means_the_new_one_with_a_notice(
     engine, reward = sorted(resolved.notices, reverse=True)
     assert engine == f"--rollout-engine {OLD_ENGINE} (file {OLD_RUN / 'run.yaml'}:4) is {ENGINE} now"
     assert "(flag --custom-rm-path)" in reward
-    assert resolved.args.train_backend == "buffer_rl.train.torch_trainer:TorchTrainer"  # which has not moved
+    assert resolved.args.train_backend == "buffer_rl.trainer.torch_trainer:TorchTrainer"  # which has not moved
 
 
 def test_the_section_of_a_plugin_that_has_an_old_name_tells_the_new_one() -> None:

@@ -345,7 +345,7 @@ def test_a_missing_reference_answers_fast_and_importing_plugins_brings_neither_t
         "import sys\n"
         "from buffer_rl.plugin.registry import PluginRegistry\n"
         "import buffer_rl.kinds.table, buffer_rl.plugin.hookspecs\n"
-        "try:\n    PluginRegistry().locate('trainer', 'buffer_rl.train.torch_trainr:TorchTrainer')\n"
+        "try:\n    PluginRegistry().locate('trainer', 'buffer_rl.trainer.torch_trainr:TorchTrainer')\n"
         "except ValueError as error:\n    print(error)\n"
         "PluginRegistry().locate('trainer', 'torch')\n"
         "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))\n"
@@ -353,5 +353,5 @@ def test_a_missing_reference_answers_fast_and_importing_plugins_brings_neither_t
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ)
     )
-    assert "did you mean 'buffer_rl.train.torch_trainer:TorchTrainer'?" in answer.stdout
+    assert "did you mean 'buffer_rl.trainer.torch_trainer:TorchTrainer'?" in answer.stdout
     assert answer.stdout.splitlines()[-1] == "[]"

@@ -13,7 +13,7 @@ from buffer_rl.kinds.table import KINDS
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import check_contract
 from buffer_rl.plugin.signature import call_rollout, fitting_kinds, takes_evaluation
-from buffer_rl.train.torch_trainer import TorchTrainer
+from buffer_rl.trainer.torch_trainer import TorchTrainer
 
 FUNCTION_KINDS = [name for name, kind in KINDS.items() if not kind.constructed]
 CLASS_KINDS = [name for name, kind in KINDS.items() if kind.constructed]
@@ -77,7 +77,7 @@ def test_a_converter_of_the_earlier_contract_is_refused_with_what_to_derive_it_f
 
     with pytest.raises(PluginError, match="the class lacks load, export") as caught:
         check_contract("converter", Old)
-    assert "derive the class from buffer_rl.train.converter.NameMap" in caught.value.hint
+    assert "derive the class from buffer_rl.trainer.converter.NameMap" in caught.value.hint
     with pytest.raises(PluginError, match=r"expected: an object with load, export\n.*derive the class from"):
         construct("converter", "mine:make", lambda args: Old(args), None)
     with pytest.raises(PluginError) as caught:

@@ -27,7 +27,7 @@ from buffer_rl.rollout.production import run_all
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
-from buffer_rl.train.reward_model import RewardModel
+from buffer_rl.trainer.reward_model import RewardModel
 
 FOLDER = Path(__file__).parent
 CALLS_GENERATE = (FOLDER / "user_generate.py").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import EngineRegistry, EngineState, Replica
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import weight_buckets
+from buffer_rl.trainer.model import weight_buckets
 from buffer_rl.weights.disk import DiskTransport, read_contents
 from buffer_rl.weights.distributed import DistributedTransport
 from buffer_rl.weights.publish import Publisher

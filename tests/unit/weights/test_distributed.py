@@ -22,8 +22,8 @@ from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Topology
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import Model, weight_buckets
-from buffer_rl.train.pretrained import load_model
+from buffer_rl.trainer.model import Model, weight_buckets
+from buffer_rl.trainer.pretrained import load_model
 from buffer_rl.weights.distributed import DistributedSender, DistributedTransport, chosen_backend, join_group
 from buffer_rl.weights.publish import Publisher
 from harness.fake_roles import local_senders

@@ -19,8 +19,8 @@ from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.model import weight_buckets
-from buffer_rl.train.pretrained import load_model
+from buffer_rl.trainer.model import weight_buckets
+from buffer_rl.trainer.pretrained import load_model
 from buffer_rl.weights.disk import DiskSender, DiskTransport
 from buffer_rl.weights.distributed import DistributedTransport
 from buffer_rl.weights.publish import ATTEMPTS, LogProbCheck, Publisher, TrainerLogProbs

@@ -15,8 +15,8 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import TrainError
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
-from buffer_rl.train.model import Model
-from buffer_rl.train.pretrained import load_model
+from buffer_rl.trainer.model import Model
+from buffer_rl.trainer.pretrained import load_model
 from buffer_rl.weights.sender import PublishedNames
 
 Weights = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import VersionSpan
 from buffer_rl.testing.tiny import make_tiny_model
-from buffer_rl.train.logprob_gate import batch_of
+from buffer_rl.trainer.logprob_gate import batch_of
 from buffer_rl.weights.adapters import AdapterCheck, AdapterTransport, tolerance
 from buffer_rl.weights.publish import Publisher
 from harness.adapters import makes_adapters
