@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
 
 FIRST_REQUEST = "first request"
+FAILED = "failed"
+MAX_REASON = 2000  # characters of an error in run.json
 
 
 class RunObserver:
@@ -42,7 +45,7 @@ class RunObserver:
     ) -> None:
         self._run_dir = run_dir = str(args.run_dir)
         if isinstance(args, Options):
-            write_facts(run_dir, args, provenance)
+            write_facts(run_dir, args, provenance, startup.command if startup else ())
         loggers = {
             name: construct("logger", name, registry.resolve("logger", name), args, run_dir) for name in args.logger
         }
@@ -58,6 +61,7 @@ class RunObserver:
         title = f"buffer-rl · {Path(run_dir).name}"
         self._progress = Progress(args.progress, args.num_rollout, title=title, startup=self._startup)
         self._incidents = Incidents(run_dir)
+        self._end = ("done", "")
         self._stack = ExitStack()
 
     def planned(self, total_steps: int) -> None:
@@ -72,9 +76,16 @@ class RunObserver:
         self._stack.enter_context(self._progress)
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._say(self._incidents.summary())
-        self._stack.__exit__(*raised)
+        how, why = self._end if error is None else (FAILED, f"{type(error).__name__}: {error}"[:MAX_REASON])
+        with suppress(OSError, ValueError):  # neither of which may take the place of the run's own error
+            add_facts(self._run_dir, end={"how": how, "why": why, "at": datetime.now(UTC).isoformat("T", "seconds")})
+        self._stack.__exit__(kind, error, trace)
+
+    def ended(self, how: str, why: str = "") -> None:
+        """How the run ended, if no error does. The report shows it."""
+        self._end = (how, why)
 
     def went_back(self, step: int | None) -> None:
         """The run goes on from the checkpoint after ``step`` steps, or from the start (None), and does again what came

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
@@ -40,6 +40,19 @@ def holds_credentials(text: str) -> bool:
     if any(user and (":" in user or scheme in ("http", "https")) for scheme, user in userinfo):
         return True
     return any(is_secret(name) or _SIGNATURE.search(name) for name in _QUERY_VALUE.findall(text))
+
+
+def mask_command(command: Sequence[str]) -> list[str]:
+    """The words of a command line without secrets: those of URLs, and the values of flags whose name says that they are
+    secret, as ``--engine-api-key KEY`` or ``--engine-api-key=KEY``."""
+    masked, hides = [], False
+    for word in command:
+        name, equals, _ = word.partition("=")
+        is_flag = word.startswith("--")
+        secret = is_flag and is_secret(name.removeprefix("--"))
+        masked.append(name + equals + MASK if secret and equals else MASK if hides and not is_flag else mask_url(word))
+        hides = secret and not equals
+    return masked
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:

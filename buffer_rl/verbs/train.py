@@ -307,7 +307,8 @@ def _launch(
     arguments: Sequence[str],
 ) -> int:
     title = f"buffer-rl · {Path(args.run_dir).name}"
-    startup = StartUp(title, began, None if args.progress == "none" else sys.stdout)
+    out = None if args.progress == "none" else sys.stdout
+    startup = StartUp(title, began, out, command=["buffer-rl", *arguments])
     startup.ready("checks")
     with ExitStack() as stack:
         stack.callback(startup.end_line)

@@ -288,7 +288,7 @@ def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compu
         uid = of_converter(store, 1) if given else store.add(1)
         store.pool.select([uid])
         sums: list[Sums] = []
-        stage = gradient_stage("train", cast("Any", trainer), objective_of(), {}, frozenset(), sums.append)
+        stage = gradient_stage("train", cast("Any", trainer), objective_of(), {}, frozenset(), lambda own, _: sums.append(own))
         run_stage(stage, store, 8)
         assert trainer.used == expected
         assert sums == [Sums(divisor=1.0)]
@@ -301,7 +301,7 @@ def test_a_critic_that_streams_gives_its_values_and_the_advantages_that_it_makes
     store.pool.select([uid])
     objective = objective_of("critic", advantage_estimator="gae", use_critic=True, lambd=0.0)
     models = {"critic": lambda batch: [np.full(len(row), 0.25, dtype=np.float32) for row in batch.columns["loss_mask"]]}
-    stage = gradient_stage("critic", cast("Any", trainer), objective, models, frozenset(), lambda _: None)
+    stage = gradient_stage("critic", cast("Any", trainer), objective, models, frozenset(), lambda *_: None)
     run_stage(stage, store, 8)
     batch = assemble(store.pool.plan())
     assert batch.columns["values"][0].tolist() == [0.25, 0.25]
