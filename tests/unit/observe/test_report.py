@@ -14,21 +14,17 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import DataError
-from buffer_rl.observe.report import (
+from buffer_rl.observe.metrics import phase_seconds, steps_of
+from buffer_rl.observe.report import Report, render_report, run_files, write_report
+from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
+from buffer_rl.observe.sample_groups import (
     MAX_CHARACTERS,
     MAX_PER_STEP,
     MAX_STEPS,
-    Report,
     chosen_samples,
-    phase_seconds,
     plain_text,
-    render_report,
-    run_files,
     spread,
-    steps_of,
-    write_report,
 )
-from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
 from buffer_rl.options.section import compose
 
 METRICS: list[dict[str, Any]] = [
@@ -130,7 +126,7 @@ def test_the_page_shows_gains_curves_times_drops_samples_and_files() -> None:
 def test_the_reward_with_dropped_groups_is_on_the_page_where_it_is_another_one() -> None:
     metrics = [*METRICS, {"step": 0, "rollout/raw_reward_all": 0.25}]
     more = {"step": 1, "rollout/raw_reward": 0.5, "rollout/raw_reward_all": 0.25}
-    assert render_report(Report(title="run", metrics=[*metrics, more])).count("stroke-dasharray") == 1
+    assert render_report(Report(title="run", metrics=[*metrics, more])).count("stroke-dasharray") == 2  # wide and narrow
     page = render_report(Report(title="run", metrics=metrics))
     assert "training reward with dropped groups" in page
     assert "step 0: 0.25<" in page
