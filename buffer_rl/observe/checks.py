@@ -139,7 +139,9 @@ def tokens(evidence: Evidence) -> Check:
     if evidence.is_supervised:
         return _unknown(name, "supervised: the tokens are the data's own, and none were sampled")
     if not gaps:
-        why = "no step compared the log-probabilities of engine and trainer" if evidence.trained else "nothing is trained"
+        why = (
+            "no step compared the log-probabilities of engine and trainer" if evidence.trained else "nothing is trained"
+        )
         return _unknown(name, why)
     if faults := [f"step {step}: the difference of log-probabilities is not finite" for step in _not_finite(gaps)]:
         return _wrong(name, faults)
@@ -270,7 +272,9 @@ def _unit(divisor: Divisor, mode: str) -> str:
 
 def _place(sample: Mapping[str, Any]) -> str:
     what = "evaluation" if sample.get("kind") == "eval" else "rollout"
-    return f"{SAMPLES_FILE}: {what} {sample.get('rollout_id')}, {sample.get('uid')}, sample {sample.get('sample_index')}"
+    return (
+        f"{SAMPLES_FILE}: {what} {sample.get('rollout_id')}, {sample.get('uid')}, sample {sample.get('sample_index')}"
+    )
 
 
 def _is_finite(reward: Any) -> bool:

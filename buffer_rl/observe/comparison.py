@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.checks import Check, checks_of
-from buffer_rl.observe.curve import curves_of
+from buffer_rl.observe.curve import Series, curves_of
 from buffer_rl.observe.figures import CHARTS, Figure
 from buffer_rl.observe.gains import EvalGain, eval_gains
 from buffer_rl.observe.metrics import steps_of
@@ -64,8 +63,7 @@ def render_comparison(reports: Sequence[Report], title: str = "") -> str:
         raise ConfigError(f"{len(reports)} runs are too many for one page", expected=f"at most {MAX_RUNS}")
     names = unique_names([report.title for report in reports])
     runs = [
-        ComparedRun.of(name, colour, report)
-        for colour, (name, report) in enumerate(zip(names, reports, strict=True))
+        ComparedRun.of(name, colour, report) for colour, (name, report) in enumerate(zip(names, reports, strict=True))
     ]
     return render_page(
         "comparison.html",
@@ -106,52 +104,38 @@ def differing_options(runs: Sequence[ComparedRun]) -> dict[str, list[str | None]
 
 
 def _charts(runs: Sequence[ComparedRun]) -> list[Figure]:
-    curves = {run.colour: curves_of(run.report.metrics) for run in runs}
-    sets = dict.fromkeys(name for each in curves.values() for name in each.evals)
+    curves = [curves_of(run.report.metrics) for run in runs]
+    sets = dict.fromkeys(name for each in curves for name in each.evals)
     figures = [
-        _over_runs(f"Evaluation: {name}", runs, lambda run, of=name: _evals(curves[run.colour], of), marked=True)
+        _over_runs(f"Evaluation: {name}", runs, [each.evals.get(name, Series()).points for each in curves], marked=True)
         for name in sets
     ]
-    figures.append(_over_runs("Training reward", runs, lambda run: _points(curves[run.colour].reward)))
-    steps = {run.colour: steps_of(run.report.metrics) for run in runs}
+    figures.append(_over_runs("Training reward", runs, [each.reward.points for each in curves]))
+    steps = [steps_of(run.report.metrics) for run in runs]
     for heading, names in (*CHARTS, ("Seconds of a step", {"": "perf/step_time"})):
-        metric = next(iter(names.values()))  # of several lines the first: there is one line a run
-        line = next(iter(names))
-        shown = f"{heading}: {line}" if len(names) > 1 else heading
-
-        def points(run: ComparedRun, metric: str = metric) -> list[tuple[float, float]]:
-            return [(step, metrics[metric]) for step, metrics in steps[run.colour].items() if metric in metrics]
-
-        figures.append(_over_runs(shown, runs, points, wide=False))
+        line, metric = next(iter(names.items()))  # of several lines the first, as there is one line a run
+        points = [[(step, metrics[metric]) for step, metrics in each.items() if metric in metrics] for each in steps]
+        figures.append(_over_runs(f"{heading}: {line}" if len(names) > 1 else heading, runs, points, wide=False))
     return [figure for figure in figures if figure.picture]
-
-
-def _evals(curves: Any, name: str) -> list[tuple[float, float]]:
-    return _points(curves.evals[name]) if name in curves.evals else []
-
-
-def _points(series: Any) -> list[tuple[float, float]]:
-    return list(zip(series.steps, series.values, strict=True))
 
 
 def _over_runs(
     heading: str,
     runs: Sequence[ComparedRun],
-    points: Callable[[ComparedRun], Sequence[tuple[float, float]]],
+    points: Sequence[Sequence[tuple[float, float]]],
     *,
     marked: bool = False,
     wide: bool = True,
 ) -> Figure:
-    """A chart with one line a run, in its colour. The second half of the colours is dashed, so that lines differ not by
-    their colours alone."""
+    """A chart with one line a run, in its colour. Every other line is dashed, so that lines differ not by their colours
+    alone. points: of each run, step and value."""
     lines = [
-        Line(name=run.name, points=points(run), colour=run.colour, marked=marked, dashed=run.colour % 2 == 1)
-        for run in runs
+        Line(name=run.name, points=of_run, colour=run.colour, marked=marked, dashed=run.colour % 2 == 1)
+        for run, of_run in zip(runs, points, strict=True)
     ]
     label = f"{heading} over training steps"
     if not wide:
         return Figure(heading=heading, picture=line_chart(lines, label=label))
     picture = line_chart(lines, label=label, width=1000, height=280, unit_range=True)
-    return Figure(
-        heading=heading, picture=picture, narrow=line_chart(lines, label=label, height=NARROW, unit_range=True), wide=True
-    )
+    narrow = line_chart(lines, label=label, height=NARROW, unit_range=True)
+    return Figure(heading=heading, picture=picture, narrow=narrow, wide=True)

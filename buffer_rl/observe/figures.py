@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -136,14 +137,12 @@ def reward_lines(curves: Curves) -> tuple[list[Line], dict[str, int]]:
         window = min(_SMOOTHING_STEPS, len(smooth))
         name = f"{title} (mean of {window} steps)" if window > 1 else title
         names[name] = colour
-        points = list(zip(series.steps, series.values, strict=True))
-        lines.append(Line(name=title, points=points, colour=colour, faint=True))
-        points = list(zip(series.steps, smooth, strict=True))
+        lines.append(Line(name=title, points=series.points, colour=colour, faint=True))
+        points = [(float(step), value) for step, value in zip(series.steps, smooth, strict=True)]
         lines.append(Line(name=name, points=points, colour=colour, dashed=title == ALL_NAME))
     for number, (name, series) in enumerate(curves.evals.items(), start=1):
         names[f"evaluation: {name}"] = number % COLOURS
-        points = list(zip(series.steps, series.values, strict=True))
-        lines.append(Line(name=name, points=points, colour=number, marked=True))
+        lines.append(Line(name=name, points=series.points, colour=number, marked=True))
     return lines, names
 
 
@@ -160,9 +159,9 @@ def phase_table(steps: Steps) -> tuple[list[Phase], list[Figure]]:
         share = sum(seconds) / total
         figures = (f"{median(seconds):.3f} s", f"{max(seconds):.3f} s", format_duration(sum(seconds)), f"{share:.1%}")
         phases.append(Phase(name=name, share=share, colour=PHASE_COLOURS[name], figures=figures))
-    more = {"colours": PHASE_COLOURS}
-    shares = stacked_bars(list(timed), layers, label="Share of each phase over training steps", share=True, **more)
-    lengths = stacked_bars(list(timed), layers, label="Seconds of each phase over training steps", **more)
+    draw = partial(stacked_bars, list(timed), layers, colours=PHASE_COLOURS)
+    shares = draw(label="Share of each phase over training steps", share=True)
+    lengths = draw(label="Seconds of each phase over training steps")
     return phases, [
         Figure(heading="Share of a step", picture=shares),
         Figure(heading="Seconds of a step", picture=lengths),

@@ -217,8 +217,8 @@ class RunFacts:
     it, without secrets. changed: the options that differ from their defaults, by flag; options: all of them, empty if
     the run did not note them. data: use, path, number of rows and source hash of each data source. cores: that the
     driver's processes may use; None if the run did not note it. end: ``how`` the run ended, ``why``, and ``at`` which
-    time; empty while it is at work, and after a kill. loss: its name or path. max_staleness: the schedule's bound; None if
-    it was not noted.
+    time; empty while it is at work, and after a kill. loss: its name or path. max_staleness: the schedule's bound; None
+    if it was not noted.
     """
 
     started: str = ""

@@ -1,4 +1,4 @@
-"""The samples that a report shows: by prompt, with rewards on the run's scale, and evaluation prompts over the steps."""
+"""The samples of a report: by prompt, with rewards on the run's scale, and evaluation prompts over the steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Reward:
     @property
     def level(self) -> str:
         """For the filter: at which end of the range it is."""
-        return "" if self.share is None else "lowest" if self.share <= 0 else "highest" if self.share >= 1 else "between"
+        return (
+            "" if self.share is None else "lowest" if self.share <= 0 else "highest" if self.share >= 1 else "between"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from buffer_rl.plan.roles import CRITIC, DEDICATED, FIELD_OF_MODEL, ROLES
 TEMPLATES = Path(__file__).with_name("templates")
 COLOURS = 8
 NARROW = 240
-"""Height in pixels of the picture that a narrow page shows in place of a wide one; its width is that of a small chart."""
+"""Height in pixels of the picture that a narrow page shows in place of a wide one, as wide as a small chart."""
 MAX_POINTS = 400  # points of a line, and bars of a stack; more are averaged, so that a long run's page stays small
 MAX_BARS = 80
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 24
@@ -107,7 +107,7 @@ def stacked_bars(
 ) -> str:
     """A bar a step (or a few steps, then their mean), one layer for each entry of ``stacks`` (``[num_steps]``).
 
-    share: each bar is scaled to 1. colours: of the layers by name; in turn if None. An empty text where every value is 0.
+    share: each bar is scaled to 1. colours: of the layers by name; in turn if None. An empty text if every value is 0.
     """
     if not any(value > 0 for layer in stacks.values() for value in layer):
         return ""

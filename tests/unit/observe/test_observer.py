@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.errors import ConfigError
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.observe.observer import RunObserver
+from buffer_rl.observe.observer import MAX_REASON, RunObserver
 from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.report import write_report
+from buffer_rl.observe.run_folder import read_facts
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
@@ -125,3 +128,32 @@ def test_the_progress_of_a_run_that_went_back_is_that_of_its_checkpoint(tmp_path
     assert (board.steps_done, board.rewards) == (3, [0.0, 1.0, 2.0])
     progress.went_back(0)
     assert (board.steps_done, board.rewards) == (0, [])
+
+
+def end_of(folder: Path) -> dict[str, str]:
+    end = dict(read_facts(folder).end)
+    assert datetime.fromisoformat(end.pop("at")).utcoffset() == timedelta(0)
+    return end
+
+
+def test_a_run_notes_how_it_ended(tmp_path: Path) -> None:
+    with observer_of(tmp_path):
+        assert read_facts(tmp_path).end == {}
+    assert end_of(tmp_path) == {"how": "done", "why": ""}
+    with observer_of(tmp_path) as observer:
+        assert read_facts(tmp_path).end == {}  # of the run before
+        observer.ended("stopped", "SIGTERM")
+    assert end_of(tmp_path) == {"how": "stopped", "why": "SIGTERM"}
+    with pytest.raises(ConfigError), observer_of(tmp_path) as observer:
+        raise ConfigError("x" * 5000, where="--lr")
+    end = end_of(tmp_path)
+    assert end["how"] == "failed"
+    assert end["why"].startswith("ConfigError: ")
+    assert len(end["why"]) == MAX_REASON
+
+
+def test_an_end_that_cannot_be_noted_leaves_the_error_as_it_is(tmp_path: Path) -> None:
+    observer = observer_of(tmp_path)
+    (tmp_path / "run.json").write_text("no JSON")
+    with pytest.raises(ConfigError, match="first"), observer:
+        raise ConfigError("first")

@@ -39,7 +39,14 @@ def test_a_steps_metrics_are_those_of_all_ranks_rows_and_a_rollouts_the_means_ov
     second = report(
         sums(8.0, 2.0, ratio=Total(Reduction.MEAN, 2.0, 1.0), largest=Total(Reduction.MAX, 4.0, 1.0)), Sums()
     )
-    expected = {"loss": (12 / 4 + 1 / 1) / 2, "ratio": 8 / 4, "largest": 9.0, "grad_norm": 3.0, "lr": 0.2, "divisor": 5.0}
+    expected = {
+        "loss": (12 / 4 + 1 / 1) / 2,
+        "ratio": 8 / 4,
+        "largest": 9.0,
+        "grad_norm": 3.0,
+        "lr": 0.2,
+        "divisor": 5.0,
+    }
     assert named_metrics("train", [first, second]) == {f"train/{name}": value for name, value in expected.items()}
     assert named_metrics("critic", [second, first])["critic/loss"] == 2.0
 
