@@ -131,22 +131,34 @@ def prompt_groups(
 
 
 def followed_prompts(records: Sequence[Mapping[str, Any]], *, reward_key: str = "") -> list[FollowedPrompt]:
-    """Of each evaluation set the first prompts that were recorded at two steps or more, with at most ``MAX_STEPS`` of
-    these, spread evenly."""
+    """Of each evaluation set prompts that were recorded at two steps or more, with at most ``MAX_STEPS`` of these,
+    spread evenly: the first such prompt, and those whose mean reward changed most between the first step and the last.
+    """
     evals = [record for record in records if record.get("kind") == "eval" and record.get("uid") is not None]
     scale = Scale.of(records)
     by_prompt: dict[tuple[str, str], dict[int, list[Mapping[str, Any]]]] = {}
     for record in evals:
         key = str(record.get("data_set", "")), str(record["uid"])
         by_prompt.setdefault(key, {}).setdefault(_step(record), []).append(record)
-    found, count = [], dict[str, int]()
+    of_set: dict[str, list[dict[int, list[Mapping[str, Any]]]]] = {}
     for (data_set, _), steps in by_prompt.items():
-        count[data_set] = count.get(data_set, 0) + (len(steps) > 1)
-        if len(steps) > 1 and count[data_set] <= MAX_FOLLOWED:
+        if len(steps) > 1:
+            of_set.setdefault(data_set, []).append(steps)
+    found = []
+    for data_set, (first, *others) in of_set.items():
+        others.sort(key=lambda steps: -abs(_mean(steps[max(steps)], reward_key) - _mean(steps[min(steps)], reward_key)))
+        for steps in (first, *others[: MAX_FOLLOWED - 1]):
             groups = [_group(steps[step], scale, reward_key) for step in spread(sorted(steps), MAX_STEPS)]
-            first = groups[0]
-            found.append(FollowedPrompt(data_set=data_set, prompt=first.prompt, label=first.label, steps=groups))
+            shown = {"prompt": groups[0].prompt, "label": groups[0].label}
+            found.append(FollowedPrompt(data_set=data_set, **shown, steps=groups))
     return found
+
+
+def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
+    """The mean of the rewards under ``key``, or of those without a name; 0 without any."""
+    numbers = [_numbers(record.get("reward")) for record in records]
+    values = [each[name] for each in numbers for name in dict.fromkeys((key, "")) if name in each]
+    return fmean(values) if values else 0.0
 
 
 def _group(records: Sequence[Mapping[str, Any]], scale: Scale, key: str, *, supervised: bool = False) -> PromptGroup:

@@ -77,14 +77,17 @@ def test_samples_of_one_prompt_in_one_step_are_one_group() -> None:
 
 
 def test_evaluation_prompts_are_followed_over_the_steps() -> None:
-    samples = [sample(step, row, "eval", reward=step * (row == 0)) for step in range(0, 50, 2) for row in range(6)]
+    """The first one; the fifth, whose reward fell by 96; the third, whose reward rose by 48."""
+    factors = [0, 0, 1, 0, -2, 0]
+    samples = [sample(step, row, "eval", reward=step * f) for step in range(0, 50, 2) for row, f in enumerate(factors)]
     samples += [sample(4, 9, "eval", data_set="once"), sample(4, 0)]
     prompts = followed_prompts(samples)
-    assert [prompt.prompt for prompt in prompts] == ["p0", "p1", "p2"][:MAX_FOLLOWED]
+    assert [prompt.prompt for prompt in prompts] == ["p0", "p4", "p2"][:MAX_FOLLOWED]
     steps = [group.step for group in prompts[0].steps]
     assert len(steps) == MAX_STEPS
     assert (steps[0], steps[-1], sorted(steps)) == (0, 48, steps)
-    assert [group.answers[0].rewards[0].share for group in prompts[0].steps] == [step / 48 for step in steps]
+    shares = [group.answers[0].rewards[0].share for group in prompts[1].steps]
+    assert shares == pytest.approx([(96 - 2 * step) / 144 for step in steps])  # of -96 to 48
     assert "Evaluation prompts over the steps" in page_of(samples)
     assert "Evaluation prompts over the steps" not in page_of([sample(3, 0, "eval"), sample(3, 1)])
 
