@@ -194,8 +194,9 @@ def _of_spans(sample: Mapping[str, Any], bound: int, newest: int, keeps_tokens: 
     An evaluation is of the version that its number names, a training rollout of that down to ``bound`` below."""
     spans, rollout = sample["versions"], int(sample.get("rollout_id") or 0)
     ends = [0, *(end for _, _, end in spans)]
-    if any(start != before or end < start for (_, start, end), before in zip(spans, ends[:-1], strict=True)):
-        return f"its spans of versions leave gaps or overlap: {spans}"
+    # Tokens that no model sampled, such as an agent's observations, are in no span.
+    if any(start < before or end <= start for (_, start, end), before in zip(spans, ends[:-1], strict=True)):
+        return f"its spans of versions overlap, or have no tokens: {spans}"
     versions = [version for version, _, _ in spans]
     is_eval = sample.get("kind") == "eval"
     low = 0 if keeps_tokens and not is_eval else max(0, rollout - (0 if is_eval else bound))

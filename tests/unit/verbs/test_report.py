@@ -167,7 +167,7 @@ def test_all_five_lines_of_a_sound_run_are_right(run: Path) -> None:
         ("tokens", in_metrics(1, train__train_rollout_logprob_abs_diff=0.3), "step 1: 0.3 nats per token"),
         ("tokens", in_metrics(1, train__train_rollout_logprob_abs_diff=None), "step 1: the difference"),
         ("weights", in_samples("train", 1, versions=[[0, 0, 4]]), "rollout 1, data:2:0, sample 0: tokens of version 0"),
-        ("weights", in_samples("train", 1, versions=[[1, 0, 2], [1, 3, 4]]), "leave gaps or overlap"),
+        ("weights", in_samples("train", 1, versions=[[1, 0, 3], [1, 2, 4]]), "overlap, or have no tokens"),
         (
             "weights",
             in_samples("eval", 2, versions=[[1, 0, 4]]),
@@ -253,6 +253,12 @@ def test_supervised_rows_are_neither_sampled_nor_scored(tmp_path: Path) -> None:
     assert [lines[name].state for name in ("tokens", "rewards", "scale")] == [
         State.UNKNOWN, State.UNKNOWN, State.RIGHT,
     ]  # fmt: skip
+
+
+def test_tokens_that_no_model_sampled_are_in_no_span_of_a_version(run: Path) -> None:
+    """As the observations between two turns of an agent."""
+    edit(run, "samples.jsonl", of_sample("train", 1, versions=[[1, 0, 2], [1, 3, 4]]))
+    assert lines_of(run)["weights"].state is State.RIGHT
 
 
 def test_a_masked_failure_with_a_reward_is_no_fault(run: Path) -> None:
