@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from buffer_rl.errors import short_repr
 from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS
 from buffer_rl.observe.run_folder import QUARANTINE_FILE, SAMPLES_FILE, RunFacts
 from buffer_rl.plan.algorithms import LOSSES, Divisor
@@ -192,11 +193,15 @@ def _of_spans(sample: Mapping[str, Any], bound: int, newest: int, keeps_tokens: 
     """What is wrong with the versions of a sample; empty if nothing is.
 
     An evaluation is of the version that its number names, a training rollout of that down to ``bound`` below."""
-    spans, rollout = sample["versions"], int(sample.get("rollout_id") or 0)
+    rollout = int(sample.get("rollout_id") or 0)
+    try:
+        spans = [(int(version), int(start), int(end)) for version, start, end in sample["versions"]]
+    except (TypeError, ValueError):
+        return f"its versions cannot be read: {short_repr(sample['versions'])}"
     ends = [0, *(end for _, _, end in spans)]
     # Tokens that no model sampled, such as an agent's observations, are in no span.
     if any(start < before or end <= start for (_, start, end), before in zip(spans, ends[:-1], strict=True)):
-        return f"its spans of versions overlap, or have no tokens: {spans}"
+        return f"its spans of versions overlap, or have no tokens: {sample['versions']}"
     versions = [version for version, _, _ in spans]
     is_eval = sample.get("kind") == "eval"
     low = 0 if keeps_tokens and not is_eval else max(0, rollout - (0 if is_eval else bound))

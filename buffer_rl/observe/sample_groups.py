@@ -169,7 +169,8 @@ def _group(records: Sequence[Mapping[str, Any]], scale: Scale, key: str, *, supe
         prompt = list(takewhile(lambda item: not isinstance(item, Mapping) or item.get("role") != "assistant", prompt))
     answers = []
     for record in records:
-        versions = sorted({int(span[0]) for span in record.get("versions") or ()})
+        spans = record.get("versions")  # whose form ``checks`` judges
+        versions = sorted({span[0] for span in (spans if isinstance(spans, list) else ()) if isinstance(span[0], int)})
         answers.append(
             Answer(
                 response=cell(record.get("response")),

@@ -111,4 +111,7 @@ def test_a_command_line_loses_the_values_of_secret_flags_and_nothing_else() -> N
         "s3://***@c/d",
     ]
     assert mask_command(words) == shown
+    words = ["--train-env-vars", '{"API_KEY": "x", "A": "b"}', '--more={"password": "x"}', "TOKEN=x", "{no json", "a=b"]
+    shown = ["--train-env-vars", '{"API_KEY": "***", "A": "b"}', '--more={"password": "***"}', "TOKEN=***", *words[4:]]
+    assert mask_command(words) == shown
     assert mask_command(["--engine-api-key", "--seed", "3"]) == ["--engine-api-key", "--seed", "3"]  # it has no value

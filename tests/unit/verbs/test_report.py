@@ -173,6 +173,8 @@ def test_all_five_lines_of_a_sound_run_are_right(run: Path) -> None:
             in_samples("eval", 2, versions=[[1, 0, 4]]),
             "evaluation 2, data:18:0, sample 0: tokens of version 1",
         ),
+        ("weights", in_samples("train", 1, versions=[["new", 0, 4]]), "its versions cannot be read"),
+        ("weights", in_samples("train", 1, versions=7), "its versions cannot be read"),
         ("rewards", in_samples("train", 0, status="failed"), "status failed, and yet the reward"),
         ("rewards", in_samples("train", 0, reward="nan"), "the reward nan is no finite number"),
         ("rewards", in_samples("train", 0, reward={"score": 1.0, "won": "inf"}), "is no finite number"),
