@@ -170,7 +170,7 @@ def _group(records: Sequence[Mapping[str, Any]], scale: Scale, key: str, *, supe
     answers = []
     for record in records:
         spans = record.get("versions")  # whose form ``checks`` judges
-        versions = sorted({span[0] for span in (spans if isinstance(spans, list) else ()) if isinstance(span[0], int)})
+        versions = sorted({span[0] for span in _lists(spans) if span and isinstance(span[0], int)})
         answers.append(
             Answer(
                 response=cell(record.get("response")),
@@ -192,6 +192,10 @@ def _group(records: Sequence[Mapping[str, Any]], scale: Scale, key: str, *, supe
         answers=answers,
         mean=scale.reward(name, fmean(values)) if len(values) > 1 else None,
     )
+
+
+def _lists(value: Any) -> list[list[Any]]:
+    return [item for item in value if isinstance(item, list)] if isinstance(value, list) else []
 
 
 def chosen_samples(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
