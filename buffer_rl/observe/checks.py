@@ -311,4 +311,5 @@ def _unknown(name: str, why: str) -> Check:
 
 def _wrong(name: str, faults: Sequence[str]) -> Check:
     text = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    text += f", of which the first {MAX_FAULTS}" if len(faults) > MAX_FAULTS else ""
     return Check(name=name, state=State.WRONG, text=text, faults=faults[:MAX_FAULTS])

@@ -15,7 +15,10 @@ from buffer_rl.observe.run_folder import cut_text
 MAX_STEPS = 12  # rollouts of a kind whose samples are shown, spread evenly, the first and the last one among them
 MAX_PER_STEP = 16
 MAX_FOLLOWED = 3  # evaluation prompts of each set that are followed over the steps
+MAX_ANSWERS = 4  # of a followed prompt at each step
 MAX_CHARACTERS = 4000  # of one text; the file has the rest
+MAX_TRANSCRIPTS = 2  # of a prompt's answers in one step
+MAX_MESSAGE = 600  # characters of a message of a transcript
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +151,9 @@ def followed_prompts(records: Sequence[Mapping[str, Any]], *, reward_key: str = 
     for data_set, (first, *others) in of_set.items():
         others.sort(key=lambda steps: -abs(_mean(steps[max(steps)], reward_key) - _mean(steps[min(steps)], reward_key)))
         for steps in (first, *others[: MAX_FOLLOWED - 1]):
-            groups = [_group(steps[step], scale, reward_key) for step in spread(sorted(steps), MAX_STEPS)]
+            groups = [
+                _group(steps[step], scale, reward_key, most=MAX_ANSWERS) for step in spread(sorted(steps), MAX_STEPS)
+            ]
             shown = {"prompt": groups[0].prompt, "label": groups[0].label}
             found.append(FollowedPrompt(data_set=data_set, **shown, steps=groups))
     return found
@@ -161,14 +166,22 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
     return fmean(values) if values else 0.0
 
 
-def _group(records: Sequence[Mapping[str, Any]], scale: Scale, key: str, *, supervised: bool = False) -> PromptGroup:
+def _group(
+    records: Sequence[Mapping[str, Any]],
+    scale: Scale,
+    key: str,
+    *,
+    supervised: bool = False,
+    most: int = MAX_PER_STEP,
+) -> PromptGroup:
+    """The samples of one prompt in one step, of which at most ``most`` are shown; the mean is over all."""
     first, kind = records[0], str(records[0].get("kind", ""))
     is_target = supervised and kind != "eval"
     prompt, label = first.get("prompt"), "" if is_target else cell(first.get("label"))
     if is_target and isinstance(prompt, list):  # a conversation: its answers are the target
         prompt = list(takewhile(lambda item: not isinstance(item, Mapping) or item.get("role") != "assistant", prompt))
     answers = []
-    for record in records:
+    for number, record in enumerate(records[:most]):
         spans = record.get("versions")  # whose form ``checks`` judges
         versions = sorted({span[0] for span in _lists(spans) if span and isinstance(span[0], int)})
         answers.append(
@@ -177,7 +190,7 @@ def _group(records: Sequence[Mapping[str, Any]], scale: Scale, key: str, *, supe
                 rewards=() if is_target else scale.rewards(record.get("reward"), key),
                 status="target" if is_target else cell(record.get("status")),
                 versions=", ".join(map(str, versions)) if len(versions) > 1 else "",
-                transcript=[(str(role), cell(text)) for role, text in record.get("transcript") or ()],
+                transcript=_transcript(record) if number < MAX_TRANSCRIPTS else (),
             )
         )
     numbers = [_numbers(record.get("reward")) for record in records] if not is_target else []
@@ -192,6 +205,11 @@ def _group(records: Sequence[Mapping[str, Any]], scale: Scale, key: str, *, supe
         answers=answers,
         mean=scale.reward(name, fmean(values)) if len(values) > 1 else None,
     )
+
+
+def _transcript(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = [item for item in _lists(record.get("transcript")) if len(item) == 2]
+    return [(str(role), cut_text(plain_text(text), MAX_MESSAGE)) for role, text in pairs]
 
 
 def _lists(value: Any) -> list[list[Any]]:

@@ -9,8 +9,11 @@ import pytest
 from buffer_rl.observe.report import Report, render_report
 from buffer_rl.observe.run_folder import RunFacts
 from buffer_rl.observe.sample_groups import (
+    MAX_ANSWERS,
     MAX_FOLLOWED,
+    MAX_MESSAGE,
     MAX_STEPS,
+    MAX_TRANSCRIPTS,
     Scale,
     followed_prompts,
     prompt_groups,
@@ -119,3 +122,14 @@ def test_the_transcript_of_an_agent_is_on_the_page_as_text() -> None:
     page = page_of([sample(transcript=[["user", "guess <b>"], ["assistant", "7"], ["", "… 3 more messages"]])])
     assert "<summary>3 messages</summary>" in page
     assert "guess &lt;b&gt;" in page
+    (group,) = prompt_groups([sample(transcript=[["user", "x" * 5000]])] * (MAX_TRANSCRIPTS + 1))
+    assert [len(answer.transcript) for answer in group.answers] == [1, 1, 0]
+    assert group.answers[0].transcript[0][1].endswith(f" … {5000 - MAX_MESSAGE} more characters")
+
+
+def test_a_followed_prompt_shows_few_of_its_answers_and_the_mean_of_all() -> None:
+    samples = [sample(step, 0, "eval", reward=number) for step in (0, 1) for number in range(10)]
+    (prompt,) = followed_prompts(samples)
+    assert [len(group.answers) for group in prompt.steps] == [MAX_ANSWERS, MAX_ANSWERS]
+    assert prompt.steps[0].mean is not None
+    assert prompt.steps[0].mean.text == "4.5"

@@ -202,6 +202,13 @@ def test_a_fault_in_the_files_turns_its_line_red_and_no_other(
     assert page.count('<li class="right">') == 4
 
 
+def test_of_many_faults_the_first_are_named_and_all_are_counted(run: Path) -> None:
+    edit(run, "samples.jsonl", lambda line: line.update(reward="inf"))
+    check = lines_of(run)["rewards"]
+    assert check.text == "15 faults, of which the first 5"
+    assert len(check.faults) == 5
+
+
 def test_more_staleness_than_the_schedule_allows_is_wrong(tmp_path: Path) -> None:
     """Up to 2 here: ticket 2 may have tokens of versions 0 to 3, the newest that is published."""
     run = record(tmp_path / "run", schedule="async", use_tis=True)
