@@ -91,11 +91,6 @@ class Evidence:
         """The steps that have metrics of the trainer, ascending."""
         return sorted(step for step, metrics in self.steps.items() if any(n.startswith("train/") for n in metrics))
 
-    @property
-    def is_supervised(self) -> bool:
-        """Whether responses are the data's own."""
-        return self.facts.option("--loss-type") == "sft_loss" or self.facts.loss == "sft_loss"
-
     def of_metric(self, name: str) -> dict[int, float | None]:
         """A metric by step, of the steps that have it."""
         return {step: metrics[name] for step, metrics in sorted(self.steps.items()) if name in metrics}
@@ -137,7 +132,7 @@ def tokens(evidence: Evidence) -> Check:
     """Trained as sampled: engine and trainer agree on the log-probability of the tokens that both computed."""
     name, gaps = "tokens", evidence.of_metric(GAP)
     limit = evidence.facts.option("--max-logprob-diff", _MISSING)
-    if evidence.is_supervised:
+    if evidence.facts.is_supervised:
         return _unknown(name, "supervised: the tokens are the data's own, and none were sampled")
     if not gaps:
         why = (
@@ -216,7 +211,7 @@ def _of_spans(sample: Mapping[str, Any], bound: int, newest: int, keeps_tokens: 
 def rewards(evidence: Evidence) -> Check:
     """No failure is counted as a number: what failed has no reward, and what has one is finite."""
     name = "rewards"
-    if evidence.is_supervised:
+    if evidence.facts.is_supervised:
         return _unknown(name, "supervised: nothing is scored")
     faults = []
     for metric in ("raw_reward", "raw_reward_all"):

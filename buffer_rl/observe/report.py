@@ -145,7 +145,7 @@ def render_report(report: Report) -> str:
     facts, steps = report.facts, steps_of(report.metrics)
     phases, phase_charts = phase_table(steps)
     evidence, key = report.evidence, str(facts.option("--reward-key") or "")
-    groups = prompt_groups(report.samples, reward_key=key, supervised=evidence.is_supervised)
+    groups = prompt_groups(report.samples, reward_key=key, supervised=facts.is_supervised)
     charts = [learning_curve(report.metrics), *small_charts(steps)]
     return render_page(
         "report.html",
@@ -167,7 +167,7 @@ def render_report(report: Report) -> str:
         followed=followed_prompts(report.samples, reward_key=key),
         sample_kinds={kind: kind for kind in sorted({group.kind for group in groups})},
         sample_steps={step: f"step {step}" for step in sorted({group.step for group in groups})},
-        is_supervised=evidence.is_supervised,
+        is_supervised=facts.is_supervised,
     )
 
 
@@ -179,10 +179,10 @@ def _head(facts: RunFacts, steps: Mapping[int, Mapping[str, float]]) -> dict[str
     batch, samples = facts.option("--rollout-batch-size"), facts.option("--n-samples-per-prompt")
     return {
         "algorithm": algorithm_text(facts),
-        "reward": "" if facts.loss == "sft_loss" else reward,
+        "reward": "" if facts.is_supervised else reward,
         "data": ", ".join(map(str, facts.option("--prompt-data") or ())),
         "model": str(facts.option("--hf-checkpoint") or ""),
-        "batch": f"{batch} prompts × {samples} samples" if batch and samples else "",
+        "batch": f"{batch} prompts × {samples} sample{'s' * (samples != 1)}" if batch and samples else "",
         "seed": "" if facts.option("--seed") is None else str(facts.option("--seed")),
         "schedule": str(facts.option("--schedule") or ""),
         "training steps": str(len(steps)),
@@ -201,7 +201,7 @@ _REWARDS = ("--custom-rm-path", "--custom-group-rm-path", "--rm-type", "--rm-mod
 
 def algorithm_text(facts: RunFacts) -> str:
     """The estimator and the loss of a run."""
-    if facts.option("--loss-type") == "sft_loss" or facts.loss == "sft_loss":
+    if facts.is_supervised:
         return "supervised (sft_loss)"
     estimator = facts.option("--custom-advantage-function-path") or facts.option("--advantage-estimator")
     return ", ".join(filter(None, (str(estimator or ""), f"loss {facts.loss}" if facts.loss else "")))

@@ -233,6 +233,11 @@ class RunFacts:
     data: Sequence[Mapping[str, Any]] = ()
     cores: int | None = None
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether responses are the data's own."""
+        return "sft_loss" in (self.loss, self.option("--loss-type"))
+
     def option(self, flag: str, default: Any = None) -> Any:
         """An option's value, or ``default`` if the run noted neither it nor all options."""
         return self.options.get(flag, self.changed.get(flag, default))
