@@ -309,7 +309,9 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.Ca
     )
     assert "<strong>0.500</strong> at step 2" in page
     assert "<strong>0.750</strong> at step 2" in page
-    assert "train divided by 3" in page
+    wrong = page[page.index('<ul class="checks wrong">') :]
+    assert "<strong>b/run, scale</strong>: 1 fault" in wrong
+    assert "<li>step 1: train divided by 3, and the step has 16 tokens</li>" in wrong
     assert "Evaluation: dev" in page
 
 
