@@ -12,7 +12,6 @@ trainers, and for the models that others load at the same time.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -137,10 +136,7 @@ def launch_training(
             return result
 
         result = run_with_restarts(args, checkpoint, session.observer, attempt)
-        if result.signal is not None:
-            session.observer.ended("stopped", signal.Signals(result.signal).name)
-        elif result.stopped_early:
-            session.observer.ended("stopped early", result.why)
+        session.observer.ended(result)
     if result.signal is not None:
         raise Stopped(result.signal, result.steps)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -10,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.args import Args
+from buffer_rl.errors import EndedBySignal
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import ROLLOUT_PHASES, Progress
 from buffer_rl.observe.run_folder import SampleDump, add_facts, write_facts
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, Spans, spans_after, step_metrics
+from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Options
 from buffer_rl.plan.roles import ACTOR, CRITIC
-from buffer_rl.plan.schedule import Schedule
+from buffer_rl.plan.schedule import RunResult, Schedule
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
 
 FIRST_REQUEST = "first request"
-FAILED = "failed"
+FAILED, STOPPED = "failed", "stopped"
 MAX_REASON = 2000  # characters of an error in run.json
 
 
@@ -78,14 +81,17 @@ class RunObserver:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._say(self._incidents.summary())
-        how, why = self._end if error is None else (FAILED, f"{type(error).__name__}: {error}"[:MAX_REASON])
+        how, why = self._end if error is None else _end_by(error)
         with suppress(OSError, ValueError):  # neither of which may take the place of the run's own error
             add_facts(self._run_dir, end={"how": how, "why": why, "at": datetime.now(UTC).isoformat("T", "seconds")})
         self._stack.__exit__(kind, error, trace)
 
-    def ended(self, how: str, why: str = "") -> None:
-        """How the run ended, if no error does. The report shows it."""
-        self._end = (how, why)
+    def ended(self, result: RunResult) -> None:
+        """How the run ended, if no error does. ``run.json`` has it, and the report shows it."""
+        if result.signal is not None:
+            self._end = (STOPPED, signal.Signals(result.signal).name)
+        elif result.stopped_early:
+            self._end = ("stopped early", result.why)
 
     def went_back(self, step: int | None) -> None:
         """The run goes on from the checkpoint after ``step`` steps, or from the start (None), and does again what came
@@ -170,6 +176,12 @@ class RunObserver:
     def _say(self, lines: Sequence[str]) -> None:
         for line in lines:
             self._progress.notice(line)
+
+
+def _end_by(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, EndedBySignal):
+        return STOPPED, signal.Signals(error.number).name
+    return FAILED, mask_url(f"{type(error).__name__}: {error}")[:MAX_REASON]
 
 
 class Incidents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, EndedBySignal
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.observer import MAX_REASON, RunObserver
 from buffer_rl.observe.progress import Progress
@@ -17,6 +18,7 @@ from buffer_rl.observe.report import write_report
 from buffer_rl.observe.run_folder import read_facts
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.options.section import compose
+from buffer_rl.plan.schedule import RunResult
 from buffer_rl.plugin.registry import PluginRegistry
 
 
@@ -142,8 +144,20 @@ def test_a_run_notes_how_it_ended(tmp_path: Path) -> None:
     assert end_of(tmp_path) == {"how": "done", "why": ""}
     with observer_of(tmp_path) as observer:
         assert read_facts(tmp_path).end == {}  # of the run before
-        observer.ended("stopped", "SIGTERM")
+        observer.ended(RunResult(steps=1, signal=signal.SIGTERM, stopped_early=True, why="no prompts"))
     assert end_of(tmp_path) == {"how": "stopped", "why": "SIGTERM"}
+    with observer_of(tmp_path) as observer:
+        observer.ended(RunResult(steps=1, stopped_early=True, why="no prompts"))
+    assert end_of(tmp_path) == {"how": "stopped early", "why": "no prompts"}
+    with observer_of(tmp_path) as observer:
+        observer.ended(RunResult(steps=1))
+    assert end_of(tmp_path) == {"how": "done", "why": ""}
+    with pytest.raises(EndedBySignal), observer_of(tmp_path):
+        raise EndedBySignal(signal.SIGINT)
+    assert end_of(tmp_path) == {"how": "stopped", "why": "SIGINT"}
+    with pytest.raises(ValueError, match="s3"), observer_of(tmp_path):
+        raise ValueError("s3://user:secret@bucket")
+    assert end_of(tmp_path) == {"how": "failed", "why": "ValueError: s3://***@bucket"}
     with pytest.raises(ConfigError), observer_of(tmp_path) as observer:
         raise ConfigError("x" * 5000, where="--lr")
     end = end_of(tmp_path)
