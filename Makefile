@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Small models run fastest with one thread a process: the processes are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env quickstart agent test test-all test-processors test-newer sglang-env test-sglang verifiers-env test-verifiers test-megatron test-harnesses test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
+.PHONY: help env docs recipes quickstart agent test test-all test-processors test-newer sglang-env test-sglang verifiers-env test-verifiers test-megatron test-harnesses test-gpu campaign test-times golden golden-record bench bench-trl bench-vocabulary bench-memory bench-schedules bench-algorithms lint format format-check types imports unused-names wheel ci clean
 
 help:
 	@echo "make quickstart   train a small model on a small task and show what it learned"
@@ -24,6 +24,8 @@ help:
 	@echo "make test-megatron  run the tests of all layouts of Megatron ranks on the CPU"
 	@echo "make test-harnesses  run agent programs of others, unchanged, over a session; installs them in a temporary folder"
 	@echo "make test-gpu     everything that one GPU can show, and a table of it (ARGS='--dry-run': without one)"
+	@echo "make recipes      settings with the curve to expect: trains and compares those that need no GPU (5 minutes)"
+	@echo "make docs         the documentation site, in build/site"
 	@echo "make campaign     long fault campaigns (an hour); writes docs/evidence/campaigns.md"
 	@echo "make test-times   run tests and say where their time went (PYTEST_ARGS='tests/unit/algo')"
 	@echo "make golden-record  note what the golden runs end with, before code is moved; make golden compares"
@@ -141,6 +143,16 @@ bench: $(VENV)/.stamp-dev
 $(VENV)/.stamp-bench: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+docs: $(VENV)/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html; with its search: $(BIN)/mkdocs serve"
+
+recipes: $(VENV)/.stamp-examples
+	$(BIN)/python examples/recipes/run.py $(ARGS)
 
 bench-trl: $(VENV)/.stamp-bench
 	$(BIN)/python benchmarks/against_trl.py $(ARGS)

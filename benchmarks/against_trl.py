@@ -12,8 +12,8 @@ size, it is fastest here. Times begin with the first step; ``start`` is what com
 of greedy decoding, by one code for both, from weights saved at the same steps; saving and evaluating are not in the
 times. Between two evaluations the accuracy is taken to be on a straight line.
 
-What has run is not run again unless ``--again``: results are lines of ``results.jsonl`` in the folder ``--out``, and an
-interrupted comparison goes on. The table has all results there of the asked tasks and cores.
+What has run is not run again unless ``--again``: results are lines of ``results.jsonl`` in the folder ``--output``, and
+an interrupted comparison goes on. The table has all results there of the asked tasks and cores.
 """
 
 from __future__ import annotations
@@ -253,14 +253,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="of each run, in place of the task's")
     parser.add_argument("--trl", type=int, nargs=2, metavar=("THREADS", "MICRO_BATCH"), help="of TRL, untried")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has TRL")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "against_trl", help="folder of the results")
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / "build" / "against_trl", help="folder of the results"
+    )
     parser.add_argument("--again", action="store_true", help="also what has run")
     parser.add_argument("--table", action="store_true", help="run nothing, print the tables of what has run")
     parser.add_argument("--quick", action="store_true", help="short answers, a few steps: does everything work?")
     args = parser.parse_args(argv)
     more = dict(item.split("=", 1) for item in args.set)
     comparison = Comparison(
-        out=args.out.absolute(),
+        out=args.output.absolute(),
         cores=args.cores,
         options={"schedule": args.schedule, "stream_gradients": args.stream_gradients, **more},
         trl_python=args.trl_python,

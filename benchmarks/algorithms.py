@@ -199,7 +199,7 @@ class Campaign:
             "eval_prompt_data": self.eval_set("dev", folder / "data/dev.jsonl"),
             "run_dir": folder / "sft",
         }
-        prepare = [sys.executable, str(QUICKSTART / "prepare.py"), "--out", str(folder), "--seed", str(self.seed)]
+        prepare = [sys.executable, str(QUICKSTART / "prepare.py"), "--output", str(folder), "--seed", str(self.seed)]
         if self.quick:
             options["num_rollout"] = 2
         settings = {"seed": self.seed, "files": _digest(QUICKSTART / "prepare.py", QUICKSTART / "sft.yaml")}
@@ -256,15 +256,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=60, help="rollouts of each run")
     parser.add_argument("--seed", type=int, default=0, help="of words, model, warm-up and runs")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="deadline of one run, in seconds")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "algorithms", help="folder of the runs")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "algorithms", help="folder of the runs")
     parser.add_argument("--again", action="store_true", help="also what has ended with the same settings")
     short_or_published = parser.add_mutually_exclusive_group()
     short_or_published.add_argument("--quick", action="store_true", help="two steps of one run: does everything work?")
     short_or_published.add_argument("--write", action="store_true", help="write the table and the picture in docs/")
     args = parser.parse_args(argv)
     if args.quick:
-        args.only, args.steps, args.out = args.only[:1], 2, args.out / "quick"
-    folder = args.out.absolute()
+        args.only, args.steps, args.output = args.only[:1], 2, args.output / "quick"
+    folder = args.output.absolute()
     campaign = Campaign(
         folder=folder, steps=args.steps, seed=args.seed, timeout_s=args.timeout_s, again=args.again, quick=args.quick
     )

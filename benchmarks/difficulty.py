@@ -9,7 +9,7 @@ model and settings these are. A quarter are solved at the start (words of one le
 (the answer is another word). Held-out prompts are of the first kind alone. Accuracies are those of greedy decoding, by
 the weights of checkpoints; each seed has rows of its own, the same for all orders. Whatever comes out is written.
 
-What has run is not run again unless ``--again``; results are lines of ``results.jsonl`` in the folder ``--out``.
+What has run is not run again unless ``--again``; results are lines of ``results.jsonl`` in the folder ``--output``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "difficulty", help="folder of the results")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "difficulty", help="folder of the results")
     parser.add_argument("--again", action="store_true", help="also what has run")
     short_or_published = parser.add_mutually_exclusive_group()
     short_or_published.add_argument("--quick", action="store_true", help="a few steps: does everything work?")
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick:
         task, num_rows, args.seeds, args.orders = quick(full), 64, [0], ["difficulty"]
         task = replace(task, eval_every=task.steps)
-    out = args.out.absolute()
+    out = args.output.absolute()
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # of the start model and the evaluations
     warm_up = replace(task, row=known_or_new, warm_up=0.0 if args.quick else 1 / 3)

@@ -28,6 +28,7 @@ from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_file import new_ledger
 from buffer_rl.buffer.rollout_client import RolloutClient
+from buffer_rl.buffer.state import BufferState
 from buffer_rl.options.section import compose, dump_args
 from buffer_rl.records.groups import Column, RowId, SampleGroup
 
@@ -103,7 +104,7 @@ def finish_stack(folder: Path, left_out: Sequence[str] = ()) -> list[str]:
     args: Any = compose(CORE_SECTIONS)(run_dir=str(folder / "run"), prompt_data=str(rows))
     setattr(ray, "get", lambda started, timeout: started.call())  # noqa: B010 - a function of Ray's, not of this project
     client = BufferClient(InThisProcess(BufferActor(dump_args(args), new_ledger(args))), timeout_s=60.0)
-    buffer = RolloutClient(client, client.generate(0), OneToken())
+    buffer = RolloutClient(client, client.call(BufferState.generate, 0), OneToken())
     group = buffer.get_samples(1)[0]
     encoded = buffer.encode(group)
     return deepest_stack(lambda: asyncio.run(buffer.afinish(group, encoded)), left_out)

@@ -167,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="does each command work? Needs no GPU")
     parser.add_argument("--only", default="", help="slices whose names begin so")
-    parser.add_argument("--out", default=str(ROOT / "build" / "gpu.md"), help="file of the table")
+    parser.add_argument("--output", default=str(ROOT / "build" / "gpu.md"), help="file of the table")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
@@ -190,8 +190,8 @@ def main() -> int:
         cells = [f"{found[name]:,.3g}" if name in found else "" for name in COLUMNS]
         lines.append(f"| {one.name} | {' | '.join(cells)} | {ended} |")
         print(lines[-1], flush=True)
-        Path(flags.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(flags.out).write_text("\n".join(lines) + "\n")
+        Path(flags.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(flags.output).write_text("\n".join(lines) + "\n")
     return failed
 
 

@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=16, help="of each run")
     parser.add_argument("--simulated", type=int, default=10, help="steps of each prediction")
     parser.add_argument(
-        "--out", type=Path, help="folder of the runs; those in it are not run again (default: a temporary one)"
+        "--output", type=Path, help="folder of the runs; those in it are not run again (default: a temporary one)"
     )
     parser.add_argument("--quick", action="store_true", help="two runs of few steps: does everything work?")
     parser.add_argument("--held-out", action="store_true", help="runs that the model of the costs was not written with")
@@ -261,7 +261,7 @@ def main() -> int:
         flags.rounds, flags.steps, flags.simulated = 1, 6, 6
     print(f"load average {os.getloadavg()[0]:.1f}, {len(os.sched_getaffinity(0))} cores", flush=True)
     with tempfile.TemporaryDirectory() as name:
-        folder = flags.out or Path(name)
+        folder = flags.output or Path(name)
         rounds = []
         for number in range(flags.rounds):
             (folder / f"round_{number}").mkdir(parents=True, exist_ok=True)

@@ -167,39 +167,39 @@ class Bench:
 
     def through_the_buffer(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
         """Seconds of all puts, and of all gets."""
-        ticket = self.client.generate(self._rollouts)
-        self.client.open_selection(ticket.rollout_id)
+        ticket = self.client.call(BufferState.generate, self._rollouts)
+        self.client.call(BufferState.open_selection, ticket.rollout_id)
         self._prepare(ticket, num_bytes, count, producers)
         put = timed([worker.put.remote(ticket) for worker in self.workers[:producers]])
         readers = self.workers[1 : producers + 1]
         got = timed([reader.get.remote(ticket.task, count, i, producers) for i, reader in enumerate(readers)])
-        self.client.end_ticket(ticket)
-        self.client.close_selection(ticket.rollout_id)
+        self.client.call(BufferState.end_ticket, ticket)
+        self.client.call(BufferState.close_selection, ticket.rollout_id)
         self._rollouts += 1
-        self.client.commit(ticket.rollout_id, self._rollouts)
-        self.client.release(self._rollouts)
+        self.client.call(BufferState.commit, ticket.rollout_id, self._rollouts)
+        self.client.call(BufferState.release, self._rollouts)
         return put, got
 
     def through_a_plain_actor(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
         """Seconds of all puts, and of all gets."""
-        ticket = self.client.generate(self._rollouts)
+        ticket = self.client.call(BufferState.generate, self._rollouts)
         keys = self._prepare(ticket, num_bytes, count, producers)
         put = timed([worker.put_plain.remote() for worker in self.workers[:producers]])
         readers = self.workers[1 : producers + 1]
         got = timed([reader.get_plain.remote(part) for reader, part in zip(readers, keys, strict=True)])
         ray.get(self.holder.clear.remote(), timeout=TIMEOUT_S)
-        self.client.abandon(ticket.rollout_id)  # nothing of it is in the Buffer
+        self.client.call(BufferState.abandon, ticket.rollout_id)  # nothing of it is in the Buffer
         return put, got
 
     def plainly(self, num_bytes: int, count: int, producers: int) -> tuple[float, float]:
         """Seconds of all ``ray.put`` of the producers, and of all ``ray.get`` of the consumers."""
-        ticket = self.client.generate(self._rollouts)
+        ticket = self.client.call(BufferState.generate, self._rollouts)
         self._prepare(ticket, num_bytes, count, producers)
         put = timed([worker.put_owned.remote() for worker in self.workers[:producers]])
         refs = ray.get([worker.owned.remote() for worker in self.workers[:producers]], timeout=TIMEOUT_S)
         readers = self.workers[1 : producers + 1]
         got = timed([reader.get_owned.remote(part) for reader, part in zip(readers, refs, strict=True)])
-        self.client.abandon(ticket.rollout_id)
+        self.client.call(BufferState.abandon, ticket.rollout_id)
         return put, got
 
     def _prepare(self, ticket: Any, num_bytes: int, count: int, producers: int) -> list[list[str]]:

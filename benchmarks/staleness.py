@@ -11,7 +11,7 @@ nine steps of groups are in production. At M = 0 every weight of a correction is
 Accuracies are those of greedy decoding of 1,000 held-out prompts, by the weights of checkpoints: equal steps are
 compared, not equal times, so that the load of the machine has little effect. Whatever comes out is written.
 
-What has run is not run again unless ``--again``; results are lines of ``results.jsonl`` in the folder ``--out``.
+What has run is not run again unless ``--again``; results are lines of ``results.jsonl`` in the folder ``--output``.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", choices=list(TASKS), default="short")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="of each run, in place of the task's")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "staleness", help="folder of the results")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "staleness", help="folder of the results")
     parser.add_argument("--again", action="store_true", help="also what has run")
     short_or_published = parser.add_mutually_exclusive_group()
     short_or_published.add_argument("--quick", action="store_true", help="a few steps: does everything work?")
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     task = quick(TASKS[args.task]) if args.quick else TASKS[args.task]
     steps = args.steps or task.steps
     task = replace(task, steps=steps, eval_every=min(EVAL_EVERY, steps // 2))
-    out = args.out.absolute()
+    out = args.output.absolute()
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # of the start model and the evaluations
     start_model(comparison("TIS", 0, out, False).start(task), task)

@@ -8,7 +8,7 @@ with which it is fastest: each of ``LAYOUTS`` is tried on a few steps first. Mod
 run does between its first step and its last is in the times, checkpoints included, since with asynchronous schedules
 generation goes on meanwhile. The accuracy is that of greedy decoding by the weights in the checkpoints.
 
-What has run is not run again unless ``--again``; results are lines of ``results.jsonl`` in the folder ``--out``.
+What has run is not run again unless ``--again``; results are lines of ``results.jsonl`` in the folder ``--output``.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, help="of each run, in place of the task's")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "two_cores", help="folder of the results")
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parent / "build" / "two_cores", help="folder of the results"
+    )
     parser.add_argument("--again", action="store_true", help="also what has run")
     parser.add_argument("--quick", action="store_true", help="short answers, a few steps: does everything work?")
     args = parser.parse_args(argv)
@@ -136,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.modes, layouts = [args.modes[0], args.modes[-1]], LAYOUTS[:1]
     steps = args.steps or task.steps
     task = replace(task, steps=steps, eval_every=min(task.eval_every, steps // 2))
-    out = args.out.absolute()
+    out = args.output.absolute()
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # of the start model and the evaluations
     modes = Modes(out, task, args.again)

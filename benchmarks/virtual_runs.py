@@ -22,7 +22,7 @@ from buffer_rl.data.source import PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
-from buffer_rl.records.groups import GroupUid, RolloutReport
+from buffer_rl.records.groups import GroupUid, RolloutReport, Ticket
 from buffer_rl.rollout.requests import sampling_seed
 from buffer_rl.testing.virtual_rollouts import VirtualEngines, VirtualRollouts, VirtualSelections
 from buffer_rl.testing.virtual_time import VirtualRuntime
@@ -120,6 +120,9 @@ class NotedBuffer:
         if report is not None:
             self.staleness[rollout_id] = list(report.staleness)
         return report, revision
+
+    def end_and_close(self, ticket: Ticket) -> tuple[RolloutReport, RolloutReport | None]:
+        return self._state.end_ticket(ticket), self.close_selection(ticket.rollout_id)[0]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)

@@ -22,8 +22,8 @@ driver    the steps of a run, and its start
 testing   fakes and linters for the tests of users
 verbs     one file per verb of the command line
 
-Beside them: ``errors``; ``args``, the list of all option sections; ``cli``, the command ``buffer-rl``, which
-``__main__`` calls.
+Beside them: ``errors``; ``args``, the list of all option sections; ``api``, what Python programs call; ``cli``, the
+command ``buffer-rl``, which ``__main__`` calls.
 """
 
 import sys

@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from buffer_rl.cluster.environment import signals_as_exceptions
 from buffer_rl.cluster.fork_server import fork_server
@@ -26,17 +27,25 @@ ONLY_LOOKS = ("--dry-run", "--dry_run", "--help", "-h")
 """Flags with which they do not."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (without the program's name) and return the exit status."""
+def print_error(error: BufferRLError) -> None:
+    """Print what ended a command, with its traceback if ``BUFFER_RL_TRACEBACK`` is 1."""
+    if os.environ.get("BUFFER_RL_TRACEBACK") == "1":
+        say(traceback.format_exc(), file=sys.stderr)
+    say(f"buffer-rl: error: {error}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None, on_error: Callable[[BufferRLError], Any] = print_error) -> int:
+    """Run the command line ``argv`` (without the program's name) and return the exit status. on_error: takes an error
+    that ended the command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     starts_run = arguments[:1] in ([verb] for verb in RUNS) and not set(ONLY_LOOKS) & set(arguments)
     # First of all, as it imports for seconds; the imports below take a part of one.
     began = time.monotonic()
     with fork_server() if starts_run else nullcontext():
-        return _main(arguments, began)
+        return _main(arguments, began, on_error)
 
 
-def _main(arguments: Sequence[str], began: float) -> int:
+def _main(arguments: Sequence[str], began: float, on_error: Callable[[BufferRLError], Any]) -> int:
     add_working_directory()
     if isinstance(sys.stdout, io.TextIOWrapper):  # no text of data or user code may fail to be shown, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -44,9 +53,7 @@ def _main(arguments: Sequence[str], began: float) -> int:
         with signals_as_exceptions():
             return _run(arguments, began)
     except BufferRLError as error:
-        if os.environ.get("BUFFER_RL_TRACEBACK") == "1":
-            say(traceback.format_exc(), file=sys.stderr)
-        say(f"buffer-rl: error: {error}", file=sys.stderr)
+        on_error(error)
         return 2
     except EndedBySignal as end:
         how = f": {end.text}" if isinstance(end, Stopped) else ""

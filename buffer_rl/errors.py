@@ -12,18 +12,20 @@ class BufferRLError(Exception):
     """Base of all errors raised on purpose.
 
     ``what`` says what is wrong; ``where`` names the file, line, flag or actor; ``expected`` says what
-    would have been right; ``hint`` says what to do next. The object survives pickling, so that an error
-    raised in a Ray worker reads the same in the driver. ``status`` is that of the HTTP answer behind it, if any.
+    would have been right; ``hint`` says what to do next; ``see`` names the page, with its anchor, that says more. The
+    object survives pickling, so that an error raised in a Ray worker reads the same in the driver. ``status`` is that
+    of the HTTP answer behind it, if any.
     """
 
     status: int | None = None
 
-    def __init__(self, what: str, *, where: str = "", expected: str = "", hint: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", expected: str = "", hint: str = "", see: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.where = where
         self.expected = expected
         self.hint = hint
+        self.see = see
 
     def __str__(self) -> str:
         parts = [f"{self.where}: {self.what}" if self.where else self.what]
@@ -31,6 +33,8 @@ class BufferRLError(Exception):
             parts.append(f"  expected: {self.expected}")
         if self.hint:
             parts.append(f"  hint: {self.hint}")
+        if self.see:
+            parts.append(f"  see: {self.see}")
         return "\n".join(parts)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from buffer_rl.errors import RewardError
-from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.kinds.marks import at_once, rows_may_choose
 from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import response_of
 
 
+@at_once
 @rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """1.0 if the response equals the label (any one of a list of labels) and the sample ended by itself.

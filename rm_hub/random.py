@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from buffer_rl.kinds.marks import rows_may_choose
+from buffer_rl.kinds.marks import at_once, rows_may_choose
 from buffer_rl.records.groups import Sample
 
 
+@at_once
 @rows_may_choose
 def score(args: Any, sample: Sample) -> float:
     """0.0 or 1.0, drawn from ``--seed``, the sample's prompt (its row and epoch), index and response: the same in a run

@@ -76,7 +76,7 @@ def dry_run(*flags: str) -> str:
 def row_of(script: Path, name: str, extra: tuple[str, ...] | None, sglang: str | None) -> tuple[str, bool]:
     """One row of the table, and whether all is well. extra: flags of the dry run; None: there is none. sglang: the
     Python of the server; None: there is no dry run with it."""
-    status, report = quiet_main("import", "slime", str(script), "--laptop", "--out", "train.yaml", "--force")
+    status, report = quiet_main("import", "slime", str(script), "--laptop", "--output", "train.yaml", "--force")
     if status:
         return f"| `{name}` | {report.strip().splitlines()[0]} |", False
     counts = [
@@ -88,7 +88,7 @@ def row_of(script: Path, name: str, extra: tuple[str, ...] | None, sglang: str |
         outcomes.append(dry_run(*extra))
         good = good and outcomes == ["yes"]
         if sglang is not None:
-            quiet_main("import", "slime", str(script), "--set", "NUM_GPUS=8", "--out", "train.yaml", "--force")
+            quiet_main("import", "slime", str(script), "--set", "NUM_GPUS=8", "--output", "train.yaml", "--force")
             engines = (
                 ("--sglang-python", sglang) if "\nrollout_engine: sglang" in Path("train.yaml").read_text() else ()
             )

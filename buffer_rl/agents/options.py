@@ -87,27 +87,25 @@ class AgentOptions(Section):
     @staticmethod
     def check(args: Args) -> None:
         fault = "" if args.agent_command is None else _command_fault(args, args.agent_command)
-        refuse(fault, "{}", "--agent-command", expected="a program and its arguments, without a shell")
+        refuse(fault, "--agent-command: {}", expected="a program and its arguments, without a shell")
         unread = args.agent_path != REMOTE and given(args, "agent_host", "agent_port", "agent_api_key")
-        refuse(unread, "no agents lease samples of this run", "{}", hint="--agent-path remote")
+        refuse(unread, "{}: no agents lease samples of this run", "--agent-path remote")
         chosen = [flag for name in AGENTS if (flag := given(args, name))]
         if not chosen:
             return
-        what, hint = "a run has one agent", "take one of them out"
+        what = "a run has one agent"
         if "--environment" in chosen:
             what = "an environment is played by the built-in agent, and its methods are the tools"
         elif "--tools-path" in chosen:
-            what, hint = "an agent of yours calls tools itself", "--tools-path alone is the built-in agent"
-        refuse(len(chosen) > 1, what, " and ".join(chosen), hint=hint)
+            what = "an agent of yours calls tools itself, and --tools-path alone is the built-in agent"
+        refuse(len(chosen) > 1, f"{' and '.join(chosen)}: {what}")
         for name, why in REFUSED_WITH_AGENTS.items():
-            refuse(given(args, name), why, f"{chosen[0]} and {{}}", hint="take {} out")
+            refuse(given(args, name), f"{chosen[0]} and {{}}: {why}", "take {} out")
         if args.response_template:
             TemplateReader(args.response_template)  # refuses what is none
-        once, deadline = args.agent_timeout_s, args.rollout_timeout_s
-        what = f"a sample may be played twice, {once:g} s each, and the rollout ends after {deadline:g} s"
-        expected = "a rollout's deadline of at least twice a sample's"
-        where = "--agent-timeout-s and --rollout-timeout-s"
-        refuse(2 * once > deadline, what, where, expected)
+        once, most, where = args.agent_timeout_s, args.rollout_timeout_s, "--agent-timeout-s and --rollout-timeout-s"
+        what = f"a sample may be played twice, {once:g} s each, and the rollout ends after {most:g} s"
+        refuse(2 * once > most, f"{where}: {what}", expected="at least twice as long for the rollout")
 
 
 AGENTS = ("agent_path", "agent_command", "tools_path", "environment")

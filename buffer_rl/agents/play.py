@@ -149,8 +149,8 @@ class Agents:
             del self._failed[key]
             raise failure
         _log.warning("%s; the sample is masked, its siblings stay", failure)
-        for name in ("samples", "masked"):
-            lease.count(f"agent/{name}")
+        lease.count("agent/samples")
+        lease.count("agent/masked")
         return prompt.changed(status=Status.FAILED, remove_sample=True)
 
     async def aclose(self) -> None:

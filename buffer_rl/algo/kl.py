@@ -87,22 +87,20 @@ def check_kl_target(args: Args) -> None:
         return
     in_loss = args.use_kl_loss and args.kl_loss_coef and not is_supervised(args)
     in_rewards = args.kl_coef and not is_supervised(args)
-    expected, hint = "the coefficient to begin with, above 0", "add --use-kl-loss --kl-loss-coef C, or --kl-coef C"
-    absent, what = not in_loss and not in_rewards, "there is no KL coefficient that could be adapted"
-    refuse(absent, what, "--kl-target", expected, hint)
-    what, where = "there are two KL coefficients, and one target", "--kl-target, --kl-coef and --kl-loss-coef"
-    refuse(in_loss and in_rewards, what, where, hint="take one of the coefficients out")
-    hint = "or have the penalty in the loss: --use-kl-loss --kl-loss-coef C"
-    where = "--kl-target and --num-advantage-workers"
-    what = "only the trainer, which measures the KL divergence, knows the adapted coefficient of token rewards"
-    refuse(in_rewards and args.num_advantage_workers, what, where, hint=f"take --num-advantage-workers out, {hint}")
-    what = "only the policy's trainer knows the adapted coefficient of token rewards, which the critic streams too"
+    hint = "add --use-kl-loss --kl-loss-coef C, or --kl-coef C, which it begins with"
+    refuse(not in_loss and not in_rewards, "--kl-target: there is no KL coefficient that could be adapted", hint)
+    what = "--kl-target, --kl-coef and --kl-loss-coef: there are two KL coefficients, and one target"
+    refuse(in_loss and in_rewards, what, "take one of the coefficients out")
+    hint, only = "or have the penalty in the loss: --use-kl-loss --kl-loss-coef C", "knows the adapted coefficient"
+    what = f"--kl-target and --num-advantage-workers: only the trainer {only} of token rewards"
+    refuse(in_rewards and args.num_advantage_workers, what, f"take --num-advantage-workers out, {hint}")
+    what = f"--kl-target and --stream-gradients: only the policy's trainer {only}, and the critic streams rewards too"
     streams = in_rewards and args.stream_gradients and uses_critic(args)
-    refuse(streams, what, "--kl-target and --stream-gradients", hint=f"take one of them out, {hint}")
+    refuse(streams, what, f"take one of them out, {hint}")
     least, horizon = MAX_ERROR * _samples(args), args.kl_horizon
-    what = f"the KL coefficient would be multiplied by {1 - least / horizon:g} after a rollout without any"
+    what = f"--kl-horizon: the KL coefficient would be multiplied by {1 - least / horizon:g} if there is no divergence"
     expected = f"more than {least:g}: a fifth of --rollout-batch-size times --n-samples-per-prompt"
-    refuse(horizon <= least, what, "--kl-horizon", expected)
+    refuse(horizon <= least, what, expected=expected)
 
 
 def _samples(args: Args) -> int:

@@ -39,27 +39,25 @@ class AlgorithmOptions(Section):
     )
     pass_at_k: int = option(4, "number of samples of which the best counts: k of pass@k (pass_at_k)", ge=1)
     use_opd: bool = option(False, "on-policy distillation: subtract the log-ratio to a teacher from token advantages")
-    opd_kl_coef: float = option(1.0, "weight of the log-ratio of --use-opd", ge=0)
+    opd_kl_coef: float = option(1.0, "weight of the log-ratio of --use-opd", ge=0, needs="use_opd")
     normalize_advantages: bool = option(
         False, "normalise advantages to mean 0 and standard deviation 1 over the unmasked tokens of a rollout"
     )
 
     @staticmethod
     def check(args: Args) -> None:
-        """For what the built-in estimator does not read, so that it would change nothing; one of the user's may read
-        any."""
+        """For what the built-in estimator does not read; one of the user's may read any."""
         name = estimator_of(args)[1]
         if name not in ALGORITHMS or is_supervised(args):
             return
         for option_name in AlgorithmOptions.model_fields:
             readers = [each for each in ALGORITHMS if option_name in ALGORITHMS[each].options]
             unread = readers and name not in readers and given(args, option_name)
-            expected = f"--advantage-estimator {', '.join(readers)}"
-            hint = HINTS.get(unread or "", "take it out")
-            refuse(unread, f"the advantage {name!r} does not read it", "{}", expected, hint)
+            hint, expected = HINTS.get(unread or "", "take it out"), f"--advantage-estimator {', '.join(readers)}"
+            refuse(unread, f"{{}}: the advantage {name!r} does not read it", hint, expected)
         k, n = args.pass_at_k, args.n_samples_per_prompt
-        what = f"the best of {k} is the same for all of {n} samples: no gradient"
-        refuse(name == "pass_at_k" and k >= n, what, "--pass-at-k", expected="less than --n-samples-per-prompt")
+        what = f"--pass-at-k: the best of {k} is the same for all of {n} samples: no gradient"
+        refuse(name == "pass_at_k" and k >= n, what, expected="less than --n-samples-per-prompt")
 
 
 class LossOptions(Section):
@@ -110,7 +108,7 @@ class LossOptions(Section):
         one_of="correction",
     )
     custom_tis_function_path: str | None = option(
-        None, "your weights, in place of --tis-mode", kind="correction", one_of="correction"
+        None, "your weights, in place of --tis-mode", kind="correction", one_of="correction", needs="use_tis"
     )
     use_kl_loss: bool = option(False, "add a KL penalty to the loss, weighted by --kl-loss-coef")
     kl_loss_coef: float = option(0.0, "weight of the KL penalty of --use-kl-loss", ge=0)
@@ -132,22 +130,13 @@ class LossOptions(Section):
     def check(args: Args) -> None:
         """A built-in loss has no other place for the KL coefficient; a loss or an estimator of others may read it."""
         trains = args.num_rollout != 0 and not rollout_only(args) and not is_supervised(args)
-        builtin = loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS
-        what = f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of"
-        if trains and builtin:
+        if trains and loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS:
+            what = f"the loss has no KL penalty that {args.kl_loss_coef:g} could be the weight of"
             needs(args, "use_kl_loss", what, "kl_loss_coef", hint="add --use-kl-loss, or write --kl-loss-coef 0")
         check_kl_target(args)
-        needs(args, "use_tis", "nothing is corrected", "custom_tis_function_path")
         if args.use_tis:
-            _check_correction(args)
-
-
-def _check_correction(args: Args) -> None:
-    low, high = args.tis_clip_low, args.tis_clip
-    refuse(low > high, f"no weight is between {low:g} and {high:g}", "--tis-clip-low and --tis-clip")
-    what = "the ratio of the loss is to the engine's log-probabilities already: every weight would be 1"
-    where = "--use-tis and --use-rollout-logprobs"
-    refuse(args.use_rollout_logprobs, what, where, hint="take one of them out")
-    loss = LOSSES.get(loss_of(args))
-    why = loss.uncorrected if loss is not None else ""
-    refuse(bool(why), f"{loss_of(args)} {why}", "--use-tis", hint="take it out")
+            low, high, loss = args.tis_clip_low, args.tis_clip, LOSSES.get(loss_of(args))
+            refuse(low > high, f"--tis-clip-low and --tis-clip: no weight is between {low:g} and {high:g}")
+            refuse(args.use_rollout_logprobs, "--use-tis and --use-rollout-logprobs: every weight would be 1")
+            why = loss.uncorrected if loss is not None else ""
+            refuse(bool(why), f"--use-tis: {loss_of(args)} {why}")

@@ -1,8 +1,8 @@
 """The Buffer's process: one thread at a time works on the state, others answer health checks; and its watcher.
 
 Ray starts it again when it dies. The new process reads the ledger: what was leased is pending again, the rollouts under
-way are lost (their calls raise BufferRestartedError), and the driver has them produced again. ``BufferWatch`` ends a
-process that hangs.
+way are lost (their calls raise BufferRestartedError), and the driver has them produced again. ``watch_buffer`` ends
+a process that hangs.
 
 Blocking: callers wait for the state with a deadline; the thread that holds the state lock never waits. Large payloads
 are written to the object store before the lock is taken. User code never runs here.
@@ -14,8 +14,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +23,7 @@ import orjson
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from buffer_rl.buffer.calls import CallLog, Kind, kind_of, mutates, reads
+from buffer_rl.buffer.calls import CallLog, Kind, NumberedCall, kind_of, mutates, reads
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import PID, process_note
@@ -31,8 +31,10 @@ from buffer_rl.buffer.ledger_file import FILE_NAME, LedgerPlace, new_ledger
 from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
+from buffer_rl.cluster.hangs import ReplacementWatch
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError
+from buffer_rl.observe.memory import PeakMemory
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Column
@@ -74,51 +76,52 @@ class BufferActor:
         self._calls = CallLog()
         self._busy_since: float | None = None
         self._work_s = 0.0
+        self._peak = PeakMemory()
         self._changed = threading.Condition()
         # Ray sends an answer when the lock is free again. What another thread may do by then is ``finish``, which
         # alters nothing that was answered: it adds a group, and marks its lease.
         self._state_lock = threading.Lock()
         self._sign()  # from here on it answers health checks
 
-    def change(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
-        """Execute an operation that changes state, once per ``(caller, sequence)`` (see ``CallLog.once``).
+    def execute(self, caller: str, calls: Sequence[NumberedCall]) -> list[Any]:
+        """Execute operations, in order; one that changes state once per ``(caller, sequence)`` (see ``CallLog.once``).
+        Returns for each its answer, or the error of ``buffer_rl.errors`` that it raised.
 
-        ``args`` are one argument, since Ray serializes each argument by itself."""
-        target = self._operation(method, Kind.MUTATES)
-        with self._state_lock:
-            revision = self._state.revision
-            self._busy_since = started = time.monotonic()
-            try:
-                return self._calls.once(caller, sequence, open_from, target, args)
-            finally:
-                self._busy_since = None
-                self._work_s += time.monotonic() - started
-                if self._state.revision != revision:
-                    with self._changed:
-                        self._changed.notify_all()
+        ``calls`` are one argument, since Ray serializes each argument by itself."""
+        return [self._executed(caller, *call) for call in calls]
 
-    def change_many(self, caller: str, calls: Sequence[tuple[int, int, str, Sequence[Any]]]) -> list[Any]:
-        """``change`` for each of ``calls`` (sequence, open_from, method, args), in order. Returns for each its answer,
-        or the error of ``buffer_rl.errors`` that it raised."""
-        answers = []
-        for call in calls:
-            try:
-                answers.append(self.change(caller, *call))
-            except BufferRLError as error:
-                answers.append(error)
-        return answers
+    def _executed(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
+        try:
+            operation, kind = self._operation(method)
+            with self._state_lock:
+                if kind is Kind.READS:
+                    return operation(*args)
+                with self._counted():
+                    return self._calls.once(caller, sequence, open_from, operation, args)
+        except BufferRLError as error:
+            error.where = error.where or f"buffer.{method}"
+            return error
 
-    def read(self, method: str, args: Sequence[Any] = ()) -> Any:
-        """Execute an operation whose repeat changes nothing."""
-        target = self._operation(method, Kind.READS)
-        with self._state_lock:
-            return target(*args)
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A change is under way in the block."""
+        revision = self._state.revision
+        self._busy_since = started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = None
+            self._work_s += time.monotonic() - started
+            if self._state.revision != revision:
+                with self._changed:
+                    self._changed.notify_all()
 
-    def _operation(self, name: str, kind: Kind) -> Callable[..., Any]:
+    def _operation(self, name: str) -> tuple[Callable[..., Any], Kind]:
         for owner in (self, self._state):
-            if kind_of(operation := getattr(owner, name, None)) is kind:
-                return cast("Callable[..., Any]", operation)
-        raise BufferStateError(f"the Buffer has no method {name!r} that {kind}")
+            operation = getattr(owner, name, None)
+            if (kind := kind_of(operation)) is not None:
+                return cast("Callable[..., Any]", operation), kind
+        raise BufferStateError(f"the Buffer has no operation {name!r}")
 
     @ray.method(concurrency_group="health")
     def get_progress(self) -> dict[str, Any]:
@@ -142,9 +145,10 @@ class BufferActor:
 
     @mutates
     def release(self, version: int) -> dict[str, Any]:
-        """``BufferState.release``, with the times of ``get_progress`` before it. Called through ``change``."""
+        """``BufferState.release``, with the times of ``get_progress`` before it, and ``peak``: this process's memory
+        since the release before (see ``PeakMemory``)."""
         self._state.release(version)
-        return self._counts()
+        return self._counts() | {"peak": self._peak.take()}
 
     @ray.method(concurrency_group="wait")
     def wait_change(self, revision: int, timeout_s: float) -> None:
@@ -153,17 +157,15 @@ class BufferActor:
             self._changed.wait_for(lambda: self._state.revision != revision, timeout_s)
 
     @ray.method(concurrency_group="storage")
-    def change_with_payloads(
-        self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any], payloads: dict[str, Column]
-    ) -> Any:
-        """``change`` with large columns, which this process then owns: there are no storage processes (see
-        ``StorageActor.change_with_payloads``)."""
-        with owned_payloads(args, payloads, "buffer"):
-            return self.change(caller, sequence, open_from, method, args)
+    def execute_with_payloads(self, caller: str, call: NumberedCall, payloads: dict[str, Column]) -> list[Any]:
+        """``execute`` of one call with large columns, which this process then owns: there are no storage processes
+        (see ``StorageActor.execute_with_payloads``)."""
+        with owned_payloads(call.args, payloads, "buffer"):
+            return self.execute(caller, [call])
 
     @reads
     def save(self, folder: str) -> None:
-        """Write the Buffer's state and ledger into ``folder``. Called through ``read``, which holds the lock."""
+        """Write the Buffer's state and ledger into ``folder``."""
         self._ledger.backup(Path(folder) / FILE_NAME)
         path = Path(folder) / STATE_FILE
         try:
@@ -176,7 +178,7 @@ class BufferActor:
 
     @mutates
     def load(self, folder: str) -> None:
-        """Continue from the state in ``folder``. Called through ``change``, which holds the lock."""
+        """Continue from the state in ``folder``."""
         path = Path(folder) / STATE_FILE
         try:
             state = orjson.loads(path.read_bytes())
@@ -216,64 +218,50 @@ PATIENCE_S = 0.1
 """Longest time that one look waits for an answer; a healthy Buffer's takes milliseconds."""
 
 
-class BufferWatch:
-    """A watcher of the driver: a health check of the Buffer that never waits longer than ``PATIENCE_S``.
+def watch_buffer(
+    actor: Any,
+    args: Args,
+    process: Callable[[], int | None],
+    shown: Callable[[dict[str, Any]], None],
+    notice: Callable[[str], None],
+    now: Callable[[], float] = time.monotonic,
+) -> ReplacementWatch[dict[str, Any]]:
+    """A watcher of the driver: a health check of the Buffer. One whose process runs, and did not answer or has worked
+    on one change for too long, is ended, and so is one that is not there again after ``--buffer-timeout-s``.
 
-    hang_s: a Buffer whose process runs, and did not answer for this long or has worked on one change for this long, is
-    ended. start_s: so is one that is not there again after this long.
     process: the id of the Buffer's process on this machine; None while there is none.
     shown: called with the Buffer's counts. notice: called with a line when the Buffer was, or will be, replaced.
     """
 
-    def __init__(
-        self,
-        actor: Any,
-        *,
-        hang_s: float,
-        start_s: float,
-        process: Callable[[], int | None],
-        shown: Callable[[dict[str, Any]], None],
-        notice: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._actor = actor
-        self._hang_s = hang_s
-        self._start_s = start_s
-        self._process = process
-        self._shown = shown
-        self._notice = notice
-        self._now = now
-        self._question: Any = None
-        self._asked = 0.0
-        self._pid: int | None = None
+    # Noticed, ended and started again before its callers reach their deadlines.
+    hang_s, start_s = min(args.buffer_hang_timeout_s, args.buffer_timeout_s / 2), args.buffer_timeout_s
 
-    def __call__(self) -> None:
-        """One look."""
-        if self._question is None:
-            self._question, self._asked = self._actor.get_progress.remote(), self._now()
-        if not ray.wait([self._question], timeout=PATIENCE_S)[0]:
-            silent = self._now() - self._asked
-            if silent > self._hang_s and (self._process() is not None or silent > self._start_s):
-                self._end(f"did not answer for {silent:.0f} s")
-            return
-        question, self._question = self._question, None
-        try:
-            answer: dict[str, Any] = ray.get(question, timeout=PATIENCE_S)
-        except ray.exceptions.RayError:  # it died; its callers wait for the next one, or end the run
-            return
-        if self._pid is not None and answer["pid"] != self._pid:
-            self._notice(f"the Buffer died and was replaced (process {answer['pid']})")
-        self._pid = answer["pid"]
-        if answer["busy_s"] > self._hang_s:
-            self._end(f"has worked on one change for {answer['busy_s']:.0f} s")
-        self._shown(answer)
-
-    def _end(self, why: str) -> None:
-        self._notice(f"the Buffer {why}: its process is ended")
-        self._question = None
-        process = self._process()
-        if process is None:
-            ray.kill(self._actor, no_restart=False)
+    def end(why: str) -> None:
+        notice(f"the Buffer {why}: its process is ended")
+        if (pid := process()) is None:
+            ray.kill(actor, no_restart=False)
             return
         with suppress(ProcessLookupError):  # as ray.kill, which takes seconds to end a stopped process
-            os.kill(process, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+
+    def silent(_: int, seconds: float) -> bool:
+        is_hung = seconds > hang_s and (process() is not None or seconds > start_s)
+        if is_hung:
+            end(f"did not answer for {seconds:.0f} s")
+        return is_hung
+
+    def pid_of(answer: dict[str, Any]) -> int:
+        if answer["busy_s"] > hang_s:
+            end(f"has worked on one change for {answer['busy_s']:.0f} s")
+        shown(answer)
+        return int(answer["pid"])
+
+    return ReplacementWatch(
+        [actor],
+        cast("Any", BufferActor.get_progress),
+        replaced=lambda _, pid: notice(f"the Buffer died and was replaced (process {pid})"),
+        pid_of=pid_of,
+        silent=silent,
+        patience_s=PATIENCE_S,
+        now=now,
+    )

@@ -9,7 +9,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -18,21 +18,20 @@ from weakref import WeakKeyDictionary
 import ray
 
 from buffer_rl.buffer.actor import BufferActor
-from buffer_rl.buffer.calls import Kind, OpenCalls, kind_of
+from buffer_rl.buffer.calls import Kind, NumberedCall, OpenCalls, Sending, StartedCall, answer_of, kind_of
 from buffer_rl.buffer.codec import Columns, RowIds
 from buffer_rl.buffer.columns import BatchPlan, Cell, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
-from buffer_rl.cluster.calling import Answers, JoinedCalls, StartedCall
+from buffer_rl.cluster.calling import Answers, JoinedCalls
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import Column, RolloutReport, RowId, Ticket, TrainBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 WAIT_SLICE_S = 5.0
 """Longest single wait for ready rows: a reader that waits longer asks again, so a Buffer that died is noticed."""
@@ -45,15 +44,6 @@ def _positional(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     bound = inspect.signature(operation).bind(None, *args, **kwargs)
     bound.apply_defaults()
     return bound.args[1:]
-
-
-def _facade(operation: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[BufferClient, P], R]:
-    """The method of the client that calls ``operation``."""
-
-    def method(self: BufferClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.call(operation, *args, **kwargs)
-
-    return method
 
 
 class BufferClient:
@@ -90,77 +80,44 @@ class BufferClient:
         self._calls = OpenCalls()
         self._joined: WeakKeyDictionary[asyncio.AbstractEventLoop, JoinedCalls[Any]] = WeakKeyDictionary()
 
-    def _change(self, *args: Any) -> Any:
-        return self.actor.change.remote(*args)
+    def start(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> StartedCall[R]:
+        """Call an operation of the Buffer, such as ``BufferState.finish``, without waiting. Calls are executed in the
+        order in which they are made, but for those that a restart of the Buffer interrupts: they are made again when
+        their answer is waited for."""
+        return StartedCall(operation.__name__, self._prepared(operation, args, kwargs))
 
     def call(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call an operation of the Buffer, such as ``BufferState.finish``, and wait for its answer."""
-        with self._prepared(operation, args, kwargs) as (answers, submit):
-            return cast("R", answers.wait(operation.__name__, submit))
+        """``start``, and wait for the answer."""
+        return self.start(operation, *args, **kwargs).result()
 
     async def acall(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``call`` for an event loop, which sends changes together that are made at one time."""
-        with self._prepared(operation, args, kwargs) as (answers, submit):
-            if submit.func != self._change:
-                return cast("R", await answers.until(operation.__name__, submit))
+        """``call`` for an event loop, which sends calls together that are made at one time."""
+        with self._prepared(operation, args, kwargs) as (answers, send, call):
+            if call is None:
+                return cast("R", answer_of(await answers.until(operation.__name__, send)))
             loop = asyncio.get_running_loop()
-            joined = self._joined.setdefault(loop, JoinedCalls(self._send_changes))
-            return cast("R", await joined.make(submit.args[1:]))
+            return cast("R", await self._joined.setdefault(loop, JoinedCalls(self._send_all)).make(call))
 
-    async def _send_changes(self, calls: list[tuple[int, int, str, tuple[Any, ...]]]) -> list[Any]:
-        if len(calls) == 1:
-            ((*_, name, _),) = calls
-            return [await self._answers.until(name, partial(self._change, self._caller, *calls[0]))]
-        names = ", ".join(sorted({name for *_, name, _ in calls}))
-        return cast(
-            "list[Any]", await self._answers.until(names, partial(self.actor.change_many.remote, self._caller, calls))
-        )
+    async def _send_all(self, calls: list[NumberedCall]) -> list[Any]:
+        names = ", ".join(sorted({call.method for call in calls}))
+        send = partial(self.actor.execute.remote, self._caller, calls)
+        return cast("list[Any]", await self._answers.until(names, send))
 
     @contextmanager
     def _prepared(
         self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Iterator[tuple[Answers, partial[Any]]]:
-        """What sends the call, as often as need be, and what waits for its answer, inside the block."""
-        name, args = operation.__name__, _positional(operation, args, kwargs)
-        if kind_of(operation) is Kind.READS:
-            yield self._answers, partial(self.actor.read.remote, name, args)
-            return
-        with self._calls.numbered() as number:
-            kept, payloads = split_payloads(args, self._min_bytes)
-            if not payloads:
-                yield self._answers, partial(self._change, self._caller, *number, name, kept)
-                return
-            owner, answers = next(self._owners)
-            yield answers, partial(owner.change_with_payloads.remote, self._caller, *number, name, kept, payloads)
-
-    def _start(
-        self, decode: Callable[[R], T], operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> StartedCall[T]:
-        """Call an operation that changes state without waiting. Calls are executed in the order in which they are
-        made, but for those that a restart of the Buffer interrupts: they are made again when their answer is waited
-        for."""
-        name, arguments = operation.__name__, _positional(operation, args, kwargs)
-        sequence, open_from = self._calls.begin()
-        submit = partial(self._change, self._caller, sequence, open_from, name, arguments)
-        return StartedCall(self._answers, name, submit, decode=decode, on_done=partial(self._calls.end, sequence))
-
-    # -- the operations of the driver, the trainers and the roles ------------------------------------
-
-    generate = _facade(BufferState.generate)
-    share = _facade(BufferState.share)
-    pass_on = _facade(BufferState.pass_on)
-    end_ticket = _facade(BufferState.end_ticket)
-    open_selection = _facade(BufferState.open_selection)
-    close_selection = _facade(BufferState.close_selection)
-    requeue_for_readers = _facade(BufferState.requeue_for_readers)
-    abandon = _facade(BufferState.abandon)
-    clear = _facade(BufferState.clear)
-    commit = _facade(BufferState.commit)
-    release = _facade(BufferState.release)
-    save = _facade(BufferActor.save)
-    load = _facade(BufferActor.load)
-    get_num_rollout_per_epoch = _facade(BufferState.get_num_rollout_per_epoch)
-    set_source_length = _facade(BufferState.set_source_length)
+    ) -> Iterator[Sending]:
+        """What sends the call, as often as need be, and what waits for its answer, inside the block; and the call, if
+        it may travel with others."""
+        kept, payloads = split_payloads(_positional(operation, args, kwargs), self._min_bytes)
+        changes = kind_of(operation) is Kind.MUTATES
+        with self._calls.numbered() if changes else nullcontext((-1, -1)) as number:
+            call = NumberedCall(*number, operation.__name__, kept)
+            if payloads:
+                owner, answers = next(self._owners)
+                yield answers, partial(owner.execute_with_payloads.remote, self._caller, call, payloads), None
+            else:
+                yield self._answers, partial(self.actor.execute.remote, self._caller, [call]), call
 
     def import_groups(self, ticket: Ticket, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         """Take groups over that were finished elsewhere; see ``BufferState.import_groups``."""
@@ -191,7 +148,7 @@ class BufferClient:
         self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
     ) -> StartedCall[None]:
         """``put_fields`` without waiting."""
-        return self._start(lambda _: None, BufferState.put_fields, task, RowIds(row_ids), Columns(columns), writer)
+        return self.start(BufferState.put_fields, task, RowIds(row_ids), Columns(columns), writer)
 
     def take(
         self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
@@ -218,7 +175,7 @@ class BufferClient:
         """``close_selection`` once the groups of the step are finished. The caller has the deadline: it knows whether
         production moves."""
         while True:
-            report, revision = self.close_selection(rollout_id, last_ticket)
+            report, revision = self.call(BufferState.close_selection, rollout_id, last_ticket)
             if report is not None:
                 return report
             self._wait_change(revision, WAIT_SLICE_S)
@@ -230,7 +187,7 @@ class BufferClient:
 
     def start_take(self, task: str, request: ReadRequest) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
         """``take`` without waiting for the answer, nor for rows: the batch is None where the deal is not made yet."""
-        return self._start(self._taken, BufferState.take, task, request, None)
+        return self.start(BufferState.take, task, request, None).then(self._taken)
 
     def _taken(self, answer: tuple[RowsMeta, BatchPlan | None]) -> tuple[RowsMeta, TrainBatch | None]:
         meta, plan = answer

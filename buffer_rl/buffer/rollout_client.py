@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.queue import check_versions
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.calling import blocking
-from buffer_rl.data.custom import Delivery, DeliveryNeeded, DeliveryRequest
+from buffer_rl.data.custom import DeliveryNeeded
 from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.rollout import as_leased_group, check_statuses
 from buffer_rl.observe.pulse import progress
@@ -45,21 +45,15 @@ ChooseQueued = Callable[[list[QueueHeader], int], list[GroupUid]]
 """A buffer filter: of the queue's headers, which groups to lease next, in order."""
 
 
-class BatchSource(Protocol):
-    """A data source that runs in a process of its own: batches by number (see ``CustomSource.take``)."""
-
-    async def atake(self, request: DeliveryRequest) -> Delivery | None: ...
-
-
 class RolloutClient:
     """The ``buffer`` of one rollout (see ``buffer_rl.kinds.rollout.RolloutBuffer``).
 
     It records its leases, so that plain lists of samples can become groups again, marks foreign groups, and checks the
     status of each reported sample.
 
-    source: where the batches come from that the Buffer asks for, if it does not read its data itself. where: names the
-    rollout function in errors. on_lease: called with each leased group. reward_of: the mean reward of a group,
-    if the Buffer keeps it.
+    deliver: has a batch of at most so many groups delivered to the Buffer, if that does not read its data itself.
+    where: names the rollout function in errors. on_lease: called with each leased group. reward_of: the mean reward of
+    a group, if the Buffer keeps it.
     groups: by uid, the newest lease. finished: by uid, what was reported. progressed_at: see ``RolloutBuffer``.
     """
 
@@ -69,7 +63,7 @@ class RolloutClient:
         ticket: Ticket,
         encoder: GroupEncoder,
         choose: ChooseQueued | None = None,
-        source: BatchSource | None = None,
+        deliver: Callable[[int], Awaitable[None]] | None = None,
         *,
         where: str = "",
         on_lease: Callable[[SampleGroup], None] | None = None,
@@ -79,7 +73,7 @@ class RolloutClient:
         self._ticket = ticket
         self._encoder = encoder
         self._choose = None if ticket.evaluation else choose
-        self._source = source
+        self._deliver = deliver
         self._where = where or ticket.task
         self._on_lease = on_lease
         self._reward_of = reward_of
@@ -98,17 +92,15 @@ class RolloutClient:
         chosen = None
         if self._choose is not None and (headers := await self._client.acall(BufferState.get_headers)):
             chosen = await asyncio.to_thread(self._choose, headers, num_samples)
-        while True:  # each round delivers a batch, which is not empty, or has the source restored
+        while True:  # each round has a batch delivered, which is not empty
             try:
                 groups = await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
                 self._record(groups)
                 return groups
             except DeliveryNeeded as needed:
-                if self._source is None:
+                if self._deliver is None:
                     raise
-                delivery = await self._source.atake(needed.request)
-            if delivery is not None:
-                await self._client.acall(BufferState.deliver, delivery)
+                await self._deliver(needed.num_groups)
 
     async def aadd_samples(self, groups: Sequence[SampleGroup | Sequence[Sample]]) -> None:
         """Give leased groups back; a list of a group's samples stands for the group."""

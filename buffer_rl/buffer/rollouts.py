@@ -39,9 +39,11 @@ WORKERS = 1 << 20
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """A leased or finished group. ``group`` holds the prompts alone; ``number`` is that of its admission, negative
-    where the group is foreign: it has neither prompts nor a place in the queue. ``order`` counts leases; ``ticket`` is
-    the number of the ticket that leased it, and ``worker`` that of its worker."""
+    """A leased or finished group. ``group`` holds the prompts alone; ``number`` is that of its admission. ``order``
+    counts leases; ``ticket`` is the number of the ticket that leased it, and ``worker`` that of its worker.
+
+    A foreign group, which the rollout function made, is leased and finished with its report. It has neither prompts nor
+    a place in the queue: if its step is lost or has enough groups, it is pending until it is reported again."""
 
     group: SampleGroup
     number: int
@@ -54,6 +56,11 @@ class Lease:
         return self.number < 0
 
     @property
+    def queued(self) -> list[Admitted]:
+        """What goes back to the queue if the group is given up."""
+        return [] if self.foreign else [Admitted(group=self.group, number=self.number)]
+
+    @property
     def imported(self) -> bool:
         """Whether it came finished, past the data source: where and when its tokens were sampled is not known."""
         return len(self.group) == 0
@@ -63,14 +70,13 @@ class Lease:
 class OpenRollout:
     """A ticket between ``generate`` and ``end_ticket``. missing: how many groups each of its workers may still lease,
     by their numbers; negative if it leased more. leases: groups that are leased and not finished. finished: the number
-    of rows of each group, in the order of their reports. has_foreign: foreign ones are among them. waiting: the prompts
-    of an evaluation that were not leased yet."""
+    of rows of each group, in the order of their reports. waiting: the prompts of an evaluation that were not leased
+    yet."""
 
     ticket: Ticket
     missing: Counter[int]
     leases: dict[GroupUid, Lease] = field(default_factory=dict)
     finished: dict[GroupUid, int] = field(default_factory=dict)
-    has_foreign: bool = False
     waiting: GroupQueue = field(default_factory=GroupQueue)
     drops: Counter[str] = field(default_factory=Counter)
 
@@ -220,7 +226,7 @@ class Rollouts:
         rollout = self.of(ticket)
         leases = rollout.leased_by(ticket.worker)
         missing = max(0, rollout.missing[ticket.worker] + len(leases))
-        if missing and rollout.has_foreign:
+        if missing and any((self._ledger.number(uid) or 0) < 0 for uid in rollout.finished):
             what = "the worker died, and the rollout function does not know which groups of its own are finished"
             raise PayloadLostError(what, where=ticket.task)
         self.requeue(ticket, [(lease.group.uid, lease.group.attempt) for lease in leases])
@@ -229,16 +235,61 @@ class Rollouts:
         rollout.missing[passed.worker] = missing
         return passed
 
-    def finish(self, rollout: OpenRollout, lease: Lease, num_rows: int, reward: float | None = None) -> None:
-        """End a live lease: its group is finished, with the mean reward ``reward``."""
-        uid = lease.group.uid
-        if not rollout.ticket.evaluation:
+    def reported(self, ticket: Ticket, uid: GroupUid, attempt: int) -> Lease | None:
+        """The lease that a report belongs to: a live one, or that of a foreign group, which begins and ends with its
+        report. A group is foreign if no data source has its uid, nor a lease. None if it was rejected as too old, since
+        production started again with its ticket; it is dropped again, and counted.
+
+        Raises BufferStateError if the lease is over, or if the foreign group is not pending."""
+        rollout = self.of(ticket)
+        number = 0 if uid in rollout.leases or self._feed.has_source(uid.source) else self._ledger.number(uid)
+        if ticket.evaluation or (number is not None and number >= 0):
+            return rollout.live(uid, attempt)
+        entry = self._ledger.entry(uid)
+        if entry.state is GroupState.REJECTED and entry.reason == TOO_OLD:
+            rollout.drops[TOO_OLD] += 1
+            return None
+        return self.past_source(ticket, [uid], foreign=True)[0]
+
+    def past_source(self, ticket: Ticket, uids: Iterable[GroupUid], foreign: bool = False) -> list[Lease]:
+        """Leases of groups that come finished, past the source and the queue; what ends them writes them, too. Raises
+        BufferStateError for a group that is not pending."""
+        leases = []
+        for index, uid in enumerate(uids):
+            entry = self._ledger.entry(uid)
+            if entry.state is not GroupState.PENDING:
+                raise BufferStateError(
+                    f"group {uid} cannot be taken over: it is {entry.state}",
+                    where=ticket.task,
+                    expected="a group that no step has",
+                    hint="a group is trained on once; one that a rollout function makes has a uid of its own, or none",
+                )
+            number, order = -1 if foreign else self._admitted + index, self._num_leases + 1 + index
+            group = SampleGroup(uid=uid, samples=[], attempt=entry.attempt + 1, incarnation=self._ledger.fencing_token)
+            lease = Lease(group=group, number=number, order=order, ticket=ticket.rollout_id, worker=ticket.worker)
+            leases.append(lease)
+        return leases
+
+    def finish(self, ticket: Ticket, ended: Sequence[tuple[Lease, int]], reward: float | None = None) -> None:
+        """End leases that were ``reported``, or are ``past_source``: their groups are finished, of so many rows, with
+        the mean reward ``reward``."""
+        rollout, leases = self.of(ticket), {lease.group.uid: lease for lease, _ in ended}
+        new = [lease for uid, lease in leases.items() if uid not in rollout.leases]
+        if not ticket.evaluation:
             with self._ledger.transaction():
-                self._ledger.finish(uid, lease.group.attempt)
-                self._ledger.note_reward(uid, reward)
-            self.finished[uid] = lease
-        rollout.finished[uid] = num_rows
-        del rollout.leases[uid]
+                for lease in new:
+                    self._ledger.lease(lease.group.uid, lease.ticket, lease.foreign)
+                for uid, lease in leases.items():
+                    self._ledger.finish(uid, lease.group.attempt)
+                    self._ledger.note_reward(uid, reward)
+            self.finished.update(leases)
+        for lease, num_rows in ended:
+            rollout.finished[lease.group.uid] = num_rows
+            rollout.leases.pop(lease.group.uid, None)
+        rollout.missing[ticket.worker] -= len(new)
+        self._num_leases += len(new)
+        self._admitted += sum(not lease.foreign for lease in new)
+        self.queue.remove([lease.group.uid for lease in new])
 
     def drop(
         self,
@@ -250,78 +301,28 @@ class Rollouts:
         for_good: bool = False,
         reward: float | None = None,
     ) -> None:
-        """Drop a live lease; the reason is counted. for_good: the group is quarantined, and counted as that. reward:
-        the group's mean reward."""
+        """Drop a group that is ``reported``; the reason is counted. for_good: the group is quarantined, and counted as
+        that. reward: the group's mean reward."""
         rollout = self.of(ticket)
-        rollout.live(uid, attempt)
+        if (lease := self.reported(ticket, uid, attempt)) is None:
+            return
         if not ticket.evaluation:
             with self._ledger.transaction():
-                (self._ledger.quarantine if for_good else self._ledger.reject)(uid, attempt, reason)
+                if lease.foreign:
+                    self._ledger.lease(uid, lease.ticket, foreign=True)
+                (self._ledger.quarantine if for_good else self._ledger.reject)(uid, lease.group.attempt, reason)
                 self._ledger.note_reward(uid, reward, ticket.rollout_id)
-        rollout.leave(uid)
+        if not lease.foreign:
+            rollout.leave(uid)
         rollout.drops[QUARANTINED if for_good else reason] += 1
 
-    def reject_foreign(self, ticket: Ticket, uid: GroupUid, reason: str) -> None:
-        """Lease and reject a pending foreign group of the ticket; the reason is counted."""
-        with self._ledger.transaction():
-            attempt = self._ledger.lease(uid, ticket.rollout_id, foreign=True)
-            self._ledger.reject(uid, attempt, reason)
-        self.of(ticket).drops[reason] += 1
-
     def reject_too_old(self, uids: Sequence[GroupUid]) -> None:
-        """Reject finished foreign groups that no step may train on any longer."""
+        """Reject finished groups that no step may train on any longer."""
         with self._ledger.transaction():
             for uid in uids:
                 self._ledger.reject_finished(uid, self.finished[uid].group.attempt, TOO_OLD)
         for uid in uids:
             del self.finished[uid]
-
-    def is_too_old(self, uid: GroupUid) -> bool:
-        """Whether the group was rejected as too old before."""
-        entry = self._ledger.entry(uid)
-        return entry.state is GroupState.REJECTED and entry.reason == TOO_OLD
-
-    def pending(self, uids: Iterable[GroupUid]) -> list[GroupUid]:
-        """Those of the groups that are neither leased, finished, trained nor dropped."""
-        return [uid for uid in uids if self._ledger.entry(uid).state is GroupState.PENDING]
-
-    def is_foreign(self, rollout: OpenRollout, uid: GroupUid) -> bool:
-        """Whether the rollout function made a group of this uid: no data source has it, nor a lease."""
-        if uid in rollout.leases or rollout.ticket.evaluation or self._feed.has_source(uid.source):
-            return False
-        return (number := self._ledger.number(uid)) is None or number < 0
-
-    def require_pending(self, ticket: Ticket, uids: Iterable[GroupUid]) -> None:
-        """Raises BufferStateError for a group that cannot be taken over, because it was before."""
-        for uid in uids:
-            if (state := self._ledger.entry(uid).state) is not GroupState.PENDING:
-                raise BufferStateError(
-                    f"group {uid} cannot be taken over: it is {state}",
-                    where=ticket.task,
-                    expected="a group that no step has",
-                    hint="a group is trained on once; one that a rollout function makes has a uid of its own, or none",
-                )
-
-    def import_groups(
-        self, rollout: OpenRollout, worker: int, num_rows: Mapping[GroupUid, int], foreign: bool = False
-    ) -> list[Lease]:
-        """Lease and finish pending groups of so many rows past the source and the queue; their payloads came from
-        elsewhere. foreign: the groups themselves did, too."""
-        ticket = rollout.ticket.rollout_id
-        with self._ledger.transaction():
-            attempts = {uid: self._ledger.lease(uid, ticket, foreign) for uid in num_rows}
-            for uid, attempt in attempts.items():
-                self._ledger.finish(uid, attempt)
-        rollout.has_foreign |= foreign
-        rollout.missing[worker] -= len(num_rows)
-        self.queue.remove(num_rows)
-        for uid, attempt in attempts.items():
-            group = SampleGroup(uid=uid, samples=[], attempt=attempt, incarnation=self._ledger.fencing_token)
-            number = -1 if foreign else self._admitted
-            self._admitted += not foreign
-            rollout.finished[uid] = num_rows[uid]
-            self.finished[uid] = Lease(group=group, number=number, order=self._count_lease(), ticket=ticket)
-        return [self.finished[uid] for uid in num_rows]
 
     def end(self, rollout: OpenRollout) -> list[GroupUid]:
         """End a ticket: what was leased and never mentioned again is rejected as ``unreported``. Returns these."""
@@ -336,19 +337,18 @@ class Rollouts:
         return unreported
 
     def select(self, rollout_id: int, chosen: Sequence[GroupUid], surplus: Sequence[GroupUid]) -> int:
-        """Finished groups are ``chosen`` for a step, or ``surplus``, which is queued again as prompts; foreign ones are
-        lost. Returns how many were queued."""
+        """Finished groups are ``chosen`` for a step, or ``surplus``, which is queued again as prompts. Returns how many
+        were queued (see ``Lease.queued``)."""
         returned = [self.finished[uid] for uid in surplus]
         with self._ledger.transaction():
             self._write_returns({lease.group.uid: lease.group.attempt for lease in returned})
             self._ledger.select(chosen, rollout_id)
-        self._put_back(returned)
-        return sum(not lease.foreign for lease in returned)
+        return self._put_back(returned)
 
     def give_up(self, finished: Iterable[GroupUid], first_ticket: int | None = None) -> None:
-        """Queue ``finished`` training groups again, as prompts; also those that an earlier Buffer finished. Foreign
-        groups are lost: pending, not queued. first_ticket: production starts again with it, so that leased groups are
-        queued too, and all training tickets forgotten."""
+        """Queue ``finished`` training groups again, as prompts (see ``Lease.queued``), also those of an earlier Buffer.
+        first_ticket: production starts again with it, so that leased groups are queued too, and all training
+        tickets forgotten."""
         leases = [self.finished.get(uid) or self.lease_of(uid) for uid in finished]
         ended = [] if first_ticket is None else self._running()
         for rollout in ended:
@@ -399,14 +399,14 @@ class Rollouts:
 
     def to_save(self) -> list[SampleGroup]:
         """What a restored run leases first, in the order of admission: groups that are leased, or finished and not
-        trained (these as prompts), and the queue. Foreign groups are not among them."""
+        trained (these as prompts), and the queue."""
         trained = GroupState.TRAINED
         held = [lease for uid, lease in self.finished.items() if self._ledger.entry(uid).state is not trained]
         for rollout in self.open.values():
             if not rollout.ticket.evaluation:
                 held.extend(rollout.leases.values())
-        entries = [Admitted(group=lease.group, number=lease.number) for lease in held if not lease.foreign]
-        return [entry.group for entry in sorted([*entries, *self.queue.entries], key=lambda entry: entry.number)]
+        entries = [*(entry for lease in held for entry in lease.queued), *self.queue.entries]
+        return [entry.group for entry in sorted(entries, key=lambda entry: entry.number)]
 
     def recover(self, saved: Sequence[SampleGroup] = (), version: int = 0) -> None:
         """Begin with the ledger's pending groups as the queue.
@@ -416,8 +416,8 @@ class Rollouts:
         if one of ``saved`` is not pending."""
         known = {group.uid: self._rule.on_restore(group, version) for group in saved}
         pending = self._ledger.recover()
-        if foreign := known.keys() - set(pending):
-            state = self._ledger.entry(uid := min(foreign)).state
+        if other := known.keys() - set(pending):
+            state = self._ledger.entry(uid := min(other)).state
             raise BufferStateError(f"the saved queue holds group {uid}, which the ledger has as {state}")
         self.newest_ticket = -1
         self.queue = GroupQueue()
@@ -456,11 +456,14 @@ class Rollouts:
                 self._ledger.remember(POSITION, self._feed.position())
         return attempts
 
-    def _put_back(self, leases: Iterable[Lease]) -> None:
+    def _put_back(self, leases: Sequence[Lease]) -> int:
+        """Returns how many groups were queued."""
         for lease in leases:
             self.finished.pop(lease.group.uid, None)
-            if not lease.foreign:
-                self.queue.put(Admitted(group=lease.group, number=lease.number))
+        entries = [entry for lease in leases for entry in lease.queued]
+        for entry in entries:
+            self.queue.put(entry)
+        return len(entries)
 
     def next_number(self) -> int:
         """A number that grows with each ticket, worker and selection, also over the Buffers of a run."""
@@ -470,10 +473,6 @@ class Rollouts:
     def _for_next_worker(self, ticket: Ticket) -> Ticket:
         return replace(ticket, worker=self.next_number())
 
-    def _count_lease(self) -> int:
-        self._num_leases += 1
-        return self._num_leases
-
     def _write_returns(self, attempts: Mapping[GroupUid, int]) -> None:
         with self._ledger.transaction():
             for uid, attempt in attempts.items():
@@ -482,7 +481,8 @@ class Rollouts:
     def _lease(self, rollout: OpenRollout, worker: int, entry: Admitted, attempt: int, version: int) -> SampleGroup:
         uid, token = entry.group.uid, self._ledger.fencing_token
         prompts = entry.group.as_prompts(attempt=attempt, incarnation=token, version=version)
-        order, ticket = self._count_lease(), rollout.ticket.rollout_id
+        self._num_leases += 1
+        order, ticket = self._num_leases, rollout.ticket.rollout_id
         rollout.leases[uid] = Lease(group=prompts, number=entry.number, order=order, ticket=ticket, worker=worker)
         rollout.missing[worker] -= 1
         if oldest_version(entry.group) is None:

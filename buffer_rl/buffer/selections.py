@@ -90,16 +90,13 @@ class Selections:
             self._join_certain()
             self.revision += 1
 
-    def require_new(self, ticket: Ticket, uid: GroupUid) -> None:
-        """Raises BufferStateError if the group's columns are stored already."""
+    def check_report(self, ticket: Ticket, lease: Lease, columns: Mapping[str, Column | Cell], sizes: RowSizes) -> None:
+        """Raises BufferStateError if the group's columns are stored already. A foreign group of an asynchronous run
+        must say how old its tokens are, as no lease does; if steps take the groups of any ticket, all groups of the run
+        must be foreign."""
+        uid = lease.group.uid
         self._stores[ticket.evaluation].require_new(uid)
-
-    def check_foreign(
-        self, ticket: Ticket, uid: GroupUid, columns: Mapping[str, Column | Cell], sizes: RowSizes
-    ) -> None:
-        """A foreign group of an asynchronous run must say how old its tokens are, as no lease does; if steps take the
-        groups of any ticket, all groups of the run must be foreign. Raises BufferStateError."""
-        if not self._bound or ticket.evaluation:
+        if not (self._bound and lease.foreign):
             return
         if self._has_leased:
             raise BufferStateError(
@@ -201,14 +198,13 @@ class Selections:
         finished = self._rollouts.finished
         pool.require_equal_fields(chosen, [uid for uid in chosen if finished[uid].foreign])
         staleness = self._staleness(step, chosen)
-        num_foreign = sum(finished[uid].foreign for uid in surplus)
         num_queued = self._rollouts.select(step, chosen, surplus)
         if self._window is not None:
             self._window.take(chosen)
         pool.report = RolloutReport(
             num_groups=len(chosen),
             num_rows=self._close(pool, chosen),
-            drops={name: n for name, n in ((SURPLUS, num_foreign), (TOO_OLD, self._num_too_old)) if n},
+            drops={name: n for name, n in ((SURPLUS, len(surplus) - num_queued), (TOO_OLD, self._num_too_old)) if n},
             surplus=num_queued,
             staleness=staleness,
             metrics=self._metrics(chosen),

@@ -13,15 +13,15 @@ from typing import Any
 from buffer_rl.buffer.calls import mutates, reads
 from buffer_rl.buffer.codec import group_from_json, group_to_json
 from buffer_rl.buffer.columns import BatchPlan, Cell, RowSizes, assemble
-from buffer_rl.buffer.feed import DeliveredFeed, LocalFeed
+from buffer_rl.buffer.feed import DeliveredFeed, Feed, LocalFeed
 from buffer_rl.buffer.ledger import Ledger, RunRecord
 from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
 from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.readers import Splitting
-from buffer_rl.buffer.rollouts import POSITION, TOO_OLD, Rollouts
+from buffer_rl.buffer.rollouts import POSITION, Rollouts
 from buffer_rl.buffer.selections import Selections
-from buffer_rl.data.custom import Delivery
+from buffer_rl.data.custom import Delivery, DeliveryRequest
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
 from buffer_rl.plan.flops import RowCost
@@ -65,7 +65,7 @@ class BufferState:
         schedule: Schedule | None = LOCKSTEP,
         restarted: bool = False,
     ) -> None:
-        self._feed = source if isinstance(source, DeliveredFeed) else LocalFeed(source, ledger)
+        self._feed = source if isinstance(source, Feed) else Feed() if source is None else LocalFeed(source, ledger)
         self.ledger = ledger
         self._groups_per_step = groups_per_step
         self._eval_groups = eval_groups
@@ -140,27 +140,22 @@ class BufferState:
         chosen: which queued groups to take, in this order, in place of the first ones; those that are no longer
         queued are passed over. In an asynchronous run a ticket leases no more groups than it was opened with, but for
         those that replace rejected or returned ones. Raises BufferStateError if it has all of them, and DeliveryNeeded,
-        with nothing leased, where a data source of the user's own must ``deliver`` first.
+        with nothing leased, if a data source of the user's own must ``deliver`` first.
         """
         groups = self._rollouts.lease(ticket, num_samples, chosen, self._record.version)
         self._selections.leased(ticket, [group.uid for group in groups])
         return groups
+
+    @reads
+    def get_delivery_request(self, num_groups: int) -> DeliveryRequest | None:
+        """The batch that the user's data source must deliver next; None if ``num_groups`` groups are in stock."""
+        return self._delivered().request(num_groups)
 
     @mutates
     def deliver(self, delivery: Delivery) -> None:
         """Take in a batch of the user's data source; a repeat is ignored (see ``DeliveredFeed.deliver``)."""
         fresh = LedgerEntry(state=GroupState.PENDING)
         self._delivered().deliver(delivery, lambda uid: self.ledger.entry(uid) != fresh)
-
-    @mutates
-    def set_source_length(self, num_rows: int) -> None:
-        """Set the length of the user's data source."""
-        self._delivered().set_num_rows(num_rows)
-
-    @reads
-    def get_source_state(self) -> tuple[int, bytes]:
-        """Where the user's data source stands (see ``DeliveredFeed.source_state``)."""
-        return self._delivered().source_state()
 
     @mutates
     def add_samples(
@@ -188,40 +183,26 @@ class BufferState:
     ) -> None:
         """Store a finished group's columns and end its lease. Readers of the selection that it joins get it at once.
 
-        A foreign group, whose uid no data source and no lease has, is taken over as those of ``import_groups`` are.
-        One that was rejected as too old is dropped again, and counted.
+        A foreign group is taken in with its report (see ``Rollouts.reported``).
         sizes: needed where tokens or loss masks are in the object store. reward: the mean over its samples, for an
         order by difficulty."""
-        rollout = self._rollouts.of(ticket)
-        foreign = self._rollouts.is_foreign(rollout, uid)
-        lease = None if foreign else rollout.live(uid, attempt)
         sizes = check_group(uid, row_ids, columns, sizes)
-        if foreign and self._rollouts.is_too_old(uid):  # production started again with its ticket
-            rollout.drops[TOO_OLD] += 1
+        if (lease := self._rollouts.reported(ticket, uid, attempt)) is None:
             return
-        if foreign:
-            self._rollouts.require_pending(ticket, [uid])
-            self._selections.check_foreign(ticket, uid, columns, sizes)
-        self._selections.require_new(ticket, uid)
-        if lease is not None:
-            self._rollouts.finish(rollout, lease, len(row_ids), reward)
-        else:
-            (lease,) = self._rollouts.import_groups(rollout, ticket.worker, {uid: len(row_ids)}, foreign=True)
+        self._selections.check_report(ticket, lease, columns, sizes)
+        self._rollouts.finish(ticket, [(lease, len(row_ids))], reward)
         self._selections.add(ticket, lease, row_ids, columns, sizes)
 
     @mutates
     def reject(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str, reward: float | None = None) -> None:
         """Drop a leased group, or a foreign one that is pending; the reason is counted. reward: as in ``finish``."""
-        if self._rollouts.is_foreign(self._rollouts.of(ticket), uid):
-            self._rollouts.require_pending(ticket, [uid])
-            return self._rollouts.reject_foreign(ticket, uid, reason)
         self._rollouts.drop(ticket, uid, attempt, reason, reward=reward)
         self._selections.left(ticket, [uid])
 
     @reads
     def get_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
         """Those of the foreign groups that may be reported: they are in no step, and were not trained on or dropped."""
-        return self._rollouts.pending(uids)
+        return [uid for uid in uids if self.ledger.entry(uid).state is GroupState.PENDING]
 
     @mutates
     def quarantine(self, ticket: Ticket, uid: GroupUid, attempt: int, reason: str) -> None:
@@ -243,7 +224,7 @@ class BufferState:
 
         Raises BufferStateError, with nothing changed, for an evaluation, for more groups than the ticket has, or if one
         of them is not pending."""
-        rollout = self._rollouts.of(ticket)
+        self._rollouts.of(ticket)
         uids = list(dict.fromkeys(row.uid for row in row_ids))
         if ticket.evaluation or len(uids) > ticket.num_groups:
             raise BufferStateError(
@@ -252,9 +233,9 @@ class BufferState:
                 expected=f"a training step of at most {ticket.num_groups} groups",
                 hint=f"the rows fit --rollout-batch-size {len(uids)}",
             )
-        self._rollouts.require_pending(ticket, uids)
+        leases = self._rollouts.past_source(ticket, uids)
         parts = split_groups(row_ids, columns)
-        leases = self._rollouts.import_groups(rollout, ticket.worker, {uid: len(rows) for uid, rows, _, _ in parts})
+        self._rollouts.finish(ticket, [(lease, len(part[1])) for lease, part in zip(leases, parts, strict=True)])
         for lease, (_, rows, values, sizes) in zip(leases, parts, strict=True):
             self._selections.add(ticket, lease, rows, values, sizes)
 
@@ -318,6 +299,14 @@ class BufferState:
         if report is not None and (known := self._feed.metrics_of(rollout_id)):
             report = replace(report, metrics={**report.metrics, **known})
         return report, self.revision
+
+    @mutates
+    def end_and_close(self, ticket: Ticket) -> tuple[RolloutReport, RolloutReport]:
+        """``end_ticket``, and ``close_selection`` of the step of its number, which takes its groups alone."""
+        ended = self.end_ticket(ticket)
+        closed, _ = self.close_selection(ticket.rollout_id)
+        assert closed is not None  # its ticket has ended
+        return ended, closed
 
     # -- pools ---------------------------------------------------------------------------------------
 
@@ -419,16 +408,18 @@ class BufferState:
         return len(self._rollouts.queue)
 
     @reads
-    def get_num_rollout_per_epoch(self, num_epochs: int = 1) -> int:
+    def get_num_rollout_per_epoch(self, num_epochs: int = 1, num_rows: int | None = None) -> int:
         """Whole steps in one pass over the training data, or in ``num_epochs`` of them together: at least 1. A step may
-        begin in one epoch and end in the next."""
-        return max(1, num_epochs * num_rows // self._groups_per_step) if (num_rows := self._feed.num_rows()) else 0
+        begin in one epoch and end in the next. num_rows: the length of a user's data source, which that alone knows."""
+        rows = self._feed.num_rows() if num_rows is None else num_rows
+        return max(1, num_epochs * rows // self._groups_per_step) if rows else 0
 
     @reads
     def get_version(self) -> int:
         """The version of the weights that are published."""
         return self._record.version
 
+    @reads
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display: of the newest open rollout, and of the queue."""
         run = {"version": self._record.version, "incarnation": self.ledger.fencing_token, "revision": self.revision}

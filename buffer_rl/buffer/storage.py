@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import ray
 
+from buffer_rl.buffer.calls import NumberedCall
 from buffer_rl.buffer.codec import Columns
 from buffer_rl.buffer.columns import Cell, column_bytes
 from buffer_rl.cluster.calling import Answers
@@ -76,13 +77,10 @@ class StorageActor:
     def ready(self) -> None:
         """Answers once the process runs."""
 
-    def change_with_payloads(
-        self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any], payloads: dict[str, Column]
-    ) -> Any:
-        """``BufferActor.change``, once this process owns the ``payloads``. Raises what ``Answers`` does."""
-        with owned_payloads(args, payloads, self._name):
-            submit = partial(self._buffer.change.remote, caller, sequence, open_from, method, args)
-            return self._answers.wait(method, submit)
+    def execute_with_payloads(self, caller: str, call: NumberedCall, payloads: dict[str, Column]) -> Any:
+        """``BufferActor.execute`` of one call, once this process owns the ``payloads``. Raises as ``Answers``."""
+        with owned_payloads(call.args, payloads, self._name):
+            return self._answers.wait(call.method, partial(self._buffer.execute.remote, caller, [call]))
 
 
 def start_storage(num_units: int, buffer: Any, timeout_s: float) -> list[StorageUnit]:

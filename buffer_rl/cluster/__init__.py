@@ -9,7 +9,7 @@ actor_group   the members of a role: started, called, replaced, stopped; their l
 worker_group  groups of actors for programs of users: a class, called as if it were one object
 calling       calls under way: deadlines, retries, errors that name who failed
 member        what a member process has so that it is seen to hang: its pulse, and the stack of its threads
-hangs         the watcher of members that hang
+hangs         the watchers of members that hang, and of actors that Ray starts again
 dispatch      which members a call goes to, and how their answers become one
 locality      what must be on one machine
 fork_server   the process that the others of a local run are forked from

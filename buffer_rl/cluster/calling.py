@@ -8,7 +8,6 @@ repeat that must not execute twice has a number, by which the actor knows it (se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -190,6 +189,7 @@ def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLErr
             where=role,
             expected="room for the payloads of the rollouts that are not released yet",
             hint="raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk",
+            see="docs/troubleshooting.md#the-object-store-is-full",
         )
     if isinstance(error, ray.exceptions.RayTaskError):
         return WorkerError(
@@ -199,8 +199,10 @@ def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLErr
         if error.actor_init_failed:  # Ray keeps the constructor's error as text alone, and it stands at the end
             return WorkerError(f"the process could not be set up: {_tail(str(error))}", where=role)
         if hung:
-            return WorkerHungError(hung, where=role, hint="the stack of all its threads is in its log")
-        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role)
+            hint, see = "the stack of all its threads is in its log", "docs/troubleshooting.md#the-run-hangs"
+            return WorkerHungError(hung, where=role, hint=hint, see=see)
+        see = "docs/troubleshooting.md#a-process-died"
+        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role, see=see)
     return WorkerError(f"{type(error).__name__}: {error}", where=role)
 
 
@@ -230,7 +232,8 @@ def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseExceptio
     """Of the errors that several members of a group ended with, by role, the one to raise.
 
     When one rank fails, the others lose their connection to it, and may say so first, as a trainer's error too. So a
-    process that died comes first, then an error of ``buffer_rl.errors``, then everything else; equal ones in order.
+    process that died comes first, then an error of ``buffer_rl.errors``, a trainer's last, then everything else; equal
+    ones in order.
     """
     return min(errors.items(), key=lambda item: _distance_from_root(item[1]))
 
@@ -238,7 +241,8 @@ def root_failure(errors: Mapping[str, BaseException]) -> tuple[str, BaseExceptio
 def _distance_from_root(error: BaseException) -> int:
     if isinstance(error, ray.exceptions.RayActorError):
         return 0
-    return 1 if isinstance(_cause(error), BufferRLError) else 2
+    cause = _cause(error)
+    return 2 if isinstance(cause, TrainError) else 1 if isinstance(cause, BufferRLError) else 3
 
 
 def _cause(error: BaseException) -> Any:
@@ -258,11 +262,15 @@ class JoinedCalls(Generic[T]):
     one, so that a call that comes alone waits for nothing. An actor's call costs more than what most of them carry.
 
     send: sends the calls as one message. It returns for each its answer, or its error, and raises where the message
-    failed as a whole.
+    failed as a whole. together: how many of the calls that wait the next message takes, the oldest first.
     """
 
-    def __init__(self, send: Callable[[list[T]], Coroutine[Any, Any, list[Any]]]) -> None:
-        self._send = send
+    def __init__(
+        self,
+        send: Callable[[list[T]], Coroutine[Any, Any, Sequence[Any]]],
+        together: Callable[[Sequence[T]], int] = len,
+    ) -> None:
+        self._send, self._together = send, together
         self._waiting: list[tuple[T, asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -277,11 +285,12 @@ class JoinedCalls(Generic[T]):
     async def _send_all(self) -> None:
         batch: list[tuple[T, asyncio.Future[Any]]] = []
         try:
-            while batch := [entry for entry in self._waiting if not entry[1].cancelled()]:
-                self._waiting.clear()
+            while waiting := [entry for entry in self._waiting if not entry[1].cancelled()]:
+                count = self._together([call for call, _ in waiting])
+                batch, self._waiting = waiting[:count], waiting[count:]
                 try:
                     results = await self._send([call for call, _ in batch])
-                except Exception as error:
+                except Exception as error:  # fault boundary: the answer of each call
                     results = [error] * len(batch)
                 for (_, answer), result in zip(batch, results, strict=True):
                     if answer.cancelled():
@@ -295,56 +304,3 @@ class JoinedCalls(Generic[T]):
             for _, answer in [*batch, *self._waiting]:
                 answer.cancel()
             self._waiting.clear()
-
-
-class StartedCall(Generic[T]):
-    """A call under way, whose answer one thread waits for later.
-
-    submit: makes the call; at once, and again where Ray lost it. decode: makes the result of the answer.
-    on_done: called once, when the answer is no longer needed: after ``result`` or ``drain``; one of them
-    must be called.
-    """
-
-    def __init__(
-        self,
-        answers: Answers,
-        method: str,
-        submit: Callable[[], Any],
-        *,
-        decode: Callable[[Any], T],
-        on_done: Callable[[], None],
-    ) -> None:
-        self._answers = answers
-        self._method = method
-        self._submit = submit
-        self._decode = decode
-        self._on_done: Callable[[], None] | None = on_done
-        self._submitted: list[Any] = []
-        try:
-            self._submitted.append(submit())
-        except BaseException:
-            self._end()
-            raise
-
-    def result(self) -> T:
-        """The answer, waited for from now on as long as for any call; once. Raises what ``Answers`` names."""
-        return self._decode(self._answer())
-
-    def drain(self) -> None:
-        """Wait until the call is over, if ``result`` was not called; the answer or error is ignored."""
-        if self._on_done is not None:
-            with contextlib.suppress(BufferRLError):
-                self._answer()
-
-    def _answer(self) -> Any:
-        try:
-            return self._answers.wait(
-                self._method, lambda: self._submitted.pop() if self._submitted else self._submit()
-            )
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        if self._on_done is not None:
-            self._on_done()
-            self._on_done = None

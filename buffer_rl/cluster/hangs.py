@@ -1,4 +1,6 @@
-"""The watcher of members that hang: it asks for their pulse, and ends one that hangs with a stack of its threads.
+"""Watchers of processes: of members that hang, whose pulse is asked for, and of actors that Ray starts again.
+
+A member that hangs is ended with a stack of its threads.
 
 Who waits for whom: nothing waits for the watcher. It runs on the thread of the driver's watchers, and waits for a
 process that hangs a few seconds, while it takes the stack (``NODE_S`` twice at most, if its node is lost). What follows
@@ -9,17 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import ray
 from ray._private.state import actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.cluster.actor_group import ActorGroup
+from buffer_rl.cluster.calling import PATIENCE_S
 from buffer_rl.cluster.member import PULSE, end_process, frames_of, take_stack
 from buffer_rl.observe.pulse import Look, Pulse, hung_members
+
+T = TypeVar("T")
 
 NODE_S = 20.0
 """Deadline for a task on the node of a process that hangs."""
@@ -127,6 +132,64 @@ class HangWatch:
                     members[rank] = _Watched(member.actor)
         self._notice(f"{name} {what}; its process is ended, and {pulse.log or 'its log'} has the stack of all threads")
         _on_node(pulse.node, end_process, pulse.pid)
+
+
+class ReplacementWatch(Generic[T]):
+    """A watcher of the driver: asks actors that Ray starts again which process each is in.
+
+    question: a method of theirs. pid_of: the process in its answer. patience_s: the longest wait for one in a look.
+    replaced: called with the place of an actor, and its process, if that is another one than before. silent: called
+    with the place of one that has not answered, and for how many seconds; returns whether to ask it again. gone: called
+    with the place of one that is not started again, and Ray's error.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        question: Callable[[Any], T | Awaitable[T]],
+        *,
+        replaced: Callable[[int, int], None],
+        pid_of: Callable[[T], int] = lambda answer: cast("int", answer),
+        silent: Callable[[int, float], bool] = lambda place, seconds: False,
+        gone: Callable[[int, Exception], None] = lambda place, error: None,
+        patience_s: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._methods = [getattr(actor, question.__name__) for actor in actors]
+        self._replaced, self._pid_of, self._silent, self._gone = replaced, pid_of, silent, gone
+        self._patience_s, self._now = patience_s, now
+        self._pids: dict[int, int] = {}
+        self._asked: list[tuple[Any, float] | None] = [self._ask(method) for method in self._methods]
+
+    def _ask(self, method: Any) -> tuple[Any, float]:
+        return method.remote(), self._now()
+
+    def __call__(self, patience_s: float | None = None) -> None:
+        """One look."""
+        for place, method in enumerate(self._methods):
+            question, since = self._asked[place] = self._asked[place] or self._ask(method)
+            if ray.wait([question], timeout=self._patience_s if patience_s is None else patience_s)[0]:
+                self._asked[place] = None
+                self._look(place, question)
+            elif self._silent(place, self._now() - since):
+                self._asked[place] = None
+
+    def close(self) -> None:
+        """The last looks, which wait: a process that was replaced just before the run ended is reported, too."""
+        for _ in range(2):  # the first may find a question that its process did not live to answer
+            self(PATIENCE_S)
+
+    def _look(self, place: int, question: Any) -> None:
+        try:
+            pid = self._pid_of(ray.get(question, timeout=PATIENCE_S))  # it is there
+        except ray.exceptions.ActorDiedError as error:
+            self._gone(place, error)
+        except ray.exceptions.RayError:  # it is started again; its callers wait for the next one, or end the run
+            pass
+        else:
+            if self._pids.setdefault(place, pid) != pid:
+                self._pids[place] = pid
+                self._replaced(place, pid)
 
 
 def process_of(actor: Any) -> Pulse | None:

@@ -73,16 +73,13 @@ class PlacementOptions(Section):
     @staticmethod
     def check(args: Args) -> None:
         """For memory that trainer and engines need at the same time, or in which the run has no say."""
-        schedule = Schedule.of(args)
-        what = "engines generate while the trainer or roles work, so that both need their memory at the same time"
-        where, hint = f"{{}} and --schedule {args.schedule}", "--schedule lockstep, or take {} out"
-        if schedule.streams or schedule.max_staleness:
-            refuse(given(args, "offload_train", "offload_rollout"), what, where, hint=hint)
-        what, where = "the run does not start these engines, and others may use them", "--offload-rollout and {}"
-        expected = "engines that the run starts, on the devices of its trainer"
-        hint = "take --offload-rollout out; --offload-train alone goes with any engines"
-        if args.offload_rollout:
-            refuse(given(args, "router_url", "rollout_external_engine_addrs"), what, where, expected, hint)
+        schedule, hint = Schedule.of(args), "--schedule lockstep, or take {} out"
+        what = f"{{}} and --schedule {args.schedule}: engines generate while others work, and both need their memory"
+        overlaps = schedule.streams or schedule.max_staleness
+        refuse(overlaps and given(args, "offload_train", "offload_rollout"), what, hint)
+        foreign = args.offload_rollout and given(args, "router_url", "rollout_external_engine_addrs")
+        what = "--offload-rollout and {}: the run does not start these engines, and others may use them"
+        refuse(foreign, what, "take --offload-rollout out; --offload-train alone goes with any engines")
 
 
 class EngineOptions(Section):

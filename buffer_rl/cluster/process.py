@@ -18,6 +18,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ POLL_INTERVAL_S = 0.05
 ENGINE_HOST = "--engine-host"
 CONNECT_TIMEOUT_S = 0.2
 START_ATTEMPTS = 3
+NO_ANSWER = (http.client.HTTPException, OSError, ValueError)
+"""urllib's own errors are OSErrors."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 PORT_IS_TAKEN = "address already in use"
 """In the log of a server whose port another process has, whatever the case; SGLang says it and goes on living."""
@@ -236,12 +239,24 @@ def wait_until_ready(
 
 def answers(url: str, timeout_s: float) -> bool:
     """Whether ``url`` answers 200 within ``timeout_s`` seconds."""
+    with contextlib.suppress(*NO_ANSWER):
+        return fetch(url, timeout_s)[0] == 200
+    return False
+
+
+def fetch(
+    url: str, timeout_s: float, *, key: str | None = None, method: str = "GET", body: Any = None
+) -> tuple[int, bytes]:
+    """Status and body of an answer. body: sent as JSON. Raises one of ``NO_ANSWER`` if there is none."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **auth_headers(key)}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
-        with opener.open(url, timeout=timeout_s) as response:
-            return bool(response.status == 200)
-    except (http.client.HTTPException, OSError):  # urllib's errors are OSErrors
-        return False
+        with opener.open(urllib.request.Request(url, data, headers, method=method), timeout=timeout_s) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
 
 
 def refuses_connections(url: str) -> bool:

@@ -220,6 +220,7 @@ def short_temporary_folder() -> Iterator[None]:
             where="TMPDIR",
             expected=f"a folder whose path has at most {MAX_SOCKET_PATH} bytes",
             hint="export RAY_TMPDIR=/path/to/a/short/folder",
+            see="docs/troubleshooting.md#tmpdir-is-too-long",
         ) from error
     with short, variables({"RAY_TMPDIR": link}):
         yield

@@ -1,13 +1,13 @@
 """A user's data source (``--data-source-path``): batches by number, state as bytes.
 
-The source runs in a process of its own. The Buffer names the next batch that it needs (``DeliveryRequest``); the caller
-that wanted groups fetches the batch from the source's process (``Delivery``) and delivers it to the Buffer. Batches are
-numbered from 0, which makes both calls idempotent: a batch is delivered once.
+The source runs in a process of its own, which delivers to the Buffer by itself: it asks the Buffer for the request of
+the next batch (``DeliveryRequest``), makes the batch (``CustomSource.take``), and has the Buffer take it in
+(``Delivery``). Batches are numbered from 0, and the Buffer takes in each number once.
 
-A request also names the state that the batch is to be made from, by its hash. A source that stands elsewhere (its
+A request has the state that the batch is to be made from. A source that stands elsewhere is restored from it first: its
 process replaced one that died, the run was resumed, or the Buffer has another copy of the batch before, made by the
-process that died) raises StateNeeded, and the caller restores it from the Buffer. So each batch is made from the state
-after the batch that the Buffer took in before it, whatever dies in between and however many callers there are.
+process that died. So each batch is made from the state after the batch that the Buffer took in before it, whatever dies
+in between and however many rollout workers wait for it.
 
 A state is the file that ``save(path)`` wrote. Where the parameter of ``save`` has slime's name, ``rollout_id``, it gets
 the batch's number, and the state is all that it wrote below ``args.save``, which is below ``args.load`` for ``load``.
@@ -46,23 +46,18 @@ MAX_STATE_BYTES = 64 * 2**20
 """The state travels and is kept with each batch; 64 MiB take some tenths of a second."""
 
 
-def hash_state(state: bytes) -> str:
-    """A hash that two states share only if they are equal."""
-    return hashlib.sha256(state).hexdigest()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryRequest:
-    """The batch that the Buffer needs before it can lease as many groups as the caller wants.
+    """The batch that the Buffer needs before it can lease as many groups as a rollout wants.
 
     number: of the batch. num_groups: how many groups it should have, at least 1. first_group: how many groups all
-    batches before it had. state_hash: of the state after the batch before; of no bytes for batch 0.
+    batches before it had. state: that after the batch before; no bytes for batch 0.
     """
 
     number: int
     num_groups: int
     first_group: int
-    state_hash: str = hash_state(b"")
+    state: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +70,11 @@ class Delivery:
 
 
 class DeliveryNeeded(BufferStateError):
-    """The Buffer has too few groups, and leased none: deliver the batch that ``request`` names and repeat the call."""
+    """The Buffer has too few groups, and leased none: repeat the call once ``num_groups`` are delivered."""
 
-    def __init__(self, request: DeliveryRequest) -> None:
+    def __init__(self, num_groups: int) -> None:
         super().__init__("the next batch of the data source must be delivered first", where="buffer")
-        self.request = request
-
-
-class StateNeeded(BufferStateError):
-    """The source stands elsewhere than the Buffer: restore it from the Buffer's state, and repeat the request."""
+        self.num_groups = num_groups
 
 
 def source_name(reference: str) -> str:
@@ -219,7 +210,7 @@ class CustomSource:
         self._args = user_args(args)
         self._source: Any = construct("data_source", self.reference, factory, self._args).built
         self._by_rollout_id = "rollout_id" in inspect.signature(self._source.save).parameters
-        self._next, self._state_hash = 0, hash_state(b"")
+        self._stands_at = (0, b"")  # the number of the next batch, and the state before it
         self._last: Delivery | None = None
         self._failure: BufferRLError | None = None
 
@@ -230,47 +221,35 @@ class CustomSource:
             raise DataError(f"its length is {rows}", where=self._where, hint="or set --num-rollout, not --num-epoch")
         return rows
 
-    def take(self, request: DeliveryRequest) -> Delivery | None:
-        """The batch that ``request`` names, with the state after it: made if it is the next one, the same again if it
-        is the last one, and None if it is an older one, which the Buffer has.
+    def take(self, request: DeliveryRequest) -> Delivery:
+        """The batch that ``request`` names, with the state after it; the same again if it is the last one that was
+        made. A source that does not stand at the request's state is restored to it first.
 
-        Raises StateNeeded, with nothing changed, if the source is not in the state to make it from. Raises PluginError
-        and DataError; the source is then of no use any more, and the error is raised again.
-        """
+        Raises PluginError and DataError. The source is then of no use any more, and the error is raised again, unless
+        it was its ``load`` that raised."""
         if self._failure is not None:
             raise self._failure
-        if request.number < self._next:
-            return self._last if self._last is not None and self._last.number == request.number else None
-        if not self._stands_at(request.number, request.state_hash):
-            raise StateNeeded(f"batch {request.number} cannot be made from the state of now", where=self._where)
+        if self._last is not None and self._last.number == request.number:  # the Buffer did not take it in
+            return self._last
+        if self._stands_at != (request.number, request.state):
+            self._restore(request.number, request.state)
         try:
             value = self._call("get_samples", request.num_groups)
             groups = self._reader.read(value, request)
             self._last = Delivery(number=request.number, groups=groups, state=self._save(request.number))
-            self._state_hash = hash_state(self._last.state)
         except BufferRLError as error:  # the source has gone on; a second try would lose its groups
             self._failure = error
             raise
-        self._next += 1
+        self._stands_at = (request.number + 1, self._last.state)
         return self._last
 
-    def restore(self, number: int, state: bytes) -> None:
-        """Go on after batch ``number - 1``, at which the state was ``state``. Raises PluginError.
-
-        Nothing changes if the source stands there, or has made batch ``number`` since another caller restored it."""
-        state_hash = hash_state(state)
-        if number < self._next or self._stands_at(number, state_hash):
-            return
+    def _restore(self, number: int, state: bytes) -> None:
         with tempfile.TemporaryDirectory(prefix="buffer-rl-source-") as folder:
             if self._by_rollout_id:
                 zipfile.ZipFile(io.BytesIO(state)).extractall(folder)
             else:
                 (Path(folder) / "state").write_bytes(state)
             self._call_with("load", Path(folder), number - 1)
-        self._next, self._state_hash, self._last, self._failure = number, state_hash, None, None
-
-    def _stands_at(self, number: int, state_hash: str) -> bool:
-        return (number, state_hash) == (self._next, self._state_hash)
 
     def _save(self, number: int) -> bytes:
         with tempfile.TemporaryDirectory(prefix="buffer-rl-source-") as temporary:

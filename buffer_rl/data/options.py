@@ -87,47 +87,45 @@ class DataOptions(Section):
     def check(args: Args) -> None:
         if args.prompt_data and args.data_source_path is None:
             check_sources(args)
-        if args.prompt_order == "difficulty":  # the Buffer's own order, of rows that it reads, learnt from rewards
-            others = {
-                "--data-source-path": args.data_source_path,
-                "recorded rollouts": train_only(args),
-                "--debug-rollout-only": rollout_only(args),
-                "supervised fine-tuning, which has no rewards": is_supervised(args),
-            }
-            hint = "take it out; a data source of your own decides about its order by itself"
-            refuse(first(others), "it does not go with {}", "--prompt-order difficulty", hint=hint)
+        others = {  # which the Buffer's own order, of rows that it reads, learnt from rewards, is not for
+            "--data-source-path": args.data_source_path,
+            "recorded rollouts": train_only(args),
+            "--debug-rollout-only": rollout_only(args),
+            "supervised fine-tuning, which has no rewards": is_supervised(args),
+        }
+        other = args.prompt_order == "difficulty" and first(others)
+        hint = "take it out; a data source of your own decides about its order by itself"
+        refuse(other, "--prompt-order difficulty: it does not go with {}", hint)
         check_template_kwargs(args.apply_chat_template_kwargs)
 
 
 def check_sources(options: DataOptions) -> None:
     """Raises ConfigError if no source is named, or if the weights do not fit the sources. Reads no file."""
-    sources, weights, where = options.prompt_data or (), options.prompt_data_weights, "--prompt-data-weights"
-    refuse(not sources, "there are no training prompts", "--prompt-data")
+    sources, weights = options.prompt_data or (), options.prompt_data_weights
+    refuse(not sources, "--prompt-data: there are no training prompts", "add --prompt-data PATH")
     pool_weights(options)
     if weights is not None:
-        expected = "one weight for each source of --prompt-data, in its order"
-        what = f"there are {len(weights)} weights and {len(sources)} sources"
-        refuse(len(weights) != len(sources), what, where, expected)
-        hint = "leave out the source that nothing should come from"
-        refuse(min(weights) <= 0, f"the weights are {weights}", where, "numbers greater than 0", hint)
+        what = f"--prompt-data-weights: there are {len(weights)} weights and {len(sources)} sources"
+        refuse(len(weights) != len(sources), what, expected="one weight for each source of --prompt-data")
+        refuse(min(weights) <= 0, f"--prompt-data-weights: they are {weights}", expected="numbers greater than 0")
 
 
 def pool_weights(options: DataOptions) -> PoolWeights | None:
     """The weights of an order by difficulty; None for another order. Raises ConfigError."""
     if options.prompt_order == "difficulty":
         return PoolWeights.parse(options.difficulty_weights)
-    what = f"--prompt-order {options.prompt_order} has no pools"
-    refuse(options.difficulty_weights, what, "--difficulty-weights", hint="add --prompt-order difficulty")
+    what = f"--difficulty-weights: --prompt-order {options.prompt_order} has no pools"
+    refuse(bool(options.difficulty_weights), what, "add --prompt-order difficulty")
     return None
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """What ``--apply-chat-template-kwargs`` gives. Raises ConfigError for a name that is not the user's to set, and
     for a truth value that is text, which every template takes for true."""
-    where = "--apply-chat-template-kwargs"
     for name, value in (kwargs or {}).items():
-        refuse(name in TEMPLATE_KWARGS, f"{name!r} is set by buffer_rl", where, f"other names than {TEMPLATE_KWARGS}")
+        where, expected = "--apply-chat-template-kwargs", f"other names than {TEMPLATE_KWARGS}"
+        refuse(name in TEMPLATE_KWARGS, f"{where}: {name!r} is set by buffer_rl", "take it out", expected)
         is_word = isinstance(value, str) and value.lower() in ("true", "false", "none", "null")
         expected = f"JSON with true, false or null without quotes, for example '{{\"{name}\": false}}'"
-        refuse(is_word, f"{name} is the text {value!r}, which a template takes for true", where, expected)
+        refuse(is_word, f"{where}: {name} is the text {value!r}, which a template takes for true", expected=expected)
     return dict(kwargs or {})

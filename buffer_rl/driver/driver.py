@@ -254,16 +254,18 @@ class Driver:
         if plan.roles.stream_gradients:
             return
         passes = () if plan.schedule.streams else plan.roles.passes
-        if passes:
-            await self._calls.on_trained(TrainRank.fetch, rollout_id)
+        missing = list(plan.roles.trained)
         for role, model in passes:
+            fetched = rollout_id if role in missing else None
             with self._times.of(FIELD_OF_MODEL[model], role, rollout_id):
-                await self._calls.call(role, TrainRank.log_probs, model, timeout_s=limit)
+                work = model, fetched, plan.roles.estimates
+                await self._calls.call(role, TrainRank.log_probs, *work, timeout_s=limit)
+            missing = [other for other in missing if other != role]
         if plan.roles.estimates:
             with self._times.of("advantages", "train", rollout_id):
                 await self._calls.call(plan.roles.trained[0], TrainRank.estimate, rollout_id, timeout_s=limit)
-        if plan.roles.estimates or not passes:
-            await self._calls.on_trained(TrainRank.fetch, rollout_id)
+            missing = list(plan.roles.trained)
+        await self._calls.on_trained(TrainRank.fetch, rollout_id, roles=missing)
 
     async def _compare_log_probs(self, rollout_id: int) -> None:
         """Before the first optimizer step: end the run if the engine sampled from other weights than are trained."""
@@ -327,7 +329,7 @@ class Driver:
         return await self._send_weights()
 
     async def _send_weights(self) -> dict[str, float]:
-        """Returns what the publication says about the weights; its times are the observer's."""
+        """Returns the metrics of the publication."""
         version = self._version
         with self._times.of("publish", "publish", version):
             self._observer.phase("publish")
@@ -340,7 +342,7 @@ class Driver:
             span = WorkSpan(name="pause", rollout_id=version, start=ended - paused, end=ended)
             self._observer.worked("publish", [span])
         self._observer.published(version, times)
-        return {name: value for name, value in times.items() if name.startswith("publish/")}
+        return cast("dict[str, float]", times)
 
     async def _feed_engines(self, version: int) -> None:
         """Every engine that is left is a replacement without weights: publish the newest ones again."""

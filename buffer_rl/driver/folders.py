@@ -84,6 +84,7 @@ def check_lineage(args: Args, first_step: int) -> None:
         expected=f"no checkpoint beyond step {first_step}: the newest one would be of another run",
         hint=f"--load auto (or --load {folder}) to go on from step {found}; or another folder; or move the later "
         "checkpoints away",
+        see="docs/troubleshooting.md#resuming-is-refused",
     )
 
 

@@ -20,16 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.buffer.actor import BufferWatch, start_buffer
+from buffer_rl.buffer.actor import BufferActor, start_buffer, watch_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.environment import StopRequest, direct_variables, signals_as_exceptions, variables
 from buffer_rl.cluster.fork_server import fork_server
-from buffer_rl.cluster.hangs import HangWatch
+from buffer_rl.cluster.hangs import HangWatch, ReplacementWatch
 from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import placed
@@ -74,12 +75,12 @@ from buffer_rl.plan.schedule import (
 from buffer_rl.plan.staleness import staleness_notice
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.rollout.data_source import DataSourceActor, SourceWatch, source_answers, start_data_source
+from buffer_rl.rollout.data_source import DataSourceActor, source_answers, start_data_source
 from buffer_rl.rollout.user_rollout import GRACE_S
 from buffer_rl.rollout.worker import RolloutWorker, start_rollout_workers
 from buffer_rl.train.learning_rate import with_decay_iters
 from buffer_rl.train.rank import TrainRank, start_train_group
-from buffer_rl.train.reward_model import RewardModelWatch, start_reward_model
+from buffer_rl.train.reward_model import start_reward_model, watch_reward_model
 from buffer_rl.train.role_worker import RoleWorker, start_roles
 from buffer_rl.weights.adapters import AdapterCheck, AdapterTransport, MergedShare
 from buffer_rl.weights.follow import FollowFolder
@@ -219,8 +220,13 @@ class _Run:
         """The user's data source, constructed: what its constructor raises must not wait for the engines."""
         actor = self.source = start_data_source(self.args, self.logs)
         self.processes.stops(ActorGroup("data_source", lambda _: actor))
-        source_answers(self.args).call(actor, DataSourceActor.setup)
-        watch = SourceWatch(actor, self.args, self.observer.notice)
+        source_answers(self.args).call(actor, DataSourceActor.ready)
+        notice = self.observer.notice
+
+        def replaced(_: int, pid: int) -> None:
+            notice(f"the data source's process died and was replaced (process {pid})")
+
+        watch = ReplacementWatch([actor], DataSourceActor.ready, replaced=replaced)
         self.processes.watchers.append(watch)
         self.processes.callback(watch.close)
         yield
@@ -237,11 +243,8 @@ class _Run:
             if progress.get("wanted"):
                 self.observer.groups(progress["finished"], progress["wanted"], progress["dropped"])
 
-        # Noticed, ended and started again before its callers reach their deadlines.
-        hang_s, ledger = min(args.buffer_hang_timeout_s, args.buffer_timeout_s / 2), Path(args.run_dir, FILE_NAME)
-        start_s, process = args.buffer_timeout_s, lambda: ledger_writer(ledger)
-        watch = BufferWatch(actor, hang_s=hang_s, start_s=start_s, process=process, shown=show, notice=notice)
-        self.processes.watchers.append(watch)
+        ledger = Path(args.run_dir, FILE_NAME)
+        self.processes.watchers.append(watch_buffer(actor, args, lambda: ledger_writer(ledger), show, notice))
         yield
 
     def _trainers(self) -> Part:
@@ -267,7 +270,7 @@ class _Run:
                 trained.call(TrainRank.sleep, tuple(Memory), timeout_s=limit)
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
-            self.buffer.load(str(self.checkpoint.folder))
+            self.buffer.call(BufferActor.load, str(self.checkpoint.folder))
         if self.trained:
             self.observer.ready("trainer")
 
@@ -281,7 +284,7 @@ class _Run:
         group = self.processes.stops(start_reward_model(self.args, self.logs, self.placement))
         self.reward = group
         yield from self._loading(group)
-        self.processes.watchers.append(RewardModelWatch(group, self.args, self.observer.notice))
+        self.processes.watchers.append(watch_reward_model(group, self.args.role_max_restarts, self.observer.notice))
 
     def _storage(self) -> Part:
         """The processes that own large payloads; without them the Buffer does."""
@@ -313,9 +316,8 @@ class _Run:
         if args.num_rollout is not None:
             return args.num_rollout
         assert args.num_epoch is not None  # checked with the options
-        if self.source is not None:
-            self.buffer.set_source_length(source_answers(args).call(self.source, DataSourceActor.num_rows))
-        return self.buffer.get_num_rollout_per_epoch(args.num_epoch)
+        rows = None if self.source is None else source_answers(args).call(self.source, DataSourceActor.num_rows)
+        return self.buffer.call(BufferState.get_num_rollout_per_epoch, args.num_epoch, rows)
 
     def _role_plan(self) -> RolePlan:
         args = self.args
@@ -344,7 +346,7 @@ class _Run:
 
     def _start_local_roles(self, plan: RunPlan) -> None:
         args, buffer, local = self.args, self.buffer, self.processes.local
-        local("buffer", buffer)
+        local("buffer", buffer, call=buffer.call)
         if not self.generates:
             template, replays = args.load_debug_rollout_data or "", replayed_columns(args)
             local("rollout", RecordedRollouts(template, buffer, replays=replays))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from buffer_rl import __version__
+from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.driver.folders import retain
@@ -108,7 +109,7 @@ class RunCheckpoints:
         self.trained[ACTOR].call(TrainRank.save_hf, str((folder / "hf").absolute()), timeout_s=self.time_left())
         if self.reference is not None:
             self.reference.save(folder / REFERENCE_FOLDER)
-        self.buffer.save(str(folder.absolute()))
+        self.buffer.call(BufferActor.save, str(folder.absolute()))
 
     def time_left(self) -> float:
         """Seconds of ``--save-timeout-s`` that are left for the checkpoint that is being written."""

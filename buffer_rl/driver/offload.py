@@ -24,7 +24,7 @@ from typing import Any
 
 from buffer_rl.cluster.dispatch import Method
 from buffer_rl.driver.tasks import all_of, unbroken
-from buffer_rl.engines.control import FleetControl
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.protocol import CACHE, WEIGHTS
 from buffer_rl.kinds.trainer import Memory, Sleeps
 from buffer_rl.plan.roles import ACTOR
@@ -32,7 +32,8 @@ from buffer_rl.plan.schedule import RolePlan, RunPlan
 
 ENGINES = "engines"
 """The holder that is no trained role."""
-GIVE, TAKE = (Sleeps.sleep, FleetControl.release_memory), (Sleeps.wake_up, FleetControl.resume_memory)
+GIVE = Sleeps.sleep, EngineControlClient.release_memory
+TAKE = Sleeps.wake_up, EngineControlClient.resume_memory
 """Methods of trained roles and of engines."""
 
 

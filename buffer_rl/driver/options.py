@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from buffer_rl.args import Args
 from buffer_rl.data.eval_sets import eval_sets_of
-from buffer_rl.options.checks import given, needs, refuse
+from buffer_rl.options.checks import given, refuse
 from buffer_rl.options.section import Section, did_you_mean, flag_of, option
 from buffer_rl.plan.schedule import Schedule, parse_early_stop, rollout_only, train_only
 from buffer_rl.plan.staleness import async_notices, check_async
@@ -49,13 +49,18 @@ class RunOptions(Section):
     seed: int = option(1234, "seed of the initialisation and of the trainer")
     deterministic: bool = option(False, "equal seeds give equal metrics and parameters, at some cost in speed")
     save: str | None = option(None, "folder for checkpoints, or a URL that fsspec reaches", metavar="PATH", common=True)
-    save_interval: int | None = option(None, "save a checkpoint every N steps, and at the end", ge=1, common=True)
+    save_interval: int | None = option(
+        None, "save a checkpoint every N steps, and at the end", ge=1, needs="save", common=True
+    )
     save_timeout_s: float = option(3600.0, "deadline for one checkpoint, including its upload, in seconds", gt=0)
-    keep_last: int | None = option(None, "keep only the N newest checkpoints in --save; if not set: all", ge=1)
+    keep_last: int | None = option(
+        None, "keep only the N newest checkpoints in --save; if not set: all", ge=1, needs="save"
+    )
     keep_best: str | None = option(
         None,
         "keep also the checkpoint with the highest eval/NAME; for the lowest: --keep-best=-eval/NAME",
         metavar="EVAL",
+        needs="keep_last",
     )
     save_on_exit_s: float = option(
         30.0,
@@ -64,7 +69,9 @@ class RunOptions(Section):
         gt=0,
     )
     async_save: bool = option(
-        False, "write checkpoints in the background; one is complete before the next begins and before the run ends"
+        False,
+        "write checkpoints in the background; one is complete before the next begins and before the run ends",
+        needs="save",
     )
     save_optim: bool = option(
         True, "keep the optimizer's state in checkpoints; without it a resumed run starts with new Adam moments"
@@ -104,18 +111,22 @@ class RunOptions(Section):
 
     @staticmethod
     def check(args: Args) -> None:
-        _check_required(args)
+        # What no run can be without comes before everything that may be wrong with the rest.
+        hint = "add --hf-checkpoint PATH, or 'hf_checkpoint: PATH' in the file of --config"
+        refuse(not args.hf_checkpoint, "--hf-checkpoint: there is no model to train", hint)
+        no_data = not args.prompt_data and not train_only(args) and args.data_source_path is None
+        hint = "add --prompt-data PATH, or your own data source with --data-source-path"
+        refuse(no_data, "--prompt-data: there are no training prompts", hint)
+        endless, hint = args.num_rollout is None and args.num_epoch is None, "add --num-rollout N or --num-epoch N"
+        refuse(endless, "--num-rollout: the length of the run is not given", hint)
         # A name that is an option has a meaning for the run, which what functions see on ``args`` never changes.
         name = next((name for name in sorted(args.custom_config_path or ()) if name in type(args).model_fields), "")
-        expected, hint = "names that no option has", f"take it out of there and give {flag_of(name)}"
-        refuse(name, "{} is an option of the run, and no name of your own", "--custom-config-path", expected, hint)
+        hint = f"take it out of there and give {flag_of(name)}"
+        refuse(name, "--custom-config-path: {} is an option of the run, and no name of your own", hint)
         check_async(args)
-        if args.early_stop is not None:
-            _check_evaluated(args, parse_early_stop(args.early_stop).metric, "--early-stop")
-        needs(args, "save", "there is no folder to save to", "save_interval", "async_save", "keep_last", "keep_best")
-        needs(args, "keep_last", "all checkpoints are kept", "keep_best")
-        if args.keep_best is not None:
-            _check_evaluated(args, args.keep_best.removeprefix("-"), "--keep-best")
+        stop = None if args.early_stop is None else parse_early_stop(args.early_stop).metric
+        _check_evaluated(args, "--early-stop", stop)
+        _check_evaluated(args, "--keep-best", args.keep_best and args.keep_best.removeprefix("-"))
 
     @staticmethod
     def notices(args: Args) -> Iterator[str]:
@@ -129,28 +140,15 @@ class RunOptions(Section):
         yield from async_notices(args, [flag for _, flag in whole])
 
 
-def _check_required(args: Args) -> None:
-    """What no run can be without comes before everything that may be wrong with the rest."""
-    hint = "add --hf-checkpoint PATH, or 'hf_checkpoint: PATH' in the file of --config"
-    refuse(not args.hf_checkpoint, "there is no model to train", "--hf-checkpoint", hint=hint)
-    no_data = not args.prompt_data and not train_only(args) and args.data_source_path is None
-    hint = (
-        "add --prompt-data PATH, or 'prompt_data: PATH' in the file of --config; or your own data source, with "
-        "--data-source-path"
-    )
-    refuse(no_data, "there are no training prompts", "--prompt-data", hint=hint)
-    endless, hint = args.num_rollout is None and args.num_epoch is None, "add --num-rollout N or --num-epoch N"
-    refuse(endless, "the length of the run is not given", "--num-rollout", hint=hint)
-
-
-def _check_evaluated(args: Args, metric: str, flag: str) -> None:
+def _check_evaluated(args: Args, flag: str, metric: str | None) -> None:
     """Raises ConfigError if no evaluation during the run gives the metric that an option names."""
+    if metric is None:
+        return
     metrics = [f"eval/{eval_set.name}" for eval_set in eval_sets_of(args)]
     is_known = any(metric == known or metric.startswith(f"{known}/") for known in metrics)
-    expected = "eval/NAME with a NAME of --eval-prompt-data" + (f": {', '.join(metrics)}" if metrics else "")
-    what, hint = f"the metric {metric!r} is of no evaluation set", "" if is_known else did_you_mean(metric, metrics)
-    refuse(not is_known, what, flag, expected, hint)
-    refuse(args.eval_interval is None, "it needs evaluations during the run", flag, hint="add --eval-interval N")
+    hint, expected = did_you_mean(metric, metrics), f"eval/NAME of --eval-prompt-data: {', '.join(metrics) or 'none'}"
+    refuse(not is_known, f"{flag}: the metric {metric!r} is of no evaluation set", hint, expected)
+    refuse(args.eval_interval is None, f"{flag}: it needs evaluations during the run", "add --eval-interval N")
 
 
 class DebugOptions(Section):
@@ -175,26 +173,20 @@ class DebugOptions(Section):
     def check(args: Args) -> None:
         """For a half run that lacks what it works on, or that could not do what it is asked to."""
         for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
-            template = getattr(args, name)
-            expected = f"a path with {PLACEHOLDER}, such as 'rollouts/{PLACEHOLDER}.safetensors'"
-            what, is_one = f"{template!r} names one file for all rollouts", template and PLACEHOLDER not in template
-            refuse(bool(is_one), what, flag_of(name), expected)
+            path, expected = getattr(args, name), f"a path with {PLACEHOLDER}, such as 'rows_{PLACEHOLDER}.safetensors'"
+            is_one = bool(path and PLACEHOLDER not in path)
+            refuse(is_one, f"{flag_of(name)}: {path!r} names one file for all rollouts", expected=expected)
         if train_only(args):
-            hint = "add --load-debug-rollout-data PATH, written by --save-debug-rollout-data"
-            absent = not args.load_debug_rollout_data
-            refuse(absent, "there are no rollouts to train on", "--debug-train-only", hint=hint)
-            both = "--debug-rollout-only and --load-debug-rollout-data"
-            refuse(rollout_only(args), "nothing is left of the run", both)
+            what, hint = "--debug-train-only: there are no rollouts to train on", "add --load-debug-rollout-data PATH"
+            refuse(not args.load_debug_rollout_data, what, hint)
+            refuse(rollout_only(args), "--debug-rollout-only and --load-debug-rollout-data: nothing is left of the run")
             unknown = args.num_rollout is None and (args.data_source_path is not None or not args.prompt_data)
-            what, hint = "the number of recorded rollouts is not known", "add --num-rollout N"
-            refuse(unknown, what, "--num-rollout", hint=hint)
+            refuse(unknown, "--num-rollout: the number of recorded rollouts is not known", "add --num-rollout N")
             found = given(args, "save_debug_rollout_data", "early_stop", "keep_best")
-            what = "{} needs rollouts, and none are generated"
-            refuse(found, what, "{}", hint="take {} out")
-        found = given(args, "save", "load")
+            refuse(found, "{}: it needs rollouts, and none are generated")
+        what = "--debug-rollout-only and {}: there is no trainer to save or to resume"
         hint = "to generate with a checkpoint's weights: --hf-checkpoint CHECKPOINT/hf"
-        what, where = "there is no trainer to save or to resume", "--debug-rollout-only and {}"
-        refuse(rollout_only(args) and found, what, where, hint=hint)
+        refuse(rollout_only(args) and given(args, "save", "load"), what, hint)
 
 
 class ObserveOptions(Section):

@@ -120,8 +120,11 @@ class Production:
         if schedule.streams and not schedule.by_window:
             await self._calls.buffer(BufferState.open_selection, number)
         metrics, samples = await self._run_ticket(ticket)
-        report = await self._calls.buffer(BufferState.end_ticket, self._tickets[number])
-        return EndedTicket(metrics, samples, report)
+        if schedule.by_window or schedule.max_staleness:
+            report = await self._calls.buffer(BufferState.end_ticket, self._tickets[number])
+            return EndedTicket(metrics, samples, report)
+        reports = await self._calls.buffer(BufferState.end_and_close, self._tickets[number])
+        return EndedTicket(metrics, samples, *reports)
 
     async def _run_ticket(self, ticket: Ticket) -> Produced:
         """Have rollout workers run a ticket: one, or several that share it."""
@@ -175,7 +178,8 @@ class Production:
             closing, self._closing = self._closing, None
             report = closing.result()
         else:
-            closed, _ = await self._calls.buffer(BufferState.close_selection, rollout_id)
+            if (closed := self._ended[rollout_id].closed) is None:
+                closed, _ = await self._calls.buffer(BufferState.close_selection, rollout_id)
             report = cast("RolloutReport", closed)  # its ticket has ended
         if report.num_groups == 0:
             drops = self._drops(rollout_id, report)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from buffer_rl.observe.memory import PEAK_PREFIX
 from buffer_rl.observe.metrics import DROP_PREFIX, drop_metrics
 from buffer_rl.records.groups import RolloutReport
 
@@ -22,11 +23,13 @@ TOKENS = "generated_tokens"
 
 @dataclass(frozen=True, slots=True)
 class EndedTicket:
-    """What a rollout worker reported of a ticket, some samples to show, and what the Buffer counted."""
+    """What a rollout worker reported of a ticket, some samples to show, and what the Buffer counted. closed: of its
+    step, if its selection was closed with it."""
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
     report: RolloutReport
+    closed: RolloutReport | None = None
 
     @property
     def all_metrics(self) -> dict[str, float]:
@@ -105,7 +108,7 @@ class ProductionMetrics:
 
 def joined_metrics(parts: Sequence[Mapping[str, float]], num_groups: Sequence[int]) -> dict[str, float]:
     """The metrics of several tickets, or of the parts of one: sums of tokens, failures and dropped groups, the longest
-    response of all, else means over those that have them. num_groups: of each part, which has so much weight."""
+    response and the peak memory of all, else means over those that have them. num_groups: of each part, its weight."""
     joined: dict[str, float] = {}
     weights = num_groups if any(num_groups) else [1] * len(parts)
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -114,7 +117,8 @@ def joined_metrics(parts: Sequence[Mapping[str, float]], num_groups: Sequence[in
         if name == f"rollout/{TOKENS}" or name.startswith(DROP_PREFIX) or name.endswith("_failures"):
             joined[name] = sum(values)
         else:
-            joined[name] = max(values) if name == f"rollout/{LONGEST}" else _mean(having)
+            is_peak = name == f"rollout/{LONGEST}" or name.startswith(PEAK_PREFIX)
+            joined[name] = max(values) if is_peak else _mean(having)
     return joined
 
 

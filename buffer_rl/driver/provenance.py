@@ -301,6 +301,7 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
             expected="as many rows in each source, which --accept-changed-rows asks for" * args.accept_changed_rows,
             hint="resume with the files, field names and slices of the saved run (rows that were mended since, none "
             "added and none taken out: --accept-changed-rows), or start again from its hf/ folder",
+            see="docs/troubleshooting.md#resuming-is-refused",
         )
     for name in ("rollout_seed", "rollout_shuffle", "prompt_order", "prompt_data_weights"):
         if name in options and options[name] != getattr(args, name):

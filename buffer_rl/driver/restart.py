@@ -122,13 +122,14 @@ class Processes(ExitStack):
         role: str,
         obj: object,
         *,
+        call: Callable[..., Any] | None = None,
         end_s: Callable[[], float] = lambda: 0.0,
         then: Callable[[], object] = lambda: None,
     ) -> LocalTarget:
-        """Have ``obj`` of this process take the calls of a role. end_s: how long a call that is under way may take to
-        end, once the processes that it waits for are gone; ``END_TIMEOUT_S`` at most where the run is interrupted.
-        then: called if it did."""
-        self.targets[role] = target = LocalTarget(role, obj)
+        """Have ``obj`` of this process take the calls of a role. call: see ``LocalTarget``. end_s: how long a call that
+        is under way may take to end, once the processes that it waits for are gone; ``END_TIMEOUT_S`` at most if the
+        run is interrupted. then: called if it did."""
+        self.targets[role] = target = LocalTarget(role, obj, call)
         self.callback(target.stop)
         self._locals.append((target, end_s, then))
         return target

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.calling import Call
@@ -28,28 +28,24 @@ POLL_S = 1.0
 """Each look is a call or a request to several processes, which does not pay more often."""
 
 
-class Target(Protocol):
-    """Something that a role's calls go to; ``ActorGroup`` is one."""
-
-    def start(self, method: Method[*Ts], *args: *Ts) -> Call: ...
-
-
 class LocalTarget:
     """Calls on an object of this process, one after another on one thread.
+
+    call: executes ``(method, *args)``; if it is left out, the object's method of that name is called.
 
     A daemon thread rather than an executor's: the interpreter joins executor threads when it ends, and a call may hang.
     """
 
-    def __init__(self, role: str, obj: Any) -> None:
+    def __init__(self, role: str, obj: object, call: Callable[..., Any] | None = None) -> None:
         self.role = role
-        self._object = obj
+        self._call = call or (lambda method, *args: getattr(obj, method.__name__)(*args))
         self._calls: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=role, daemon=True)
         self._thread.start()
 
     def start(self, method: Method[*Ts], *args: *Ts) -> Call:
         future: Future[Any] = Future()
-        self._calls.put((future, getattr(self._object, method.__name__), args))
+        self._calls.put((future, partial(self._call, method, *args)))
         return Call(role=self.role, method=method.__name__, members=[self.role], futures=[future])
 
     def stop(self) -> None:
@@ -62,17 +58,19 @@ class LocalTarget:
         return not self._thread.is_alive()
 
 
-_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+Target = ActorGroup | LocalTarget
+"""Something that a role's calls go to."""
+_Work = tuple[Future[Any], Callable[[], Any]]
 
 
 def _work(calls: SimpleQueue[_Work | None]) -> None:
     while (call := calls.get()) is not None:
-        future, function, args = call
+        future, execute = call
         try:
-            future.set_result(function(*args))
+            future.set_result(execute())
         except BaseException as error:  # fault boundary: the error of a call is its answer
             future.set_exception(error)
-        del call, future, function, args  # an idle thread must not keep the last answer
+        del call, future, execute  # an idle thread must not keep the last answer
 
 
 class RayRuntime:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError, WorkerHungError
+from buffer_rl.observe.memory import peak_metrics
 from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.plan.schedule import RolePlan, RunPlan
 
@@ -224,9 +225,9 @@ class StepTimes:
         return spans
 
     def of_buffer(self, progress: Mapping[str, Any]) -> dict[str, float]:
-        """Seconds since the last call of this in which the Buffer changed its state, and of those in the ledger.
-        progress: the Buffer's counts of now."""
-        times = {}
+        """Seconds since the last call in which the Buffer changed its state, and of those in the ledger; and the peak
+        memory of its process. progress: the Buffer's counts of now."""
+        times = peak_metrics("buffer", [progress.get("peak", {})])
         for key, name in (("work_s", "perf/buffer_time"), ("ledger_s", "perf/ledger_time")):
             if key in progress:
                 before = self._buffer_seconds.get(key, 0.0)

@@ -15,7 +15,7 @@ import contextlib
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import aiohttp
@@ -24,7 +24,7 @@ import orjson
 
 from buffer_rl.args import Args
 from buffer_rl.engines.http import EngineFanOut, HttpSession, RequestGate, decode_json, status_error
-from buffer_rl.engines.protocol import ROWS, Adapter, RowSeeds, row_rid
+from buffer_rl.engines.protocol import GENERATE, ROWS, Adapter, RowSeeds, is_neutral, row_rid
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.files.hf_config import expert_sizes, read_config, vocab_size
 from buffer_rl.options.section import required
@@ -123,40 +123,29 @@ def parse_answer(
             where=url,
             expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
         ) from error
-    if token_ids != result.output_ids:
-        raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
-    _check_answer(result, url, vocab_size, meta["weight_versions"])
+    _check_answer(result, token_ids, url, vocab_size, meta["weight_versions"])
     return result
 
 
-def _check_answer(result: GenerateResult, url: str, vocab_size: int | None, versions: Any) -> None:
-    token_ids = result.output_ids
-    if len(result.log_probs) != len(token_ids):
-        raise EngineError("output_token_logprobs does not belong to output_ids", where=url)
-    if not tile(result.spans, len(token_ids)):
-        raise EngineError(
-            f"weight_versions {versions} of {len(token_ids)} output tokens",
-            where=url,
-            expected="spans {version, start, end} that cover every output token once, in order",
-            hint="the engine has to report which weights sampled each token, as a current SGLang does",
-        )
-    least, most = min(token_ids, default=0), max(token_ids, default=0)
-    if least < 0 or (vocab_size is not None and most >= vocab_size):
-        raise EngineError(
-            f"token {least if least < 0 else most} in an answer",
-            where=url,
-            expected=f"0 to {vocab_size - 1}, the rows of the model's embedding" if vocab_size else "a token id",
-        )
-    if not max(result.log_probs, default=0.0) <= MAX_LOG_PROB:
-        raise EngineError(
-            f"the log-probability {max(result.log_probs):g} in an answer", where=url, expected="at most 0, rounded"
-        )
-    if result.finish_reason not in STATUS_OF_REASON:
-        raise EngineError(
-            f"unknown finish reason {result.finish_reason!r}",
-            where=url,
-            expected=f"one of {', '.join(STATUS_OF_REASON)}",
-        )
+def _check_answer(result: GenerateResult, logged: list[int], url: str, vocab_size: int | None, versions: Any) -> None:
+    """logged: the token ids that the log-probabilities are of."""
+    token_ids, what, expected, hint = result.output_ids, "", "", ""
+    least, most, highest = min(token_ids, default=0), max(token_ids, default=0), max(result.log_probs, default=0.0)
+    if logged != token_ids or len(result.log_probs) != len(token_ids):
+        what = "output_token_logprobs does not belong to output_ids"
+    elif not tile(result.spans, len(token_ids)):
+        what = f"weight_versions {versions} of {len(token_ids)} output tokens"
+        expected = "spans {version, start, end} that cover every output token once, in order"
+        hint = "the engine has to report which weights sampled each token, as a current SGLang does"
+    elif least < 0 or (vocab_size is not None and most >= vocab_size):
+        what = f"token {least if least < 0 else most} in an answer"
+        expected = f"0 to {vocab_size - 1}, the rows of the model's embedding" if vocab_size else "a token id"
+    elif not highest <= MAX_LOG_PROB:
+        what, expected = f"the log-probability {highest:g} in an answer", "at most 0, rounded"
+    elif result.finish_reason not in STATUS_OF_REASON:
+        what, expected = f"unknown finish reason {result.finish_reason!r}", f"one of {', '.join(STATUS_OF_REASON)}"
+    if what:
+        raise EngineError(what, where=url, expected=expected, hint=hint)
 
 
 def request_timeout_s(args: Args) -> float:
@@ -205,6 +194,7 @@ def passes_fields(args: Args) -> bool:
     return bool(getattr(PluginRegistry.from_flags(args.plugin).resolve("router", args.router), "passes_fields", False))
 
 
+@dataclass(eq=False)
 class EngineClient:
     """Generates through the router and aborts at every engine behind it. Belongs to one event loop.
 
@@ -219,34 +209,26 @@ class EngineClient:
     ``adapter``: what requests name from now on; None: none.
     """
 
-    def __init__(
-        self,
-        router_url: str,
-        engine_urls: Sequence[str],
-        *,
-        timeout_s: float = 600.0,
-        control_timeout_s: float = ABORT_TIMEOUT_S,
-        max_retries: int = MAX_RETRIES,
-        api_key: str | None = None,
-        vocab_size: int | None = None,
-        waits_for_engine: bool = False,
-        passes_fields: bool = False,
-        asks_kept: bool = False,
-        experts: ExpertSizes | None = None,
-    ) -> None:
-        self.router_url = router_url.rstrip("/")
-        self._waits_for_engine = waits_for_engine
-        self._passes_fields = passes_fields
-        self._asks_kept = asks_kept
-        self._experts = experts
-        self.timeout_s = timeout_s
-        self.max_retries = max_retries
-        self._vocab_size = vocab_size
+    router_url: str
+    engine_urls: InitVar[Sequence[str]]
+    _: KW_ONLY
+    timeout_s: float = 600.0
+    control_timeout_s: InitVar[float] = ABORT_TIMEOUT_S
+    max_retries: int = MAX_RETRIES
+    api_key: InitVar[str | None] = None
+    vocab_size: int | None = None
+    waits_for_engine: bool = False
+    passes_fields: bool = False
+    asks_kept: bool = False
+    experts: ExpertSizes | None = None
+
+    def __post_init__(self, engine_urls: Sequence[str], control_timeout_s: float, api_key: str | None) -> None:
+        self.router_url = self.router_url.rstrip("/")
         self._row_seeds: asyncio.Task[RowSeeds] | None = None
-        self._generate_url = f"{self.router_url}/generate"
+        self._generate_url = self.router_url + GENERATE
         self.gate = RequestGate()
         self.adapter: Adapter | None = None
-        self._http = HttpSession(timeout_s, api_key)
+        self._http = HttpSession(self.timeout_s, api_key)
         urls = tuple(url.rstrip("/") for url in engine_urls)
         self._engines = EngineFanOut(lambda: urls, control_timeout_s, router_url=self.router_url, api_key=api_key)
 
@@ -330,9 +312,9 @@ class EngineClient:
 
     def _parsed(self, answer: Any, prompt: Sequence[int], experts_start: int = 0) -> GenerateResult:
         asked = None
-        if self._experts is not None:
-            asked = ExpertsAsked(sizes=self._experts, num_prompt_tokens=len(prompt), start=experts_start)
-        return parse_answer(answer, self._generate_url, self._vocab_size, asked)
+        if self.experts is not None:
+            asked = ExpertsAsked(sizes=self.experts, num_prompt_tokens=len(prompt), start=experts_start)
+        return parse_answer(answer, self._generate_url, self.vocab_size, asked)
 
     async def row_seeds(self) -> RowSeeds:
         """How the rows of a request draw at the engines, which are asked once. Raises EngineError where none answers.
@@ -344,7 +326,7 @@ class EngineClient:
         return await asyncio.shield(task)
 
     async def _ask_row_seeds(self) -> RowSeeds:
-        deadline = time.monotonic() + (self.timeout_s if self._waits_for_engine else 0.0)
+        deadline = time.monotonic() + (self.timeout_s if self.waits_for_engine else 0.0)
         while True:
             answering = await self._engines.server_info(reachable_only=True)
             if found := {info.row_seeds for info in answering.values()}:
@@ -373,9 +355,9 @@ class EngineClient:
         self._check_prompt(rid, prompt)
         self._check_forwarded(sampling_params)
         request = {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
-        if self._asks_kept and sampling_params.get("top_k", -1) > 0:
+        if self.asks_kept and sampling_params.get("top_k", -1) > 0:
             request["return_sampling_mask"] = True
-        if self._experts is not None and self._passes_fields:  # an engine of ours sends them with every answer
+        if self.experts is not None and self.passes_fields:  # an engine of ours sends them with every answer
             request |= {"return_routed_experts": True, "routed_experts_start_len": experts_start}
         try:
             orjson.dumps(request)
@@ -399,7 +381,7 @@ class EngineClient:
         """Refuse what an engine may die of: the retry would kill the next one."""
         if not prompt:
             raise _refusal("the prompt is empty", f"request {rid!r}", "at least one token")
-        least, most, size = min(prompt), max(prompt), self._vocab_size
+        least, most, size = min(prompt), max(prompt), self.vocab_size
         if least < 0 or (size is not None and most >= size):
             rows = "a token id" if size is None else f"0 to {size - 1}, the rows of the model's embedding"
             error = _refusal(f"token id {least if least < 0 else most} in the prompt", f"request {rid!r}", rows)
@@ -408,10 +390,10 @@ class EngineClient:
 
     def _check_forwarded(self, sampling_params: Mapping[str, Any]) -> None:
         """Refuse, as an engine would, what the router drops; None, False and what is empty change nothing."""
-        if self._passes_fields:
+        if self.passes_fields:
             return
         for name, value in sampling_params.items():
-            if name in _FORWARDED or name in _OF_TEXT_ALONE or value is None or value is False or value in ("", [], {}):
+            if name in _FORWARDED or name in _OF_TEXT_ALONE or is_neutral(value, ()):
                 continue
             what = f"the router does not forward the sampling parameter {name!r}"
             error = _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
@@ -437,7 +419,7 @@ class EngineClient:
                         adapter.set_version(answer)
                     return answer
                 failure = status_error(self._generate_url, status, raw)
-                if self._waits_for_engine and status in NO_ENGINE and NO_ENGINE[status] in raw:
+                if self.waits_for_engine and status in NO_ENGINE and NO_ENGINE[status] in raw:
                     await asyncio.sleep(MAX_BACKOFF_S)
                     continue
                 is_taken = status == 400 and _TAKEN in raw
@@ -464,4 +446,4 @@ class EngineClient:
         """Finish the requests ``rids``, or rows of shared ones, or all where it is None, with what they have. An engine
         out of reach has nothing to abort and is passed over."""
         bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
-        await asyncio.gather(*(self._engines.post("/abort_request", body, reachable_only=True) for body in bodies))
+        await asyncio.gather(*(self._engines.ask("/abort_request", body, reachable_only=True) for body in bodies))

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer_rl.engines.control import EngineControlClient, FleetControl
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Replica
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError, WorkerDiedError
@@ -62,13 +61,11 @@ class EngineFleet:
                 where="--engine-urls",
                 hint="pause, abort and weight updates go to the engines directly",
             )
-        self._launch: EngineLauncher
         if isinstance(launcher, PluginRegistry):
-            self._launch = named_launcher(launcher.resolve("engine", args.rollout_engine), args.rollout_engine)
-        else:
-            self._launch = launcher
+            launcher = named_launcher(launcher.resolve("engine", args.rollout_engine), args.rollout_engine)
+        self._launch: EngineLauncher = launcher
         self._notice = notice
-        self._registry = EngineRegistry()
+        self._registry = EngineRegistry.of_urls(args.engine_urls) if self._external else EngineRegistry()
         self._router: RouterProcess | None = None
         self._heartbeat: Heartbeat | None = None
         self._supervisor: Supervisor | None = None
@@ -77,9 +74,7 @@ class EngineFleet:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -111,23 +106,16 @@ class EngineFleet:
     @property
     def engine_urls(self) -> list[str]:
         """Where control calls go now."""
-        return list(self._args.engine_urls) if self._external else [replica.url for replica in self._registry.all()]
+        return [engine.url for engine in self.engines]
 
     def control(self, timeout_s: float) -> EngineControlClient:
         """The control calls to the engines that there are at each call. timeout_s: deadline of one call."""
-        if self._external:
-            return EngineControlClient(self._args.engine_urls, timeout_s=timeout_s, api_key=self._args.engine_api_key)
-        args = self._args
-        return FleetControl(
-            self._registry,
-            timeout_s=timeout_s,
-            start_timeout_s=args.engine_start_timeout_s,
-            api_key=args.engine_api_key,
-        )
+        start_timeout_s, key = self._args.engine_start_timeout_s, self._args.engine_api_key
+        return EngineControlClient(self._registry, timeout_s=timeout_s, start_timeout_s=start_timeout_s, api_key=key)
 
     def start(self) -> None:
         """Start the engines and the router without waiting for them. If one cannot be started, all are stopped."""
-        if self._external or self._registry.all():
+        if self._registry.all():
             return
         try:
             for index in range(self._args.rollout_num_engines):
@@ -148,7 +136,7 @@ class EngineFleet:
             return
         deadline = time.monotonic() + self._args.engine_start_timeout_s
         try:
-            _wait_for_all([*(replica.engine for replica in self._registry.all()), self._router], deadline)
+            _wait_for_all([*self.engines, self._router], deadline)
             self._router.check()  # it may have ended while the engines loaded
             left = max(deadline - time.monotonic(), 0.0)
             self._router.add(*self.engine_urls, timeout_s=left, check=self._check_engines)
@@ -164,8 +152,8 @@ class EngineFleet:
             raise
 
     def _check_engines(self) -> None:
-        for replica in self._registry.all():
-            replica.engine.check()
+        for engine in self.engines:
+            engine.check()
 
     def check(self) -> None:
         """Raises WorkerDiedError, with the end of the log, if the router has ended; EngineError if no engine is left

@@ -9,13 +9,14 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
 from buffer_rl.cluster.process import auth_headers
-from buffer_rl.engines.protocol import ServerInfo
+from buffer_rl.engines.protocol import SERVER_INFO, ServerInfo
 from buffer_rl.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
@@ -103,8 +104,9 @@ class RequestGate:
 
 
 ENDED_POLL_S = 0.5
-RETRACTION_S = 60.0
-"""For one call while a retraction is tried: a scheduler that ended in it answers nothing."""
+Body = Mapping[str, Any]
+NOTHING: Body = MappingProxyType({})
+"""The body of a call that has no parameters."""
 CONTROL_KEEPALIVE_S = 2.0
 """Less than servers wait, 5 s and more, before they close an idle connection: a control call that met that moment would
 fail."""
@@ -137,109 +139,32 @@ class EngineFanOut:
         """Close all connections."""
         await self._http.close()
 
-    async def post(
+    async def ask(
         self,
         path: str,
-        body: Mapping[str, Any],
+        body: Body | None = None,
         *,
-        reachable_only: bool = False,
+        each: Mapping[str, Body] | None = None,
         only: Collection[str] | None = None,
-    ) -> None:
-        """Send ``body`` to all engines, or to those at the URLs ``only``. reachable_only: pass over engines that cannot
-        be reached, or do not answer in time."""
-        await self._all("POST", path, orjson.dumps(dict(body)), reachable_only=reachable_only, only=only)
-
-    async def post_each(
-        self, path: str, bodies: Mapping[str, Mapping[str, Any]], timeout_s: float | None = None
-    ) -> None:
-        """``post`` with a body for each of the engines at the URLs ``bodies``. timeout_s: a deadline of its own."""
-        by_url = {url: orjson.dumps(dict(body)) for url, body in bodies.items()}
-        await self._all("POST", path, by_url, only=by_url, timeout_s=timeout_s)
-
-    async def pause(self, mode: str) -> int | None:
-        """Stop decoding. Returns how many tokens the engines retracted; None where none of them says so."""
-        found = await self._all("POST", "/pause_generation", orjson.dumps({"mode": mode}))
-        answers = [decode_json(raw, f"{url}/pause_generation") for url, raw in found.items()]
-        told = [answer["retracted_tokens"] for answer in answers if "retracted_tokens" in answer]
-        return sum(map(int, told)) if told else None
-
-    async def retraction(self, url: str, body: Mapping[str, Any], wait_s: float) -> tuple[Any, bool]:
-        """Have the engine at ``url`` answer the request ``body``, and, after ``wait_s``, retract it, flush the cache
-        and continue. Returns the answer, and whether it came before the retraction.
-
-        Raises EngineError if the engine refuses a call, ends, or takes longer than ``RETRACTION_S`` for one."""
-
-        async def post(path: str, what: Mapping[str, Any], reachable_only: bool = False) -> bytes:
-            raw, limit = orjson.dumps(dict(what)), RETRACTION_S
-            found = await self._all("POST", path, raw, only=[url], timeout_s=limit, reachable_only=reachable_only)
-            return found.get(url, b"")
-
-        generating = asyncio.ensure_future(post("/generate", body))
-        try:
-            early, _ = await asyncio.wait([generating], timeout=wait_s)
-            try:
-                await post("/pause_generation", {"mode": "retract"})
-                await post("/flush_cache", {})
-            finally:
-                await post("/continue_generation", {}, reachable_only=True)
-            return decode_json(await generating, f"{url}/generate"), bool(early)
-        finally:
-            generating.cancel()
-            await asyncio.gather(generating, return_exceptions=True)  # of two errors the other one is raised
-
-    async def sample(self, urls: Collection[str], body: Mapping[str, Any]) -> dict[str, Any]:
-        """End the pause of the engines at ``urls`` and have each answer the request ``body``; the answers by URL."""
-        await self.post("/continue_generation", {}, only=urls)
-        found = await self._all("POST", "/generate", orjson.dumps(dict(body)), only=urls)
-        return {url: decode_json(raw, f"{url}/generate") for url, raw in found.items()}
-
-    async def versions(self) -> dict[str, str]:
-        """The weight version of each engine, by URL."""
-        return await self._field("weight_version", "GET", "/model_info", None)
-
-    async def server_info(self, *, reachable_only: bool = False) -> dict[str, ServerInfo]:
-        """What each engine is, by URL. reachable_only: see ``post``."""
-        # An engine of a plugin may not have it: it is taken for one that promises nothing.
-        found = await self._all("GET", "/server_info", None, reachable_only=reachable_only, missing=b"{}")
-        return {url: ServerInfo.parse(decode_json(raw, f"{url}/server_info"), url) for url, raw in found.items()}
-
-    async def checksums(self) -> dict[str, str]:
-        """The checksum of the weights that each engine serves, by URL."""
-        action = orjson.dumps({"action": "checksum"})
-        return await self._field("per_engine_checksum", "POST", "/weights_checker", action)
-
-    async def _field(self, name: str, method: str, path: str, body: bytes | None) -> dict[str, str]:
-        found = {}
-        for url, raw in (await self._all(method, path, body)).items():
-            answer = decode_json(raw, url + path)
-            if not isinstance(answer, dict) or name not in answer:
-                raise EngineError(f"the answer has no {name}", where=url + path)
-            found[url] = str(answer[name])
-        return found
-
-    async def _all(
-        self,
-        method: str,
-        path: str,
-        body: bytes | Mapping[str, bytes] | None,
-        *,
         reachable_only: bool = False,
-        only: Collection[str] | None = None,
         missing: bytes | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, bytes]:
+        """The answers by URL of all engines, or of those at the URLs ``only``, to ``GET path``, or ``POST path`` with
+        ``body``.
+
+        each: bodies by URL, for these engines alone. reachable_only: pass over engines that cannot be reached, or do
+        not answer in time. missing: the answer of an engine without this path. timeout_s: a shorter deadline."""
         timeout_s = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
-        urls = [url for url in self.urls() or await self._urls_of_router() if only is None or url in only]
-        bodies = [body[url] if isinstance(body, Mapping) else body for url in urls]
-        calls = [
-            self._until_ended(url, self._one(method, url + path, own, timeout_s))
-            for url, own in zip(urls, bodies, strict=True)
-        ]
-        results = await asyncio.gather(*calls)
+        wanted = only if each is None else each
+        urls = [url for url in self.urls() or await self._urls_of_router() if wanted is None or url in wanted]
+        calls = [self._until_ended(url, self._one(url + path, each[url] if each else body, timeout_s)) for url in urls]
+        results = dict(zip(urls, await asyncio.gather(*calls), strict=True))
         if missing is not None:
-            results = [missing if isinstance(each, EngineError) and each.status == 404 else each for each in results]
-        answers = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, bytes)}
-        failures = {url: result for url, result in zip(urls, results, strict=True) if isinstance(result, EngineError)}
+            lacks = [url for url, found in results.items() if isinstance(found, EngineError) and found.status == 404]
+            results |= dict.fromkeys(lacks, missing)
+        failures = {url: result for url, result in results.items() if isinstance(result, EngineError)}
+        answers = {url: result for url, result in results.items() if isinstance(result, bytes)}
         if reachable_only:
             unreached = (aiohttp.ClientError, TimeoutError)  # it could not be reached, or the connection was lost
             failures = {url: error for url, error in failures.items() if not isinstance(error.__cause__, unreached)}
@@ -254,11 +179,17 @@ class EngineFanOut:
             raise EngineError(what, where=path)
         return answers
 
+    async def server_info(self, *, reachable_only: bool = False) -> dict[str, ServerInfo]:
+        """What each engine is, by URL. reachable_only: see ``ask``."""
+        # An engine of a plugin may not have it: it is taken for one that promises nothing.
+        found = await self.ask(SERVER_INFO, reachable_only=reachable_only, missing=b"{}")
+        return {url: ServerInfo.parse(decode_json(raw, url + SERVER_INFO), url) for url, raw in found.items()}
+
     async def _urls_of_router(self) -> list[str]:
         if not self.router_url:
             return []
         url = f"{self.router_url}/workers"
-        raw = await self._one("GET", url, None, self.timeout_s)
+        raw = await self._one(url, None, self.timeout_s)
         if isinstance(raw, EngineError):
             raise raw
         try:
@@ -278,17 +209,16 @@ class EngineFanOut:
         finally:
             task.cancel()
 
-    async def _one(self, method: str, url: str, body: bytes | None, timeout_s: float) -> bytes | EngineError:
+    async def _one(self, url: str, body: Body | None, timeout_s: float) -> bytes | EngineError:
+        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(dict(body)))
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._http.session().request(method, url, data=body) as response:
+                async with self._http.session().request(method, url, data=data) as response:
                     raw = await response.read()
-        except TimeoutError as error:
-            failure = EngineError(f"no answer within {timeout_s:g} s", where=url)
-            failure.__cause__ = error
-            return failure
-        except aiohttp.ClientError as error:
-            failure = EngineError(f"{type(error).__name__}: {error}", where=url, hint="read the engine's log")
+        except (TimeoutError, aiohttp.ClientError) as error:
+            late = isinstance(error, TimeoutError)
+            what = f"no answer within {timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
+            failure = EngineError(what, where=url, hint="" if late else "read the engine's log")
             failure.__cause__ = error
             return failure
         return raw if response.status == 200 else status_error(url, response.status, raw)

@@ -15,6 +15,8 @@ import numpy as np
 
 from buffer_rl.errors import EngineError
 
+GENERATE, SERVER_INFO, MODEL_INFO = "/generate", "/server_info", "/model_info"
+"""Paths that several callers ask; those of one call stand in its method of ``EngineControlClient``."""
 WEIGHTS = ("weights",)
 CACHE = ("kv_cache", "cuda_graph")
 """The tags of SGLang's memory, in the order in which an engine takes it back."""
@@ -139,7 +141,7 @@ class ServerInfo:
                 prepares_weights=answer.get("prepares_weights") is True,
             )
         except (AttributeError, TypeError, ValueError) as error:
-            raise EngineError(f"not what a server says of itself: {error}", where=f"{url}/server_info") from error
+            raise EngineError(f"not what a server says of itself: {error}", where=url + SERVER_INFO) from error
 
     @property
     def is_ours(self) -> bool:

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
+from buffer_rl.engines.external import ExternalEngine
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 from buffer_rl.kinds.engine import EngineProcess
 
@@ -72,7 +74,8 @@ TRANSITIONS: dict[EngineState, dict[EngineEvent, EngineState]] = {
 """Any other event changes nothing: threads that watch an engine learn late that it has ended."""
 
 SERVES = (EngineState.SERVING, EngineState.SUSPECT)
-PROBED = (*SERVES, EngineState.WAITING, EngineState.LOADING)
+WAITS = (EngineState.WAITING,)
+PROBED = (*SERVES, *WAITS, EngineState.LOADING)
 """Of one that starts, the deadline is ``--engine-start-timeout-s``."""
 
 
@@ -157,7 +160,8 @@ class Published:
 class EngineRegistry:
     """The engines of a fleet. published: None while they serve the weights that they started with. over: why there is
     no engine, and none will come. has_memory: whether devices have memory for engines that start; none is started
-    without. num_starting: of replacements, until they have joined or failed."""
+    without. num_starting: of replacements, until they have joined or failed. replaces: False for engines of others,
+    whose failures are not asked about."""
 
     replicas: list[Replica] = field(default_factory=list)
     published: Published | None = None
@@ -165,7 +169,15 @@ class EngineRegistry:
     publication: threading.Lock = field(default_factory=threading.Lock)
     has_memory: bool = True
     num_starting: int = 0
+    replaces: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of_urls(cls, urls: Sequence[str]) -> Self:
+        """Engines that serve at ``urls``, and that the run neither ends nor replaces."""
+        engines = [ExternalEngine(url.rstrip("/")) for url in urls]
+        serving = [Replica(index=i, engine=each, state=EngineState.SERVING) for i, each in enumerate(engines)]
+        return cls(replicas=serving, replaces=False)
 
     def __contains__(self, replica: Replica) -> bool:
         return replica in self.all()
@@ -238,7 +250,7 @@ class EngineRegistry:
         while replica := next((replica for replica in self.all() if replica.url == url), None):
             if replica.error() is not None:
                 return True
-            if time.monotonic() > deadline:
+            if not self.replaces or time.monotonic() > deadline:
                 return False
             time.sleep(POLL_INTERVAL_S)
         return True

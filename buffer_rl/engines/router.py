@@ -4,24 +4,16 @@ another package with the command line and the HTTP interface of ``sglang-router`
 from __future__ import annotations
 
 import argparse
-import http.client
 import importlib
-import json
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from buffer_rl.cluster.process import (
-    POLL_INTERVAL_S,
-    ServerProcess,
-    arguments_of,
-    auth_headers,
-    key_environment,
-)
+from buffer_rl.cluster.process import NO_ANSWER, POLL_INTERVAL_S, ServerProcess, arguments_of, fetch, key_environment
 from buffer_rl.engines.client import request_timeout_s
+from buffer_rl.engines.http import decode_json, status_error
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 
 if TYPE_CHECKING:
@@ -113,7 +105,6 @@ class Router(ServerProcess):
         more = of.arguments(arguments or {})
         self._api_key = api_key
         self._answers = False
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
         super().__init__(
             of.name,
             lambda ports: [*_command(of.program, policy, request_timeout_s, host, *ports), *more],
@@ -161,22 +152,20 @@ class Router(ServerProcess):
                     f"{self.process.log_end()}",
                     where=self.process.log_path,
                     hint=f"can the router's machine reach {url}? It connects directly, without a proxy",
+                    see="docs/troubleshooting.md#router-or-engines-are-not-reached",
                 )
             time.sleep(POLL_INTERVAL_S)
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
-        request = urllib.request.Request(
-            self.url + path,
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", **auth_headers(self._api_key)},
-        )
+        where = f"{method} {self.url}{path}"
         try:
-            with self._opener.open(request, timeout=CALL_TIMEOUT_S) as response:
-                return json.loads(response.read())
-        except (http.client.HTTPException, OSError, ValueError) as error:  # urllib's errors are OSErrors
+            status, raw = fetch(self.url + path, CALL_TIMEOUT_S, key=self._api_key, method=method, body=body)
+        except NO_ANSWER as error:
             self.check()  # a router that has ended gives the reason in its log
-            raise EngineError(f"{type(error).__name__}: {error}", where=f"{method} {self.url}{path}") from error
+            raise EngineError(f"{type(error).__name__}: {error}", where=where) from error
+        if status >= 400:
+            raise status_error(where, status, raw)
+        return decode_json(raw, where)
 
 
 def _command(program: str, policy: str, request_timeout_s: int, host: str, port: int, metrics_port: int) -> list[str]:

@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import http.client
 import json
 import math
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from buffer_rl.args import Args
-from buffer_rl.cluster.process import STOP_TIMEOUT_S, auth_headers
+from buffer_rl.cluster.process import NO_ANSWER, STOP_TIMEOUT_S, fetch
 from buffer_rl.engines.control import EngineControlClient
+from buffer_rl.engines.protocol import MODEL_INFO, SERVER_INFO
 from buffer_rl.engines.registry import PROBED, SERVES, EngineEvent, EngineRegistry, EngineState, Replica
 from buffer_rl.errors import BufferRLError, DeadlineError, EngineError
 from buffer_rl.kinds.engine import EngineProcess, RouterProcess
@@ -39,7 +37,7 @@ INTERVAL_S = 0.25
 LIST_TIMEOUT_S = 5.0
 """For the router to list an engine. One that it does not is asked for again."""
 JOIN_TIMEOUT_S = 2 * STOP_TIMEOUT_S
-SCHEDULER_PROBE = "/server_info"
+SCHEDULER_PROBE = SERVER_INFO
 """Answered by the scheduler that decodes, of SGLang and of the embedded engine, in every mode of a pause. SGLang
 answers ``/health`` while its scheduler is stopped, and ``/ready`` and ``/health_generate`` not while it is paused."""
 SERVER_PROBE = "/health"
@@ -263,12 +261,11 @@ class Heartbeat:
 
     def __init__(self, registry: EngineRegistry, timeout_s: float, api_key: str | None = None) -> None:
         self._registry = registry
-        self._headers = auth_headers(api_key)
+        self._key = api_key
         self._timeout_s = timeout_s
         self._interval_s = min(timeout_s / 6, LONGEST_INTERVAL_S)
         self._probe_s = max(SHORTEST_PROBE_S, min(timeout_s / 6, LONGEST_PROBE_S))
         self._end = threading.Event()
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
         self._thread = threading.Thread(target=self._watch, name="engine-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -309,11 +306,9 @@ class Heartbeat:
         published = self._registry.published
         if published is None or self._registry.publication.locked():
             return ""
-        request = urllib.request.Request(replica.url + "/model_info", headers=self._headers)
         try:
-            with self._opener.open(request, timeout=self._probe_s) as response:
-                found = str(json.loads(response.read())["weight_version"])
-        except (http.client.HTTPException, OSError, ValueError, KeyError, TypeError):
+            found = str(json.loads(self._fetch(replica, MODEL_INFO)[1])["weight_version"])
+        except (*NO_ANSWER, KeyError, TypeError):
             return ""
         changed = self._registry.publication.locked() or self._registry.published is not published
         return "" if changed or found == published.version else found
@@ -323,12 +318,9 @@ class Heartbeat:
         return SERVER_PROBE if loads else SCHEDULER_PROBE
 
     def _answers(self, replica: Replica) -> bool:
-        request = urllib.request.Request(replica.url + self._path(replica), headers=self._headers)
-        try:
-            with self._opener.open(request, timeout=self._probe_s) as response:
-                return bool(response.status == 200)
-        except urllib.error.HTTPError as error:  # an engine of a plugin may not have the path
-            with error:
-                return error.code < 500
-        except (http.client.HTTPException, OSError, ValueError):  # urllib's other errors are OSErrors
-            return False
+        with contextlib.suppress(*NO_ANSWER):
+            return self._fetch(replica, self._path(replica))[0] < 500  # an engine of a plugin may not have the path
+        return False
+
+    def _fetch(self, replica: Replica, path: str) -> tuple[int, bytes]:
+        return fetch(replica.url + path, self._probe_s, key=self._key)

@@ -34,7 +34,7 @@ def weight_files(flag: str, folder: str) -> list[Path]:
             raise ConfigError("the index has no weight_map", where=f"{flag} {index}", hint=DOWNLOAD)
         return [base / name for name in sorted({str(name) for name in shards.values()})]
     files = [path for name in WEIGHT_NAMES if (path := base / name).is_file()][:1]
-    refuse(not files, f"there are no weights in {folder!r}", flag, " or ".join(WEIGHT_NAMES), DOWNLOAD)
+    refuse(not files, f"{flag}: there are no weights in {folder!r}", DOWNLOAD, " or ".join(WEIGHT_NAMES))
     return files
 
 
@@ -42,7 +42,7 @@ def check_tokenizer(flag: str, folder: str) -> None:
     """Raises ConfigError if no file of the model folder looks like a tokenizer's; transformers would make one up."""
     expected = "tokenizer.json or another tokenizer file beside config.json"
     hint = "AutoTokenizer.from_pretrained(ORIGIN).save_pretrained(FOLDER) writes it"
-    refuse(not has_tokenizer(folder), f"there is no tokenizer in {folder!r}", flag, expected, hint)
+    refuse(not has_tokenizer(folder), f"{flag}: there is no tokenizer in {folder!r}", hint, expected)
 
 
 def has_tokenizer(folder: str) -> bool:

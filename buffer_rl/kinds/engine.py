@@ -76,7 +76,8 @@ class WeightTransport(Protocol):
 
         trainer: ``start(Sender.method, *arguments)`` calls every rank's sender; the ``wait()`` of what it returns has
         the answers in rank order; ``send`` does both. engines: ``buffer_rl.engines.control.EngineControlClient``, whose
-        calls wait for all engines: start the trainer's side of an exchange first."""
+        calls, ``post(path, body)`` for those of other servers, wait for all engines: start the trainer's side of an
+        exchange first."""
 
     def prepare(self, version: int) -> None:
         """Copy the version to where the engines can take it, while they still generate. Once for all retries."""

@@ -112,6 +112,22 @@ def rows_may_choose(reward: F) -> F:
     return reward
 
 
+def at_once(reward: F) -> F:
+    """Decorator that marks a synchronous reward as one that takes microseconds: it is called in the rollout worker,
+    where the samples are, in place of a process of its own.
+
+    It promises that its time grows with the length of its texts at most linearly, and that it never waits. Nothing ends
+    a call: ``--rm-timeout-s`` does not apply.
+    """
+    reward.at_once = True  # type: ignore[attr-defined]
+    return reward
+
+
+def is_at_once(reward: object) -> bool:
+    """Whether the author marked a reward with ``at_once``."""
+    return getattr(reward, "at_once", None) is True
+
+
 def is_for_rows(reward: object) -> bool:
     """Whether the author marked a reward with ``rows_may_choose``."""
     return getattr(reward, "rows_may_choose", None) is True

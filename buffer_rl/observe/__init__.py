@@ -3,6 +3,7 @@
 observer        what the driver reports, passed on to display, metrics, samples, trace and hooks; incidents of the run
 terminal        what a terminal may show of text of models and data
 progress        the progress display: its state, the live panel, the lines of text
+memory          the peak memory of a process, as metrics of a step
 metrics         metrics.jsonl, and the hub of metric loggers, of which one is TensorBoard's
 run_folder      JSONL files that a resumed run continues; samples.jsonl and run.json
 timeline        spans of work of all roles, their clocks, and trace.json

@@ -51,7 +51,15 @@ CHARTS: Sequence[tuple[str, Mapping[str, str]]] = (
         },
     ),
     ("KL coefficient", {"coefficient": "train/kl_coef"}),
-    ("Share of clipped tokens", {"policy": "train/pg_clipfrac", "critic": "critic/value_clipfrac"}),
+    (
+        "Share of clipped tokens",
+        {
+            "policy": "train/pg_clipfrac",
+            "weights of CISPO": "train/cispo_clipfrac",
+            "in clipped sequences": "train/sequence_clipfrac",
+            "critic": "critic/value_clipfrac",
+        },
+    ),
     ("Engine and trainer: difference (nats per token)", {"mean": "train/train_rollout_logprob_abs_diff"}),
     (
         "Engine and trainer: effective sample size (share)",

@@ -30,13 +30,10 @@ class Waits(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPulse:
-    """The calls of one method that are under way. Times in seconds: since the oldest one began, and since the newest
-    mark of progress. num_marks: of the method so far."""
+    """The calls of one method that are under way. idle_s: seconds since the newest mark of progress."""
 
     method: str
-    running_s: float
     idle_s: float
-    num_marks: int
     waits: Waits = Waits.NOT
 
 
@@ -46,7 +43,7 @@ class Pulse:
     its output, empty if it is not known.
 
     Example:
-        Pulse(calls=(CallPulse(method="train", running_s=9.0, idle_s=0.2, num_marks=40),), gaps={"train": 0.5})
+        Pulse(calls=(CallPulse(method="train", idle_s=0.2),), gaps={"train": 0.5})
     """
 
     calls: tuple[CallPulse, ...] = ()
@@ -59,10 +56,9 @@ class Pulse:
 
 @dataclass(slots=True)
 class _Method:
-    begun: list[float] = field(default_factory=list)  # one for each call under way
+    num_begun: int = 0  # calls under way
     waits: list[Waits] = field(default_factory=list)
     marked: float = 0.0
-    num_marks: int = 0
     longest_gap: float = 0.0
     has_returned: bool = False
 
@@ -82,9 +78,9 @@ class PulseRecorder:
             yield
             return
         with self._lock:
-            noted, begun = self._methods.setdefault(method, _Method()), self._now()
-            noted.marked = noted.marked if noted.begun else begun
-            noted.begun.append(begun)
+            noted = self._methods.setdefault(method, _Method())
+            noted.marked = noted.marked if noted.num_begun else self._now()
+            noted.num_begun += 1
         token = _current.set((self, noted))
         try:
             yield
@@ -92,7 +88,7 @@ class PulseRecorder:
             _current.reset(token)
             self.mark(noted)
             with self._lock:
-                noted.begun.remove(begun)
+                noted.num_begun -= 1
                 noted.has_returned = True
 
     def mark(self, method: _Method, *, counts_gap: bool = True) -> None:
@@ -102,7 +98,6 @@ class PulseRecorder:
             if counts_gap:
                 method.longest_gap = max(method.longest_gap, now - method.marked)
             method.marked = now
-            method.num_marks += 1
 
     def calls(self) -> tuple[CallPulse, ...]:
         """The methods with calls under way."""
@@ -111,14 +106,12 @@ class PulseRecorder:
             return tuple(
                 CallPulse(
                     method=name,
-                    running_s=now - min(each.begun),
                     idle_s=now - each.marked,
-                    num_marks=each.num_marks,
                     # Several calls of a method wait only if each of them does.
-                    waits=each.waits[-1] if len(each.waits) >= len(each.begun) else Waits.NOT,
+                    waits=each.waits[-1] if len(each.waits) >= each.num_begun else Waits.NOT,
                 )
                 for name, each in self._methods.items()
-                if each.begun
+                if each.num_begun
             )
 
     def gaps(self) -> dict[str, float]:

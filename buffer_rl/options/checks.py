@@ -4,8 +4,8 @@ Example:
     @staticmethod
     def check(args: Args) -> None:
         needs(args, "use_tis", "nothing is corrected", "custom_tis_function_path")
-        refuse(args.min_lr > args.lr, "the learning rate would rise", "--lr and --min-lr")
-        refuse(given(args, "save", "load"), "there is no trainer", "--debug-rollout-only and {}", hint="take {} out")
+        refuse(args.min_lr > args.lr, "--lr and --min-lr: the learning rate would rise")
+        refuse(given(args, "save", "load"), "--debug-rollout-only and {}: there is no trainer", "take {} out")
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
-from buffer_rl.options.section import declared, flag_of, load_section
+from buffer_rl.options.section import Section, declared, flag_of, load_section
 from buffer_rl.plugin.calls import call
 
 
@@ -24,7 +24,14 @@ def check_options(args: Args) -> None:
 
     args: the flat options of a training run, with every core section."""
     for reference in type(args).section_references:
-        call("section", reference, load_section(reference).check, args, at="check", error_class=ConfigError)
+        call("section", reference, _check, load_section(reference), args, at="check", error_class=ConfigError)
+
+
+def _check(section: type[Section], args: Args) -> None:
+    section.check(args)
+    for name, field in section.model_fields.items():
+        if other := declared(field, "needs"):
+            needs(args, other, f"nothing reads it without {flag_of(other)}", name)
 
 
 def notices(args: Args) -> list[str]:
@@ -36,13 +43,16 @@ def notices(args: Args) -> list[str]:
     return found
 
 
-def refuse(found: object, what: str, where: str, expected: str = "", hint: str = "") -> None:
+def refuse(found: object, what: str, hint: str = "", expected: str = "") -> None:
     """Raises ConfigError if ``found``.
 
-    found: a condition; or text, such as a flag, which replaces each ``{}`` of the other texts."""
+    found: a condition; or text, such as a flag, which replaces each ``{}`` of the other texts. what: the flags, a colon
+    and what is wrong with them. hint: what to do, if it is not to do what is expected, or to take the flags out."""
     if isinstance(found, str):
-        what, where, expected, hint = (text.replace("{}", found) for text in (what, where, expected, hint))
+        what, hint, expected = (text.replace("{}", found) for text in (what, hint, expected))
     if found:
+        where, _, what = what.partition(": ")
+        hint = hint or ("" if expected else "take one of them out" if " and " in where else "take it out")
         raise ConfigError(what, where=where, expected=expected, hint=hint)
 
 
@@ -53,7 +63,7 @@ def needs(args: Args, other: str, what: str, *names: str, hint: str = "") -> Non
         field = type(args).model_fields[other]
         value = declared(field, "metavar") or ("" if field.annotation is bool else "N")
         hint = hint or f"{f'add {flag_of(other)} {value}'.rstrip()}, or take it out"
-        refuse(given(args, *names), what, "{}", hint=hint)
+        refuse(given(args, *names), f"{{}}: {what}", hint)
 
 
 def given(args: Args, *names: str) -> str:

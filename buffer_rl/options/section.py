@@ -93,6 +93,7 @@ def option(
     short: str = "",
     prefix: str = "",
     one_of: str = "",
+    needs: str = "",
     common: bool = False,
     **constraints: Any,
 ) -> Any:
@@ -103,18 +104,21 @@ def option(
     example ``-p``. ``metavar``: what ``--help`` shows as the value; of ``PATH`` and ``FILE`` a leading ``~`` is the
     home folder. ``prefix``: of a mapping whose items are options too: with ``tool_``, ``--tool-level 3`` is its
     item ``level``, unless another option has that name. ``one_of``: the name of a group of options of which a run has
-    one: a flag replaces what a file says for another of the group. ``common``: a first run needs it, so the short
-    ``--help`` shows it. ``constraints`` go to ``pydantic.Field``.
+    one: a flag replaces what a file says for another of the group. ``needs``: the name of the option without which
+    nothing reads this one; it is then refused. ``common``: a first run needs it, so the short ``--help`` shows it.
+    ``constraints`` go to ``pydantic.Field``.
     """
+    note = f"; needs {flag_of(needs)}" if needs and flag_of(needs) not in help else ""
     extra: dict[str, Any] = {
         "kind": kind,
         "metavar": metavar,
         "short": short,
         "prefix": prefix,
         "one_of": one_of,
+        "needs": needs,
         "common": "yes" if common else "",
     }
-    return Field(default, description=help, json_schema_extra=extra, **constraints)
+    return Field(default, description=help + note, json_schema_extra=extra, **constraints)
 
 
 def compose(sections: Sequence[str | type[Section]]) -> type[Args]:
@@ -217,7 +221,7 @@ def plugin_kind_of(args_class: type[Section], name: str) -> str:
 
 
 def declared(field: FieldInfo, what: str) -> str:
-    """What ``option`` was given as ``what`` (kind, metavar, short, prefix, one_of, common); an empty text without."""
+    """What ``option`` was given as ``what``, such as kind or metavar; an empty text without."""
     extra = field.json_schema_extra
     return str(extra.get(what, "")) if isinstance(extra, dict) else ""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.errors import PluginError
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of
+from buffer_rl.options.checks import refuse
 from buffer_rl.plan.algorithms import algorithm_of
 from buffer_rl.plan.counts import ENGINE, ROLE_ALIASES, optimizer_steps, replicas_of
 from buffer_rl.plan.roles import (
@@ -170,16 +171,12 @@ def own_roles(args: Args, registry: PluginRegistry) -> dict[str, tuple[str, Role
         if not (isinstance(row, Role) and row.fields):
             expected = "role = buffer_rl.plan.roles.Role(name=..., fields=(...,)) in the class"
             raise PluginError("it has no row of the table of roles", where=place("role", reference), expected=expected)
-        if row.name in TAKEN or row.name in found or not row.name.isidentifier():
-            raise ConfigError(
-                f"{reference!r} is named {row.name!r}",
-                where="--role-path",
-                expected=f"a Python name that is none of these: {', '.join([*sorted(TAKEN), *found])}",
-            )
-        if row.processes < 1:
-            raise ConfigError(f"{reference!r} has {row.processes} processes", where="--role-path", expected="1 or more")
-        if twice := taken.intersection(row.fields):
-            raise ConfigError(f"{reference!r} adds {sorted(twice)}, as another role does", where="--role-path")
+        where, names = f"--role-path: {reference!r}", {*TAKEN, *found}
+        expected = f"a Python name that is none of these: {', '.join(sorted(names))}"
+        refuse(row.name in names or not row.name.isidentifier(), f"{where} is named {row.name!r}", expected=expected)
+        refuse(row.processes < 1, f"{where} has {row.processes} processes", expected="1 or more")
+        twice = sorted(taken.intersection(row.fields))
+        refuse(twice, f"{where} adds {twice}, as another role does", "name the field otherwise")
         taken.update(row.fields)
         found[row.name] = (reference, row)
     return found
@@ -201,14 +198,11 @@ def fused_roles(args: Args, counts: Mapping[str, int]) -> list[list[str]]:
     groups = [text.split("+") for text in args.fuse_roles]
     names = [name for group in groups for name in group]
     for name in names:
-        if name not in counts or names.count(name) > 1:
-            what = "stands twice" if name in counts else "has no processes of its own"
-            expected = f"each of these at most once: {', '.join(counts) or 'there are none'}"
-            raise ConfigError(f"the role {name!r} {what}", where="--fuse-roles", expected=expected)
+        what = "stands twice" if name in counts else "has no processes of its own"
+        expected = f"each of these at most once: {', '.join(counts) or 'there are none'}"
+        wrong = name not in counts or names.count(name) > 1
+        refuse(wrong, f"--fuse-roles: the role {name!r} {what}", expected=expected)
     for group in groups:
-        if len({counts[name] for name in group}) > 1:
-            found = ", ".join(f"{name} {counts[name]}" for name in group)
-            raise ConfigError(
-                f"fused roles have as many processes each: {found}", where="--fuse-roles and the numbers of workers"
-            )
+        what = f"--fuse-roles: their processes are {', '.join(f'{name} {counts[name]}' for name in group)}"
+        refuse(len({counts[name] for name in group}) > 1, what, expected="as many for each of them")
     return [*groups, *([name] for name in counts if name not in names)]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import ACTOR, CRITIC, PLACED
 
@@ -40,15 +40,10 @@ def replicas_of(args: Args) -> dict[str, tuple[int, int]]:
     Raises ConfigError for an entry that is not two numbers or is there under both of its names."""
     counts: dict[str, tuple[int, int]] = {}
     for name, numbers in (args.resource or {}).items():
-        role = ROLE_ALIASES.get(name, name)
-        if len(numbers) != 2 or numbers[0] < 1 or numbers[1] < 0:
-            raise ConfigError(
-                f"{name!r} has {numbers}",
-                where="--resource",
-                expected="[replicas, GPUs of each replica], for example [1, 8]; without GPUs [1, 0]",
-            )
-        if role in counts:
-            raise ConfigError(f"the role {role!r} is there under two names, one of them {name!r}", where="--resource")
+        bad, role = len(numbers) != 2 or numbers[0] < 1 or numbers[1] < 0, ROLE_ALIASES.get(name, name)
+        expected = "[replicas, GPUs of each replica], for example [1, 8]; without GPUs [1, 0]"
+        refuse(bad, f"--resource: {name!r} has {numbers}", expected=expected)
+        refuse(role in counts, f"--resource: the role {role!r} is there under two names, one of them {name!r}")
         counts[role] = (numbers[0], numbers[1])
     return counts
 
@@ -83,23 +78,16 @@ def with_counts(args: Args) -> Args:
     if getattr(args, "bf16", False) and "engine_dtype" not in args.model_fields_set:
         changes["engine_dtype"] = "bfloat16"  # two formats cost accuracy: the policy that samples is then another one
     engine = getattr(args, "rollout_engine", "external")
-    if external and engine != "external" and "rollout_engine" in args.model_fields_set:
-        raise ConfigError(
-            f"the run would start engines of {engine!r}, and those at these addresses run already",
-            where="--rollout-engine and --rollout-external-engine-addrs",
-            hint="take one of them out",
-        )
+    what = f"the run would start engines of {engine!r}, and those at these addresses run already"
+    both = external and engine != "external" and "rollout_engine" in args.model_fields_set
+    refuse(both, f"--rollout-engine and --rollout-external-engine-addrs: {what}")
     for name, derived in derived_counts(args).items():
-        given, source = getattr(args, name), flag_of(derived.option)
-        if given == derived.number:
-            continue
-        if name in args.model_fields_set:
-            raise ConfigError(
-                f"{flag_of(name)} is {given}, and {derived.how} is {derived.number}",
-                where=f"{flag_of(name)} and {source}",
-                hint=f"without {flag_of(name)} it follows from {source}",
-            )
-        changes[name] = derived.number
+        number, flag, source = getattr(args, name), flag_of(name), flag_of(derived.option)
+        what = f"{flag} and {source}: {flag} is {number}, and {derived.how} is {derived.number}"
+        other = number != derived.number
+        refuse(other and name in args.model_fields_set, what, f"without {flag} it follows from {source}")
+        if other:
+            changes[name] = derived.number
     return args.model_copy(update=changes) if changes else args
 
 
@@ -111,25 +99,17 @@ def derived_counts(args: Args) -> dict[str, Derived]:
     ranks = counts["num_train_ranks"].number if counts["num_train_ranks"] else args.num_train_ranks
     counts["rollout_num_engines"] = _agreed([_external(args), _engines(args, ranks), _engines_of_resource(args)])
     critics = _one_device_each(args, CRITIC)
-    if critics is not None and critics.number != ranks:
-        raise ConfigError(
-            f"the critic has {critics.number} ranks, and the actor {ranks}",
-            where="--resource",
-            expected=f'"critic": [1, {ranks}]; a critic has as many ranks as the policy',
-        )
+    what = f"--resource: the critic has {critics and critics.number} ranks, and the actor {ranks}"
+    refuse(critics and critics.number != ranks, what, expected=f'"critic": [1, {ranks}]')
     return {name: derived for name, derived in counts.items() if derived is not None}
 
 
 def _agreed(candidates: Sequence[Derived | None]) -> Derived | None:
     said = [derived for derived in candidates if derived is not None]
-    if len({derived.number for derived in said}) > 1:
-        first = said[0]
-        second = next(derived for derived in said if derived.number != first.number)
-        raise ConfigError(
-            f"{first.how} is {first.number}, and {second.how} is {second.number}",
-            where=f"{flag_of(first.option)} and {flag_of(second.option)}",
-            hint="leave one of them out",
-        )
+    for second in said[1:]:
+        where = f"{flag_of(said[0].option)} and {flag_of(second.option)}"
+        what = f"{said[0].how} is {said[0].number}, and {second.how} is {second.number}"
+        refuse(second.number != said[0].number, f"{where}: {what}", "leave one of them out")
     return said[0] if said else None
 
 
@@ -138,13 +118,9 @@ def _ranks(args: Args) -> Derived | None:
     if per_node is not None:
         product = f"--actor-num-gpus-per-node {per_node} x --actor-num-nodes {nodes or 1}"
         return Derived(number=(nodes or 1) * per_node, option="actor_num_gpus_per_node", how=product)
-    if nodes is not None and ranks % nodes:
-        raise ConfigError(
-            f"{ranks} trainer ranks are not the same number on each of {nodes} nodes",
-            where="--num-train-ranks and --actor-num-nodes",
-            expected=f"a multiple of {nodes}",
-            hint="or --actor-num-gpus-per-node N, in place of --num-train-ranks",
-        )
+    what = f"{ranks} trainer ranks are not the same number on each of {nodes} nodes"
+    hint, expected = "or --actor-num-gpus-per-node N, in place of --num-train-ranks", f"a multiple of {nodes}"
+    refuse(nodes is not None and ranks % nodes, f"--num-train-ranks and --actor-num-nodes: {what}", hint, expected)
     return None
 
 
@@ -177,23 +153,18 @@ def _engines_of_resource(args: Args) -> Derived | None:
 
 
 def _require_whole_engines(gpus: int, per_engine: int, flag: str) -> None:
-    if gpus % per_engine:
-        whole = sorted({max(1, gpus // per_engine) * per_engine, (gpus // per_engine + 1) * per_engine})
-        raise ConfigError(
-            f"{gpus} GPUs are not whole engines of {per_engine} GPUs",
-            where=f"{flag} and --rollout-num-gpus-per-engine",
-            expected=f"a multiple of {per_engine}, such as {' or '.join(map(str, whole))}",
-        )
+    whole = sorted({max(1, gpus // per_engine) * per_engine, (gpus // per_engine + 1) * per_engine})
+    what = f"{flag} and --rollout-num-gpus-per-engine: {gpus} GPUs are not whole engines of {per_engine} GPUs"
+    refuse(gpus % per_engine, what, expected=f"a multiple of {per_engine}, such as {' or '.join(map(str, whole))}")
 
 
 def _one_device_each(args: Args, role: str) -> Derived | None:
     """The processes that ``--resource`` gives a role whose processes have one device each, or none."""
-    replicas = replicas_of(args)
+    replicas, asked_by = replicas_of(args), PLACED[role].asked_by if role in PLACED else ""
     if role not in replicas:
         return None
-    if (row := PLACED.get(role)) is not None and row.asked_by and not getattr(args, row.asked_by):
-        flag = flag_of(row.asked_by)
-        raise ConfigError(f"the role {role!r} is counted, and there is none", where="--resource", hint=f"add {flag}")
+    absent, hint = asked_by and not getattr(args, asked_by), f"add {flag_of(asked_by)}"
+    refuse(bool(absent), f"--resource: the role {role!r} is counted, and there is none", hint)
     count, devices = replicas[role]
     return Derived(number=count * max(devices, 1), option="resource", how=f"--resource [{count}, {devices}] of {role}")
 
@@ -211,24 +182,15 @@ def with_steps(args: Args) -> Args:
     size, groups, samples = args.global_batch_size, args.rollout_batch_size, args.n_samples_per_prompt
     if size is None:
         return args
-    rollout = f"--rollout-batch-size {groups} x --n-samples-per-prompt {samples}"
-    if size % samples or groups % (size // samples):
-        fitting = [divisor * samples for divisor in range(1, groups + 1) if groups % divisor == 0]
-        raise ConfigError(
-            f"{groups * samples} samples a rollout ({rollout}) cannot be cut into steps of {size} samples, each of "
-            "whole prompt groups",
-            where="--global-batch-size",
-            expected=f"one of {', '.join(map(str, fitting))}",
-        )
+    total = f"{groups * samples} samples a rollout (--rollout-batch-size {groups} x --n-samples-per-prompt {samples})"
+    what = f"--global-batch-size: {total} cannot be cut into steps of {size} samples, each of whole prompt groups"
+    fitting = [divisor * samples for divisor in range(1, groups + 1) if groups % divisor == 0]
+    refuse(size % samples or groups % (size // samples), what, expected=f"one of {', '.join(map(str, fitting))}")
     steps, asked = groups * samples // size, args.num_steps_per_rollout
     if "num_steps_per_rollout" not in args.model_fields_set:
         return args.model_copy(update={"num_steps_per_rollout": steps})
-    if asked != steps:
-        fits = f"--global-batch-size {groups // asked * samples}, or " if groups % asked == 0 else ""
-        raise ConfigError(
-            f"{asked} steps of {size} samples are {asked * size} samples; a rollout has {groups * samples} ({rollout})",
-            where="--global-batch-size and --num-steps-per-rollout",
-            expected=f"{fits}--num-steps-per-rollout {steps}",
-            hint="without --num-steps-per-rollout it follows from --global-batch-size",
-        )
+    what = f"--global-batch-size and --num-steps-per-rollout: {asked} steps of {size} samples are not {total}"
+    fits = f"--global-batch-size {groups // asked * samples}, or " if groups % asked == 0 else ""
+    hint = "without --num-steps-per-rollout it follows from --global-batch-size"
+    refuse(asked != steps, what, hint, f"{fits}--num-steps-per-rollout {steps}")
     return args

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.marks import Scope
+from buffer_rl.options.checks import refuse
 from buffer_rl.plan.algorithm import (
     estimator_scope,
     frozen_models_of_trainer,
@@ -72,29 +73,19 @@ class Schedule:
     def of(cls, args: Args) -> Schedule:
         """The schedule that ``--schedule``, ``--max-staleness``, ``--target-staleness`` and ``--publication`` mean.
         Raises ConfigError if they do not fit together."""
-        mode = Mode(args.schedule)
-        default = {Mode.ONE_STEP_OFF: 1, Mode.ASYNC: 2}.get(mode, 0)
+        mode, hint = Mode(args.schedule), "--schedule async, or take it out"
+        default, fixed = {Mode.ONE_STEP_OFF: 1, Mode.ASYNC: 2}.get(mode, 0), mode is not Mode.ASYNC
         bound = default if args.max_staleness is None else args.max_staleness
-        if mode is not Mode.ASYNC and bound != default:
-            raise ConfigError(
-                f"--schedule {mode} has a staleness of exactly {default}",
-                where="--max-staleness",
-                hint="--schedule async, or take it out",
-            )
+        what = f"--max-staleness: --schedule {mode} has a staleness of exactly {default}"
+        refuse(fixed and bound != default, what, hint)
         target = (bound + 1) // 2 if args.target_staleness is None else args.target_staleness
-        if not 0 <= target <= bound or (target == 0) != (bound == 0) or (mode is not Mode.ASYNC and target != bound):
-            raise ConfigError(
-                f"a target staleness of {target} does not go with --schedule {mode} and a bound of {bound}",
-                where="--target-staleness",
-                expected="from 1 to --max-staleness with --schedule async" if bound else "0",
-            )
+        what = f"--target-staleness: {target} does not go with --schedule {mode} and a bound of {bound}"
+        expected = "from 1 to --max-staleness with --schedule async" if bound else "0"
+        misfits = not 0 <= target <= bound or (target == 0) != (bound == 0) or (fixed and target != bound)
+        refuse(misfits, what, expected=expected)
+        retracts = mode is Mode.ONE_STEP_OFF and args.publication == "retract"
+        refuse(retracts, "--publication: --schedule one-step-off publishes when no request runs", expected="drain")
         drains = mode is Mode.ONE_STEP_OFF or args.publication == "drain"
-        if mode is Mode.ONE_STEP_OFF and args.publication == "retract":
-            raise ConfigError(
-                "--schedule one-step-off publishes when no request runs: each sample is of one version",
-                where="--publication",
-                expected="drain",
-            )
         streams = mode is Mode.PIPELINED or (mode is Mode.ASYNC and args.stream_gradients)
         return cls(mode=mode, target=target, max_staleness=bound, streams=streams, drains=drains)
 
@@ -185,12 +176,9 @@ class EarlyStop:
 def parse_early_stop(text: str) -> EarlyStop:
     """Read the expression. Raises ConfigError."""
     match = _EXPRESSION.fullmatch(text)
+    expected = "METRIC, one of >= <= > <, and a number, for example 'eval/dev>=0.25'"
     if match is None:
-        raise ConfigError(
-            f"{text!r} is no condition on a metric",
-            where="--early-stop",
-            expected="METRIC, one of >= <= > <, and a number, for example 'eval/dev>=0.25'",
-        )
+        raise ConfigError(f"{text!r} is no condition on a metric", where="--early-stop", expected=expected)
     metric, op, value = match.groups()
     return EarlyStop(metric=metric, op=op, value=float(value))
 

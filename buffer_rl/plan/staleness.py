@@ -24,34 +24,23 @@ CORRECTIONS = "--loss-type decoupled_ppo, --use-tis or --use-rollout-logprobs"
 
 def check_async(args: Args) -> None:
     """Raises ConfigError for options that do not go with a staleness of 1 or more, with what to take instead."""
-    schedule = Schedule.of(args)
+    schedule, where, size = Schedule.of(args), f"--schedule {args.schedule}", args.rollout_batch_size
     if not schedule.max_staleness or train_only(args):
         return
-    where, size = f"--schedule {args.schedule}", args.rollout_batch_size
-    refuse(
-        args.partial_rollout,
-        "requests that a publication stops continue by themselves, with their tokens; tokens that are kept in the "
-        "queue beside that would be older than the bound",
-        f"--partial-rollout and {where}",
-        hint="take --partial-rollout out",
-    )
-    what = f"the tickets in production already have {schedule.target * size} more groups in flight than a step takes"
-    hint = "take it out; --target-staleness sets how many tickets are in production (--schedule async)"
-    more, both = (args.over_sampling_batch_size or size) > size, f"--over-sampling-batch-size and {where}"
-    refuse(more, what, both, f"at most --rollout-batch-size {size}", hint)
+    what = "requests that a publication stops continue by themselves, and those kept beside that would be too old"
+    refuse(args.partial_rollout, f"--partial-rollout and {where}: {what}", "take --partial-rollout out")
+    what = f"tickets in production already have {schedule.target * size} more groups in flight than a step takes"
+    hint, expected = "--target-staleness says how many tickets there are", f"at most --rollout-batch-size {size}"
+    more = (args.over_sampling_batch_size or size) > size
+    refuse(more, f"--over-sampling-batch-size and {where}: {what}", hint, expected)
     what = "which groups a step trains on, and which weights sampled each token, depends on how long each takes"
     hint = "--schedule one-step-off, whose samples are of one version each, or take --deterministic out"
     varies = args.deterministic and schedule.mode is not Mode.ONE_STEP_OFF
-    refuse(varies, what, f"--deterministic and {where}", hint=hint)
+    refuse(varies, f"--deterministic and {where}: {what}", hint)
     steps = f"{schedule.max_staleness} step" + "s" * (schedule.max_staleness > 1)
-    refuse(
-        _is_uncorrected(args) and loss_of(args) in LOSSES and not args.allow_uncorrected,
-        f"tokens may be sampled by weights that are {steps} older than those that are trained, and with "
-        f"{loss_flag(args)} {loss_of(args)} nothing corrects for it",
-        where,
-        expected=CORRECTIONS,
-        hint="add one of these, or --allow-uncorrected to train without a correction",
-    )
+    uncorrected = _is_uncorrected(args) and loss_of(args) in LOSSES and not args.allow_uncorrected
+    what = f"tokens may be {steps} older than the trained weights, which {loss_flag(args)} {loss_of(args)} ignores"
+    refuse(uncorrected, f"{where}: {what}", "add one of these, or --allow-uncorrected", CORRECTIONS)
 
 
 def async_notices(args: Args, whole_rollout_flags: Sequence[str] = ()) -> list[str]:

@@ -137,8 +137,9 @@ class Sample:
     rollout_routed_experts: of ``--replay-routed-experts``: the experts that computed each token in the layers that have
     some, ``[num_tokens - 1, layers, experts a token]`` uint8 or int16: the last token of the response was not computed.
     A sampled token has those of the request that sampled it, others those of the first request that held them; behind
-    the last turn observations have none, and the array ends before them. experts_recomputed: how many response tokens
-    have experts that weights chose which did not sample them.
+    the last turn observations have none, and the array ends before them.
+    experts_recomputed: how many response tokens have experts that other weights chose than those that sampled
+    them.
     loss_mask: 1 for each response token that is trained on, ``[response_length]``; None means all of them.
     reward: a finite number, or a mapping of names to numbers with the one to train on under ``--reward-key``.
     remove_sample: set by a sample filter: keep the row, but with a loss mask of zeros.

@@ -1,17 +1,18 @@
-"""The process in which a user's data source (``--data-source-path``) runs, and how rollout workers call it.
+"""The process in which a user's data source (``--data-source-path``) runs, and delivers to the Buffer.
 
-Who waits for whom: rollout workers wait for ``take`` and ``restore``, the driver for the rest, with a deadline each.
-The source waits for no process of the run.
+Who waits for whom: rollout workers wait for ``deliver``, the driver for the rest, with a deadline each. The source
+waits for the Buffer, which waits for no process: so no circle of waits is possible, and a source that is slow or hangs
+stops those that wait for its groups, and nothing else. The process works on one call at a time, so that batches are
+made one after the other, however many workers wait.
 
-Ray starts the process again when it dies. The state that the new one needs is in the Buffer: the rollout worker whose
-request meets StateNeeded restores it (see ``buffer_rl.data.custom``).
+Ray starts the process again when it dies. The state that the new one needs comes with the Buffer's request (see
+``buffer_rl.data.custom``). A call of ``deliver`` that a death interrupts is made again, and does nothing if the batch
+arrived.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,9 +21,9 @@ import ray
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import redirect_output
-from buffer_rl.cluster.calling import PATIENCE_S, Answers
+from buffer_rl.cluster.calling import Answers
 from buffer_rl.cluster.placement import near
-from buffer_rl.data.custom import CustomSource, Delivery, DeliveryRequest, StateNeeded
+from buffer_rl.data.custom import CustomSource
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plugin.calls import place
 from buffer_rl.plugin.registry import PluginRegistry
@@ -37,32 +38,33 @@ class DataSourceActor:
     def __init__(self, args_text: str, log_path: str) -> None:
         redirect_output(log_path)
         self._args = load_args(args_text)
+        self._buffer: BufferClient | None = None
 
     @cached_property
     def _source(self) -> CustomSource:
         """Constructed in a call, not with the actor, for Ray keeps a constructor's error as text alone."""
         return CustomSource(self._args, PluginRegistry.from_flags(self._args.plugin))
 
-    def setup(self) -> None:
-        """Construct the user's class. A process that replaces one that died does so in its first call."""
+    def ready(self) -> int:
+        """The process's id, once the user's class is constructed."""
         _ = self._source
+        return os.getpid()
 
     def num_rows(self) -> int:
         return self._source.num_rows()
 
-    def take(self, request: DeliveryRequest) -> Delivery | None:
-        return self._source.take(request)
-
-    def restore(self, number: int, state: bytes) -> None:
-        self._source.restore(number, state)
-
-    def pid(self) -> int:
-        return os.getpid()
+    def deliver(self, buffer: Any, num_groups: int) -> None:
+        """Deliver a batch to the Buffer, whose handle is ``buffer``, unless it has ``num_groups`` groups in stock."""
+        if self._buffer is None:
+            self._buffer = BufferClient(buffer, timeout_s=self._args.buffer_timeout_s, caller="data source")
+        request = self._buffer.call(BufferState.get_delivery_request, num_groups)
+        if request is not None:
+            self._buffer.call(BufferState.deliver, self._source.take(request))
 
 
 def start_data_source(args: Args, log_dir: str) -> Any:
     """Start the data source's process, on this node while it is there: that has the files of a run that is started
-    here. Returns its handle; the user's class is constructed once ``setup`` has answered."""
+    here. Returns its handle; the user's class is constructed once ``ready`` has answered."""
     here = near(ray.get_runtime_context().get_node_id())
     remote = cast("Any", ray.remote)(num_cpus=0, max_restarts=args.role_max_restarts, **here)
     return remote(DataSourceActor).remote(dump_args(args), f"{log_dir}/data_source.log")
@@ -77,54 +79,3 @@ def source_answers(args: Args) -> Answers:
         flag="--data-source-timeout-s",
         death_hint="logs/data_source.log has what it printed; --role-max-restarts says how often it is replaced",
     )
-
-
-class SourceClient:
-    """Asks the actor of a user's data source for batches; a ``BatchSource`` of ``buffer_rl.buffer.rollout_client``.
-
-    Raises DeadlineError after ``--data-source-timeout-s``, WorkerError if its process died for good, and what the
-    source raised.
-    """
-
-    def __init__(self, actor: Any, args: Args, buffer: BufferClient) -> None:
-        self._actor = actor
-        self._answers = source_answers(args)
-        self._buffer = buffer
-
-    async def atake(self, request: DeliveryRequest) -> Delivery | None:
-        """The batch that ``request`` names. None if the caller must ask the Buffer again: because it has the batch
-        already, or because the source was restored to the Buffer's state first."""
-        try:
-            return await self._answers.acall(self._actor, DataSourceActor.take, request)
-        except StateNeeded:
-            saved = await self._buffer.acall(BufferState.get_source_state)
-            await self._answers.acall(self._actor, DataSourceActor.restore, *saved)
-            return None
-
-
-class SourceWatch:
-    """A watcher of the driver: calls ``notice`` with a line when the process was replaced. Only its last looks wait."""
-
-    def __init__(self, actor: Any, args: Args, notice: Callable[[str], None]) -> None:
-        self._actor = actor
-        self._notice = notice
-        self._question: Any = None
-        self._pid: int = source_answers(args).call(actor, DataSourceActor.pid)
-
-    def close(self) -> None:
-        """The last looks, which wait: a process that was replaced just before the run ended is reported, too."""
-        for _ in range(2):  # the first may find a question that its process did not live to answer
-            self(PATIENCE_S)
-
-    def __call__(self, timeout_s: float = 0.0) -> None:
-        """One look."""
-        if self._question is None:
-            self._question = self._actor.pid.remote()
-        if not ray.wait([self._question], timeout=timeout_s)[0]:  # it works for the user's code
-            return
-        question, self._question = self._question, None
-        with suppress(ray.exceptions.RayError):  # it died; its callers wait for the next one, or end the run
-            pid = ray.get(question, timeout=PATIENCE_S)  # it is there
-            if pid != self._pid:
-                self._notice(f"the data source's process died and was replaced (process {pid})")
-            self._pid = pid

@@ -353,6 +353,7 @@ class _Run:
                 where=self.buffer.ticket.task,
                 expected=f"at most {limit} drops (--dynamic-sampling-max-drops for each wanted group)",
                 hint=_HINTS.get(self.stats.drops.most_common(1)[0][0], _HINT),
+                see="docs/troubleshooting.md#all-groups-are-dropped",
             )
 
     def _remember_dropped(self, group: SampleGroup) -> None:

@@ -180,7 +180,8 @@ class FailurePolicy:
             if self._quarantined and self._context.run_dir is not None:
                 hint += "; quarantine.jsonl has the groups"
             text = f"{what} The first failure ({first.reward or first.reason}):\n{error}"
-            ending = RolloutError(text, where=self._buffer.ticket.task, hint=hint)
+            see = "docs/troubleshooting.md#groups-are-put-into-quarantine"
+            ending = RolloutError(text, where=self._buffer.ticket.task, hint=hint, see=see)
         ending.__cause__ = error
         return ending  # type: ignore[no-any-return]
 

@@ -36,7 +36,7 @@ class RolloutOptions(Section):
     )
     partial_rollout: bool = option(False, "requeued groups keep their partial responses and continue later")
     mask_offpolicy_in_partial_rollout: bool = option(
-        False, "with --partial-rollout: a loss mask of 0 for tokens of older weights"
+        False, "with --partial-rollout: a loss mask of 0 for tokens of older weights", needs="partial_rollout"
     )
     n_samples_per_prompt: int = option(8, "number of samples per prompt", ge=1, common=True)
     rollout_temperature: float = option(1.0, "sampling temperature; 0 is greedy", ge=0, common=True)
@@ -59,6 +59,7 @@ class RolloutOptions(Section):
         False,
         "allow --replay-routed-experts with publications that retract requests: experts of tokens that were sampled "
         "before one are those that the newest weights chose for them (rollout/experts_recomputed)",
+        needs="replay_routed_experts",
     )
     rollout_max_prompt_len: int | None = option(
         None, "maximum number of prompt tokens; longer prompts are rejected (prompt_too_long) and replaced", ge=1
@@ -119,13 +120,19 @@ class RolloutOptions(Section):
     @staticmethod
     def check(args: Args) -> None:
         size, in_flight = args.rollout_batch_size, args.over_sampling_batch_size
-        where = "--over-sampling-batch-size and --rollout-batch-size"
-        what = f"{in_flight} groups in flight cannot give {size} a step"
-        refuse(in_flight is not None and in_flight < size, what, where, expected=f"at least {size}")
-        _check_partial_rollout(args)
-        wrong = [token for token in args.rollout_stop_token_ids if token < 0]
-        refuse(str(wrong[0]) if wrong else "", "{} is no token id", "--rollout-stop-token-ids", expected="0 or more")
-        _check_top_k(args)
+        what = f"--over-sampling-batch-size: {in_flight} groups in flight cannot give {size} a step"
+        refuse(in_flight is not None and in_flight < size, what, expected=f"at least {size}")
+        unmasked = args.partial_rollout and not args.mask_offpolicy_in_partial_rollout
+        what = f"--partial-rollout: --schedule {args.schedule} does not train on tokens of older weights"
+        hint = "add --mask-offpolicy-in-partial-rollout: older tokens are then context, with a loss mask of 0"
+        refuse(unmasked and Schedule.of(args).max_staleness == 0, what, hint)
+        wrong = next((f"{token}" for token in args.rollout_stop_token_ids if token < 0), "")
+        refuse(wrong, "--rollout-stop-token-ids: {} is no token id", expected="0 or more")
+        # Engines refuse it at the first request: SGLang also a top-k of 0, which other libraries read as "all".
+        found = {"--rollout-top-k": args.rollout_top_k, "--eval-top-k": args.eval_top_k}
+        found |= {f"--eval-config {args.eval_config}, the set {s.name!r}": s.top_k for s in eval_sets_of(args)}
+        zero = first({where: top_k == 0 for where, top_k in found.items()})
+        refuse(zero, "{}: top_k is 0", "write -1", "-1 for all tokens, or at least 1")
         _check_replay(args)
 
     @staticmethod
@@ -154,27 +161,6 @@ class RolloutOptions(Section):
             )
 
 
-def _check_partial_rollout(args: Args) -> None:
-    what = "there are no older tokens to mask: without --partial-rollout, a response is generated in one rollout"
-    needs(args, "partial_rollout", what, "mask_offpolicy_in_partial_rollout")
-    unmasked = args.partial_rollout and not args.mask_offpolicy_in_partial_rollout
-    what = (
-        f"a continued response has tokens of older weights, and --schedule {args.schedule} trains on tokens of "
-        "exactly the weights that it updates"
-    )
-    hint = "add --mask-offpolicy-in-partial-rollout: older tokens are then context, with a loss mask of 0"
-    exact = unmasked and Schedule.of(args).max_staleness == 0
-    refuse(exact, what, "--partial-rollout", hint=hint)
-
-
-def _check_top_k(args: Args) -> None:
-    """What an engine refuses at the first request: SGLang also a top-k of 0, which other libraries read as "all"."""
-    found = {"--rollout-top-k": args.rollout_top_k, "--eval-top-k": args.eval_top_k}
-    found |= {f"--eval-config {args.eval_config}, the set {s.name!r}": s.top_k for s in eval_sets_of(args)}
-    zero = first({where: top_k == 0 for where, top_k in found.items()})
-    refuse(zero, "top_k is 0", "{}", expected="-1 for all tokens, or at least 1", hint="write -1")
-
-
 _TRUNCATING = ("rollout_top_p", "rollout_top_k", "rollout_min_p")
 
 
@@ -185,23 +171,17 @@ def _truncating(args: Args) -> list[tuple[str, float]]:
 
 
 def _check_replay(args: Args) -> None:
+    uncut, what = args.replay_kept_tokens and not _truncating(args), "no tokens are cut off when samples are drawn"
     expected = "--rollout-top-p, --rollout-top-k or --rollout-min-p, and a temperature above 0"
-    uncut = args.replay_kept_tokens and not _truncating(args)
-    what = "no tokens are cut off when training samples are drawn"
-    refuse(uncut, what, "--replay-kept-tokens", expected, "take it out")
-    needs(args, "replay_routed_experts", "no experts are replayed", "replay_recomputed_experts")
-    if not args.replay_routed_experts:
-        return
-    what, where = "no engine computes the tokens of supervised fine-tuning", "--replay-routed-experts"
-    refuse(is_supervised(args), what, where, hint="take it out")
+    refuse(uncut, f"--replay-kept-tokens: {what}", "take it out", expected)
+    what = "--replay-routed-experts: no engine computes the tokens of supervised fine-tuning"
+    refuse(args.replay_routed_experts and is_supervised(args), what)
     schedule = Schedule.of(args)
-    refuse(
-        schedule.mixes_versions and not schedule.drains and not args.replay_recomputed_experts,
-        "a publication retracts running requests, and their tokens go through the new weights again: the experts "
-        "that come with the answer are not those of the weights that sampled the tokens before it",
-        f"{where} and --schedule {args.schedule}",
-        hint="add --publication drain, or --replay-recomputed-experts to replay these all the same",
-    )
+    replays = args.replay_routed_experts and schedule.mixes_versions and not schedule.drains
+    what = "a publication retracts requests, and the new weights choose other experts for the tokens before it"
+    hint = "add --publication drain, or --replay-recomputed-experts to replay these all the same"
+    where = f"--replay-routed-experts and --schedule {args.schedule}"
+    refuse(replays and not args.replay_recomputed_experts, f"{where}: {what}", hint)
 
 
 def _is_alone_in_its_group(args: Args) -> bool:
@@ -299,15 +279,13 @@ class RewardOptions(Section):
             _check_scores(args)
         reward_bounds(args)
         shaping = ("overlong_buffer_len", "length_penalty", "reward_clip", "reward_scale")
-        unread = is_supervised(args) and given(args, *shaping)
-        refuse(unread, "the supervised loss reads no rewards", "{}", hint="take it out")
+        refuse(is_supervised(args) and given(args, *shaping), "{}: the supervised loss reads no rewards")
         length, most = args.overlong_buffer_len, args.rollout_max_response_len
-        what, expected = f"a buffer of {length} of at most {most} tokens", "at most --rollout-max-response-len"
-        refuse(length > most, what, "--overlong-buffer-len", expected)
+        what = f"--overlong-buffer-len: a buffer of {length} of at most {most} tokens"
+        refuse(length > most, what, expected="at most --rollout-max-response-len")
         path = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
-        expected = "rewards that the framework normalises"
         replaced = path and given(args, *shaping, "disable_rewards_normalization")
-        refuse(replaced, f"{path} makes the rewards to train on", "{}", expected)
+        refuse(replaced, f"{{}}: {path} makes the rewards to train on")
 
 
 def _check_scores(args: Args) -> None:
@@ -316,19 +294,13 @@ def _check_scores(args: Args) -> None:
     needs(args, "rm_model", "there is no reward model", "num_reward_workers")
     for server in args.rm_servers:
         name, _, url = server.partition("=")
-        bad = not name or not url.startswith(("http://", "https://"))
-        what = f"{mask_url(server)!r} is no server with a name"
-        refuse(bad, what, "--rm-servers", expected="NAME=http://HOST:PORT/PATH")
+        what = f"--rm-servers: {mask_url(server)!r} is no server with a name"
+        refuse(not name or not url.startswith(("http://", "https://")), what, expected="NAME=http://HOST:PORT/PATH")
     scores = given(args, "rm_type", "row_rm_types", "custom_rm_path", "custom_group_rm_path", "rm_model")
     others = not is_built_in_rollout(args) or generate_path(args) is not None or is_supervised(args)
     distils = args.use_opd and all(s.rm_type for s in eval_sets_of(args))
     hint = "add --custom-rm-path module:fn (your function), --rm-type NAME (a registered one) or --rm-model PATH"
-    refuse(
-        not scores and not others and not distils,
-        "nothing scores the samples",
-        "--rm-type and --custom-rm-path",
-        hint=hint,
-    )
+    refuse(not (scores or others or distils), "--rm-type and --custom-rm-path: nothing scores the samples", hint)
 
 
 class EvalOptions(Section):
@@ -364,12 +336,11 @@ class EvalOptions(Section):
     @staticmethod
     def check(args: Args) -> None:
         sets = eval_sets_of(args)
-        what, hint = "--eval-interval has nothing to evaluate", "add --eval-prompt-data NAME=PATH"
-        refuse(args.eval_interval is not None and not sets, what, "--eval-prompt-data", hint=hint)
+        what, hint = "--eval-prompt-data: --eval-interval has nothing to evaluate", "add --eval-prompt-data NAME=PATH"
+        refuse(args.eval_interval is not None and not sets, what, hint)
         named = next((s.name for s in sets if s.rm_type), "")
-        found, where = named and given(args, "custom_rm_path", "custom_group_rm_path"), "--eval-config and {}"
-        what = f"the evaluation set {named!r} names an rm_type, but {{}} scores every sample"
-        refuse(found, what, where, hint="take one of them out")
+        what = f"--eval-config and {{}}: the set {named!r} names an rm_type, but {{}} scores every sample"
+        refuse(named and given(args, "custom_rm_path", "custom_group_rm_path"), what)
 
 
 PLAY = "buffer_rl.agents.play:play"

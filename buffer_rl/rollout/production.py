@@ -111,6 +111,7 @@ async def within_deadline(work: Coroutine[Any, Any, T], args: Args, buffer: Roll
             where=ticket.task,
             hint="raise --rollout-timeout-s, or look at the engines and the rewards: perf/generate_time "
             f"{stats.generating.seconds:.1f} s, perf/reward_time {stats.scoring.seconds:.1f} s",
+            see="docs/troubleshooting.md#the-run-hangs",
         ) from error
 
 

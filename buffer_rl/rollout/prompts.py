@@ -179,6 +179,7 @@ class PromptEncoder:
                 f"{asked}, but the tokenizer has no chat template",
                 where=where,
                 expected="a tokenizer with a chat template, or prompts that are plain text",
+                see="docs/troubleshooting.md#tokenizer-and-chat-template-do-not-fit",
             )
 
 

@@ -11,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
-from buffer_rl.kinds.marks import is_for_rows
+from buffer_rl.kinds.marks import is_at_once, is_for_rows
 from buffer_rl.kinds.reward import check_reward, reward_weights, weighted_reward
 from buffer_rl.kinds.rollout import check_statuses
 from buffer_rl.options.section import dump_args
 from buffer_rl.options.user_args import user_args
-from buffer_rl.plugin.calls import error_text
+from buffer_rl.plugin.calls import contained, error_text
 from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
@@ -72,8 +72,9 @@ class Scorer:
     ``rewards``, if ``--row-rm-types`` lists them or the evaluation set's own configuration chose it. Else it is
     ``--rm-model`` or ``--rm-type``. Synchronous functions run in processes that are killed at ``--rm-timeout-s``: their
     return value and what they changed of ``sample.metadata`` come back, as JSON. Asynchronous ones run on the event
-    loop under the same deadline. A sample that already has a reward keeps it, after the same check. One whose rewards
-    all abstain has none, and is masked. With ``--use-opd`` one that nothing scores has the reward 0.
+    loop under the same deadline, and those marked with ``at_once`` there without one. A sample that already has a
+    reward keeps it, after the same check. One whose rewards all abstain has none, and is masked. With ``--use-opd`` one
+    that nothing scores has the reward 0.
     """
 
     def __init__(self, args: Args, registry: PluginRegistry, model: RewardModelClient | None = None) -> None:
@@ -236,6 +237,8 @@ class Scorer:
             call = target.resolve(self._registry)
             self._functions[target] = _Function(call, is_async(call))
         function = self._functions[target]
+        if is_at_once(function.call) and not function.is_async:
+            return [self._called(function.call, sample) for sample in samples]
         if not function.is_async:
             outcomes = await self.pool.score(target, samples)
             for item, outcome in zip(samples, outcomes, strict=True):
@@ -265,6 +268,13 @@ class Scorer:
                         file=sys.stderr,
                         flush=True,
                     )
+
+    def _called(self, call: Callable[..., Any], sample: Sample | SampleGroup) -> Outcome:
+        try:
+            with contained():
+                return Outcome(value=call(user_args(self._args), sample))
+        except Exception as error:  # fault boundary: user code
+            return Outcome(kind=kind_of(error), text=error_text(error))
 
     async def _run_async(self, call: Callable[..., Any], sample: Sample | SampleGroup) -> Outcome:
         timeout_s = self._args.rm_timeout_s

@@ -29,6 +29,7 @@ from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.protocol import Adapter
 from buffer_rl.errors import WorkerError
+from buffer_rl.observe.memory import PeakMemory, peak_metrics
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.run_folder import sample_record
 from buffer_rl.options.section import load_args
@@ -38,7 +39,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Ticket
 from buffer_rl.rollout.context import RolloutContext, RunStart
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.rollout.data_source import SourceClient
+from buffer_rl.rollout.data_source import DataSourceActor, source_answers
 from buffer_rl.rollout.stats import known_reward
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import render, run_user_rollout
@@ -139,7 +140,10 @@ class RolloutWorker(Member):
             storage=storage,
             min_bytes=self._args.data_storage_min_bytes,
         )
-        self._source = None if source is None else SourceClient(source, self._args, self._client)
+        self._deliver = None
+        if source is not None:
+            answers = source_answers(self._args)
+            self._deliver = lambda number: answers.acall(source, DataSourceActor.deliver, buffer, number)
         self._reward_model = reward_model
         self._number = number
         self._start = start
@@ -154,6 +158,7 @@ class RolloutWorker(Member):
         self._opened: RolloutContext | None = None
         self._guard: LoopGuard | None = None
         self._one_rollout = asyncio.Lock()
+        self._peak = PeakMemory()
         self._logging = asyncio.Lock()
 
     async def ready(self) -> None:
@@ -211,7 +216,7 @@ class RolloutWorker(Member):
             ticket,
             self._converter,
             choose,
-            self._source,
+            self._deliver,
             where=where,
             on_lease=on_lease,
             reward_of=partial(known_reward, self._args),
@@ -228,8 +233,9 @@ class RolloutWorker(Member):
             logged = self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
             metrics = await self._guard.guarded(logged)
         shown = self._shown(ticket, buffer)
+        peak = {} if ticket.evaluation else peak_metrics("rollout", [self._peak.take()])
         gc.collect()
-        return _named(metrics), shown
+        return _named(metrics) | peak, shown
 
     def _context(self) -> RolloutContext:
         """The context, made on first use because it belongs to the event loop that runs the rollouts."""

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,27 @@ import numpy as np
 from buffer_rl.buffer.columns import RowSizes, concat_columns, sample_sizes
 from buffer_rl.errors import BufferRLError
 from buffer_rl.records.groups import SAMPLE_SIZES, Column, GroupUid, RowId, TrainBatch
+
+REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "form": "return TokenLoss(values) with a number for each token or row; an estimator sets the column "
+        "advantages, numbers [response_length] for each row",
+        "finite": "guard divisions and logarithms: rewards may be equal, rows without tokens or masked entirely",
+        "order": "take group and sample of a row from row_ids, not from its place",
+        "micro-batches": "return numbers that are not divided, for the step's total divides them; a loss that compares "
+        "the rows of a prompt declares @loss_unit('group')",
+        "ranks": "as for micro-batches: use no mean over the rows that are there",
+        "padding": "let torch.where(loss_mask != 0, ...) choose; a product with the mask keeps NaN",
+        "masked": "let torch.where(loss_mask != 0, ...) choose; a product with the mask keeps NaN",
+        "fan-out": "use no mean over a row, or declare @loss_unit('row')",
+        "unit": "declare what the loss sees together: @loss_unit('row') or @loss_unit('group')",
+        "gradient": "detach what is a weight or a metric, and nothing that is to be trained",
+        "deterministic": "draw no random numbers, and keep nothing between calls",
+        "columns": "work on copies, and set advantages and returns alone",
+        "scope": "declare what the estimator reads together: @scoped('group') or @scoped('rollout')",
+    }
+)
+"""What to do about a property that fails; ``needs`` says it itself."""
 
 
 class Result(StrEnum):
@@ -35,7 +57,9 @@ class Finding:
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.result:<7} {self.property}{': ' if self.text else ''}{self.text}"
+        line = f"{self.result:<7} {self.property}{': ' if self.text else ''}{self.text}"
+        remedy = REMEDIES.get(self.property) if self.result is Result.FAIL else None
+        return line + (f"\n          to do: {remedy}" if remedy else "")
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:

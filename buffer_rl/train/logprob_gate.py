@@ -220,6 +220,7 @@ def _too_far(args: Args, gap: LogProbGap, rows: Sequence[_Row], where: str) -> T
         where=where,
         expected=f"at most --max-logprob-diff {args.max_logprob_diff:g} on average",
         hint=f"likely causes, the most likely first:{listed}\n  '--max-logprob-diff none' trains all the same",
+        see="docs/troubleshooting.md#engine-and-trainer-disagree",
     )
 
 

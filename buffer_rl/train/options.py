@@ -31,6 +31,7 @@ STREAM = "--stream-gradients"
 TESTED_TRANSFORMERS = (5, 23)
 """Their shards, and the plans by which they are made, are of this version."""
 OWN_MODEL = ("custom_model_provider_path", "model_converter_path")
+REWARDS_TO_TRAIN_ON = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
 
 
 class TrainOptions(Section):
@@ -50,7 +51,10 @@ class TrainOptions(Section):
     )
     ref_load: str | None = option(None, "reference model; if not set: --hf-checkpoint", metavar="PATH")
     opd_teacher_load: str | None = option(
-        None, "teacher model of --use-opd, with the same vocabulary: a Hugging Face folder", metavar="PATH"
+        None,
+        "teacher model of --use-opd, with the same vocabulary: a Hugging Face folder",
+        metavar="PATH",
+        needs="use_opd",
     )
     ref_update_interval: int | None = option(
         None, "copy the actor's weights to the reference model every N rollouts; if not set: never", ge=1
@@ -155,101 +159,73 @@ class TrainOptions(Section):
     @staticmethod
     def check(args: Args) -> None:
         steps, groups = args.num_steps_per_rollout, args.rollout_batch_size
-        what, where = f"{steps} optimizer steps on {groups} groups", "--num-steps-per-rollout and --rollout-batch-size"
-        refuse(steps > groups, what, where, expected="at least one group for each step")
-        _check_distillation(args)
+        what = f"--num-steps-per-rollout and --rollout-batch-size: {steps} optimizer steps on {groups} groups"
+        refuse(steps > groups, what, expected="at least one group for each step")
+        loss = loss_of(args)
+        unread = args.use_opd and loss in ("sft_loss", "dpo")
+        refuse(unread, f"--use-opd: {loss} reads no advantages, which the teacher is a part of")
+        scoring = ("opd_teacher_load", "custom_rm_path", "custom_group_rm_path", *REWARDS_TO_TRAIN_ON)
+        own = given(args, *scoring) or generate_path(args) or not is_built_in_rollout(args) or train_only(args)
+        hint = "add --opd-teacher-load PATH, or a function of your own that sets teacher_log_probs of each sample"
+        refuse(args.use_opd and not own, "--use-opd: there is no teacher", hint)
         check_role_options(args)
         if not rollout_only(args):
             check_model_options(args)
 
 
-def _check_distillation(args: Args) -> None:
-    """For a teacher that nothing reads, or none."""
-    needs(args, "use_opd", "nothing is distilled", "opd_teacher_load", "opd_kl_coef")
-    if not args.use_opd:
-        return
-    loss = loss_of(args)
-    what, hint = f"{loss} reads no advantages, which the teacher is a part of", "take it out, or take another loss"
-    refuse(loss in ("sft_loss", "dpo"), what, "--use-opd", hint=hint)
-    replaced = given(
-        args,
-        "opd_teacher_load",
-        "custom_rm_path",
-        "custom_group_rm_path",
-        "custom_reward_post_process_path",
-        "custom_convert_samples_to_train_data_path",
-    )
-    absent = not replaced and not generate_path(args) and is_built_in_rollout(args) and not train_only(args)
-    hint = "add --opd-teacher-load PATH, or a function of your own that sets teacher_log_probs of each sample"
-    refuse(absent, "there is no teacher", "--use-opd", hint=hint)
-
-
 def check_role_options(args: Args) -> None:
     """Raises ConfigError for roles without work, and for gradients that cannot be streamed, as far as options tell."""
-    hints = {"ref": "add --use-kl-loss", "teacher": "add --use-opd --opd-teacher-load PATH"}
-    for model, name in {"ref": "reference", "teacher": "teacher's"}.items():
-        unused = worker_counts(args)[model] and model not in frozen_models(args)
-        what = f"no {name} log-probabilities are needed"
-        refuse(unused, what, f"--num-{model}-workers", hint=f"{hints[model]}, or take it out")
-    unread, where = args.num_advantage_workers and is_supervised(args), "--num-advantage-workers"
-    refuse(unread, "the supervised loss has no advantages", where, hint="take it out")
+    unused = [model for model in ("ref", "teacher") if worker_counts(args)[model] and model not in frozen_models(args)]
+    refuse("ref" in unused, "--num-ref-workers: no reference log-probabilities are needed", "add --use-kl-loss")
+    hint = "add --use-opd --opd-teacher-load PATH, or take it out"
+    refuse("teacher" in unused, "--num-teacher-workers: no teacher's log-probabilities are needed", hint)
+    unread = args.num_advantage_workers and is_supervised(args)
+    refuse(unread, "--num-advantage-workers: the supervised loss has no advantages")
     fixed = args.ref_update_interval is not None and not uses_reference(args) and not rollout_only(args)
-    refuse(fixed, "there is no reference model", "--ref-update-interval", hint="add --use-kl-loss")
+    refuse(fixed, "--ref-update-interval: there is no reference model", "add --use-kl-loss")
     if args.stream_gradients:
         _check_streaming(args)
 
 
 def _check_streaming(args: Args) -> None:
-    what = "the critic computes the advantages that it streams gradients of"
-    where = f"{STREAM} and --num-advantage-workers"
-    refuse(args.num_advantage_workers and uses_critic(args), what, where, hint="take one of them out")
+    critic = uses_critic(args)
+    what = f"{STREAM} and --num-advantage-workers: the critic computes the advantages that it streams gradients of"
+    refuse(critic and args.num_advantage_workers, what)
     for name, model in (("kl_coef", "ref"), ("use_opd", "teacher")):
-        late = uses_critic(args) and model in frozen_models_of_trainer(args) and given(args, name)
-        what = (
-            f"the critic needs log-probabilities of the model {model!r} for each group, which the policy's trainer "
-            "computes too late"
-        )
-        refuse(late, what, f"{STREAM} and {{}}", hint=f"add --num-{model}-workers 1")
-    what, hint = f"--schedule {args.schedule} starts training after the last group", "add --schedule pipelined"
-    refuse(not Schedule.of(args).streams, what, STREAM, hint=hint)
+        late = critic and model in frozen_models_of_trainer(args) and given(args, name)
+        what = f"the critic needs log-probabilities of the model {model!r} before the policy's trainer computes them"
+        refuse(late, f"{STREAM} and {{}}: {what}", f"add --num-{model}-workers 1")
+    what = f"{STREAM}: --schedule {args.schedule} starts training after the last group"
+    refuse(not Schedule.of(args).streams, what, "add --schedule pipelined")
     n = optimizer_steps(args)
     several = "--num-steps-per-rollout" if args.num_steps_per_rollout > 1 else "--num-passes-per-rollout"
-    what = f"{n} optimizer steps a rollout: the first could start only at the end, with the groups that belong to it"
-    refuse(n > 1, what, f"{STREAM} and {several}", expected=f"{several} 1")
+    what = f"{STREAM} and {several}: {n} optimizer steps a rollout, of which the first could start only at the end"
+    refuse(n > 1, what, expected=f"{several} 1")
     for name, seeing in whole_rollout_functions(args).items():
         what = f"{seeing} sees the whole rollout, so no group is finished before all are"
-        where = f"{STREAM} and {flag_of(name)}"
-        refuse(name, what, where, hint="take one of them out")
+        refuse(name, f"{STREAM} and {flag_of(name)}: {what}")
 
 
 def check_model_options(args: Args) -> None:
     """Raises ConfigError for what a model that is split over ranks, or is the user's own, does not go with, and for
     what the torch trainer cannot do."""
-    if args.train_backend == "torch":
-        selective, what = args.recompute_granularity == "selective", "the torch trainer recomputes whole layers"
-        refuse(selective, what, "--recompute-granularity", expected="full")
-        own, what = args.bf16 and given(args, *OWN_MODEL), "a model of {} is trained in its own number format, float32"
-        refuse(own, what, "--bf16", hint="take it out, or {}")
-    if args.fsdp_size != 1:
-        _check_sharding(args)
-
-
-def _check_sharding(args: Args) -> None:
-    ranks, where = args.num_train_ranks, "--fsdp-size"
-    size = ranks if args.fsdp_size == -1 else args.fsdp_size
-    expected = "a divisor of the number of ranks, or -1 for all of them"
-    what = f"{ranks} ranks cannot be split into copies of {size}"
-    refuse(not size or ranks % size, what, "--fsdp-size and --num-train-ranks", expected)
-    other = given(args, *OWN_MODEL) or ("a critic" if uses_critic(args) else "")
-    hint = "take it out, or --fsdp-size: each rank then has the whole model"
-    refuse(other, "a model that is split over ranks does not go with {}", where, hint=hint)
+    torch, own, hint = args.train_backend == "torch", given(args, *OWN_MODEL), "take it out, or {}"
+    selective = torch and args.recompute_granularity == "selective"
+    refuse(selective, "--recompute-granularity: the torch trainer recomputes whole layers", expected="full")
+    refuse(torch and args.bf16 and own, "--bf16: a model of {} is trained in its own number format, float32", hint)
+    if args.fsdp_size == 1:
+        return
+    ranks, size = args.num_train_ranks, args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
+    what = f"--fsdp-size and --num-train-ranks: {ranks} ranks cannot be split into copies of {size}"
+    refuse(not size or ranks % size, what, expected="a divisor of the number of ranks, or -1 for all of them")
+    what, hint = "a model that is split over ranks does not go with {}", "take it out, or --fsdp-size"
+    refuse(own or (uses_critic(args) and "a critic"), f"--fsdp-size: {what}", hint)
     absent = size > 1 and importlib.util.find_spec("accelerate") is None
     what = "transformers reads a part of a model with accelerate, which is not installed"
-    refuse(absent, what, where, hint="pip install 'buffer-rl[scale]'")
-    version = importlib.metadata.version("transformers")
-    expected = f"{'.'.join(map(str, TESTED_TRANSFORMERS))} or later"
+    refuse(absent, f"--fsdp-size: {what}", "pip install 'buffer-rl[scale]'")
+    version, oldest = importlib.metadata.version("transformers"), ".".join(map(str, TESTED_TRANSFORMERS))
     is_old = tuple(map(int, version.split(".")[:2])) < TESTED_TRANSFORMERS
-    refuse(is_old, f"transformers {version} is older than what models were split with", where, expected)
+    refuse(is_old, f"--fsdp-size: transformers {version} cannot split models", expected=f"{oldest} or later")
 
 
 class OptimizerOptions(Section):
@@ -281,17 +257,12 @@ class OptimizerOptions(Section):
 
 
 def _check_decay(args: Args, lr: float, warmup: int, whose: str = "") -> None:
-    """The critic's learning rate has the policy's end, and its own peak and warm-up. whose: "critic", or empty."""
-    if args.lr_decay_style == "constant":
-        return
-    prefix, owner = (f"--{whose}-", f"the {whose}'s") if whose else ("--", "the")
-    what = f"{owner} learning rate would rise from {lr:g} to {args.min_lr:g}"
-    refuse(args.min_lr > lr, what, f"{prefix}lr and --min-lr")
-    end = args.lr_decay_iters
-    where = f"--lr-decay-iters and {prefix}lr-warmup-iters"
-    hint = "--lr-decay-iters counts the warm-up too"
-    what = f"the decay ends at step {end}, {owner} warm-up at step {warmup}"
-    refuse(end is not None and end <= warmup, what, where, hint=hint)
+    """The critic's learning rate has the policy's end, and its own peak and warm-up. whose: "critic-", or empty."""
+    decays, end = args.lr_decay_style != "constant", args.lr_decay_iters
+    what = f"--{whose}lr and --min-lr: the learning rate would rise from {lr:g} to {args.min_lr:g}"
+    refuse(decays and args.min_lr > lr, what, expected="a lower --min-lr")
+    what = f"--lr-decay-iters and --{whose}lr-warmup-iters: the decay ends at step {end}, the warm-up at step {warmup}"
+    refuse(decays and end is not None and end <= warmup, what, "--lr-decay-iters counts the warm-up too")
 
 
 class LoraOptions(Section):
@@ -317,15 +288,22 @@ class LoraOptions(Section):
     def check(args: Args) -> None:
         if rollout_only(args):
             return
-        what = "two passes over the same tokens would have other probabilities, so that no ratio begins at 1"
-        refuse(args.lora_dropout, what, f"--lora-dropout {args.lora_dropout:g}", hint="take it out")
-        if args.lora_publish == "adapter":
-            _check_adapter_publication(args)
+        refuse(args.lora_dropout, "--lora-dropout: two passes would differ, so that no ratio begins at 1")
+        adapter, mode, where = args.lora_publish == "adapter", args.weight_sync_mode, "--lora-publish adapter"
+        whole = adapter and not args.lora_rank
+        refuse(whole, f"{where}: all weights would be trained, and no adapter", "add --lora-rank")
+        refused = {
+            "engines read adapters from a folder": mode != "disk" and f"--weight-sync-mode {mode}",
+            "an engine's base goes with its memory": given(args, "offload_rollout"),
+            "the base is not sent": given(args, "check_weight_update_equal"),
+        }
+        for why, found in refused.items():
+            refuse(adapter and found, f"{where}: {why}: it does not go with {{}}", f"take {{}} out, or {where}")
         needs(args, "lora_rank", "all weights would be trained", "lora_adapter_path")
         own = args.lora_rank and given(args, *OWN_MODEL)
-        refuse(own, "adapters do not go with {}", "--lora-rank", hint="take it out, or {}")
-        absent, hint = args.lora_rank and importlib.util.find_spec("peft") is None, "pip install 'buffer-rl[scale]'"
-        refuse(absent, "adapters are made by peft, which is not installed", "--lora-rank", hint=hint)
+        refuse(own, "--lora-rank: adapters do not go with {}", "take it out, or {}")
+        absent, what = importlib.util.find_spec("peft") is None, "adapters are made by peft, which is not installed"
+        refuse(args.lora_rank and absent, f"--lora-rank: {what}", "pip install 'buffer-rl[scale]'")
 
     @staticmethod
     def notices(args: Args) -> Iterator[str]:
@@ -334,19 +312,6 @@ class LoraOptions(Section):
                 f"--lr {args.lr:g} is one of full training: adapters learn with 5 to 20 times as much, "
                 f"{5 * FULL_TRAINING_LR:g} or more"
             )
-
-
-def _check_adapter_publication(args: Args) -> None:
-    """What engines that keep their base, and read adapters from a folder, do not go with."""
-    where, mode = "--lora-publish adapter", f"--weight-sync-mode {args.weight_sync_mode}"
-    refuse(not args.lora_rank, "all weights would be trained, and no adapter", where, hint="add --lora-rank")
-    refused = {
-        "engines read adapters from a folder": mode if args.weight_sync_mode != "disk" else "",
-        "an engine's base goes with its memory": given(args, "offload_rollout"),
-        "the base is not sent": given(args, "check_weight_update_equal"),
-    }
-    for why, found in refused.items():
-        refuse(found, f"{why}: it does not go with {{}}", where, hint=f"take {{}} out, or {where}")
 
 
 class CriticOptions(Section):
@@ -372,17 +337,15 @@ class CriticOptions(Section):
 
     @staticmethod
     def check(args: Args) -> None:
-        """For options of a critic that is not there, and for a critic whose values nothing reads: either would change
-        nothing."""
-        if uses_critic(args):
-            flag, name = estimator_of(args)
-            expected = "--advantage-estimator ppo, or a function of your own that reads the column 'values'"
-            what, unread = f"the advantage {name!r} reads no values", name in ALGORITHMS and name not in ("gae", "ppo")
-            refuse(unread, what, f"--use-critic and {flag}", expected)
-            _check_decay(
-                args, args.lr if args.critic_lr is None else args.critic_lr, args.critic_lr_warmup_iters, "critic"
-            )
+        """For options of a critic that is not there, and for a critic whose values nothing reads."""
+        if not uses_critic(args):
+            found = given(args, *CriticOptions.model_fields)
+            refuse(is_supervised(args) and found, "{}: the supervised loss has no critic")
+            refuse(found, "{}: there is no critic", "add --advantage-estimator ppo, or --use-critic")
             return
-        found = given(args, *CriticOptions.model_fields)
-        refuse(is_supervised(args) and found, "the supervised loss has no critic", "{}", hint="take it out")
-        refuse(found, "there is no critic", "{}", hint="add --advantage-estimator ppo, or --use-critic")
+        flag, name = estimator_of(args)
+        hint = "--advantage-estimator ppo, or a function of your own that reads the column 'values'"
+        unread = name in ALGORITHMS and name not in ("gae", "ppo")
+        refuse(unread, f"--use-critic and {flag}: the advantage {name!r} reads no values", hint)
+        lr = args.lr if args.critic_lr is None else args.critic_lr
+        _check_decay(args, lr, args.critic_lr_warmup_iters, "critic-")

@@ -38,6 +38,7 @@ from buffer_rl.kinds.trainer import (
     Trainer,
     TrainsAdapters,
 )
+from buffer_rl.observe.memory import PeakMemory, peak_metrics
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import load_args
@@ -73,9 +74,11 @@ if TYPE_CHECKING:
 
 
 def named_metrics(role: str, answers: list[StepReport]) -> dict[str, float]:
-    """The metrics of an optimizer step, of all ranks, named after the role, and those of speed, if it is known."""
-    speed = speed_metrics([answer.work for answer in answers if answer.work is not None])
-    return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()} | speed
+    """The metrics of an optimizer step, of all ranks, named after the role, and those of speed and memory, if they are
+    known."""
+    costs = speed_metrics([answer.work for answer in answers if answer.work is not None])
+    costs |= peak_metrics(role, [answer.peak for answer in answers])
+    return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()} | costs
 
 
 def widest_gap(role: str, answers: list[LogProbGap]) -> LogProbGap:
@@ -111,6 +114,7 @@ class TrainRank(Member):
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._sender: RankSender | None = None
+        self._peak = PeakMemory()
 
     def host(self) -> tuple[str, int]:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
@@ -167,9 +171,17 @@ class TrainRank(Member):
             for step in range(steps)
         ]
 
-    def log_probs(self, model: str) -> None:
-        """Compute the log-probabilities of the fetched rows under ``model``, or the values of a critic; they stay here,
-        and the head of each replica writes them into the pool."""
+    def log_probs(self, model: str, rollout_id: int | None = None, writes: bool = True) -> None:
+        """Compute the log-probabilities of the fetched rows under ``model``, or the values of a critic; they stay here.
+
+        rollout_id: whose rows to ``fetch`` first. writes: the head of each replica writes them into the pool, too."""
+        if rollout_id is not None:
+            error: BufferRLError | None = None
+            try:
+                self.fetch(rollout_id)
+            except BufferRLError as caught:
+                error = caught
+            self._peers.meet(error)
         field = FIELD_OF_MODEL[model]
         computed = [self._outputs(model, batch) for batch in self._fetched()]
         for batch, rows in zip(self._batches, computed, strict=True):
@@ -177,7 +189,7 @@ class TrainRank(Member):
                 self._calls_objective = False
                 continue
             batch.columns[field] = rows
-            if self._trainer.topology.is_head:
+            if writes and self._trainer.topology.is_head:
                 self._buffer.put_fields(batch.task, batch.row_ids, {field: rows})
 
     def estimate(self, rollout_id: int) -> None:
@@ -258,9 +270,7 @@ class TrainRank(Member):
         take_step(self._trainer, self._sums, self._guard, report, lambda: self._share(self._streamed), 0)
         if report.sums:
             report.sizes.append(self._size)
-        self._kl.adapt(report)
-        gc.collect()
-        return report
+        return self._ended(report)
 
     @dispatch(collect=named_metrics)
     def train(self) -> StepReport:
@@ -276,7 +286,14 @@ class TrainRank(Member):
             recomputes = self._args.recompute_granularity == "full"
             report.work = train_work(self._args, self._cost, own, seconds, recomputes=recomputes)
         self._batches = []
+        return self._ended(report)
+
+    def _ended(self, report: StepReport) -> StepReport:
+        """The report of optimizer steps, with what follows them."""
+        import torch
+
         self._kl.adapt(report)
+        report.peak = self._peak.take(torch.cuda if torch.cuda.is_initialized() else None)  # type: ignore[no-untyped-call]
         gc.collect()
         return report
 

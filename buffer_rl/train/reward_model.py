@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
-from buffer_rl.cluster.calling import PATIENCE_S
+from buffer_rl.cluster.calling import JoinedCalls
+from buffer_rl.cluster.hangs import ReplacementWatch
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.errors import ConfigError, WorkerDiedError
 from buffer_rl.options.section import dump_args, load_args, required
-from buffer_rl.rollout.reward_model_client import FLAG, ROLE, answers_of
+from buffer_rl.rollout.reward_model_client import FLAG, ROLE
 
 if TYPE_CHECKING:
     import torch
@@ -90,12 +88,6 @@ class RewardModel:
         return logits
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    rows: Sequence[np.ndarray]
-    scores: asyncio.Future[list[float]]
-
-
 class RewardModelWorker(Member):
     """One process of the role ``reward``: an asynchronous actor, whose forward passes have a thread of their own."""
 
@@ -104,8 +96,7 @@ class RewardModelWorker(Member):
             redirect_output(log_path)
         self._args = load_args(args_text)
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._waiting: deque[_Call] = deque()
-        self._work: asyncio.Task[None] | None = None
+        self._calls = JoinedCalls(self._score_all, self._num_together)
 
     async def ready(self) -> None:
         """Answers once the model is loaded. Raises ConfigError if it cannot be."""
@@ -117,38 +108,21 @@ class RewardModelWorker(Member):
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[float]:
         """The score of each row of token ids, ``[num_tokens]`` int, at least one; it may be no finite number."""
-        call = _Call(rows, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
-        if self._work is None or self._work.done():
-            self._work = asyncio.create_task(self._answer_waiting())
-        return await call.scores
+        scores: list[float] = await self._calls.make(rows)
+        return scores
 
-    async def _answer_waiting(self) -> None:
-        while calls := self._next_calls():
-            rows = [row for call in calls for row in call.rows]
-            try:
-                scores = await self._in_thread(partial(self._scores, rows))
-            except Exception as error:  # fault boundary: the error of a forward pass is the answer of its calls
-                for call in calls:
-                    if not call.scores.done():  # as it is where the caller gave up
-                        call.scores.set_exception(error)
-                continue
-            for call in calls:
-                mine, scores = scores[: len(call.rows)], scores[len(call.rows) :]
-                if not call.scores.done():
-                    call.scores.set_result(mine)
+    async def _score_all(self, calls: list[Sequence[np.ndarray]]) -> list[list[float]]:
+        scores = iter(await self._in_thread(partial(self._scores, [row for rows in calls for row in rows])))
+        return [list(islice(scores, len(rows))) for rows in calls]
 
-    def _next_calls(self) -> list[_Call]:
-        """The calls to answer together, the oldest first: as many as one forward pass takes, and at least one."""
-        calls: list[_Call] = []
+    def _num_together(self, calls: Sequence[Sequence[np.ndarray]]) -> int:
+        """The first calls that one forward pass takes, at least one."""
         num_rows = longest = 0
-        while self._waiting:
-            rows = self._waiting[0].rows
+        for number, rows in enumerate(calls):
             num_rows, longest = num_rows + len(rows), max([longest, *map(len, rows)])
-            if calls and (self._args.deterministic or num_rows * longest > self._args.max_tokens_per_gpu):
-                break
-            calls.append(self._waiting.popleft())
-        return calls
+            if number and (self._args.deterministic or num_rows * longest > self._args.max_tokens_per_gpu):
+                return number
+        return len(calls)
 
     def _scores(self, rows: Sequence[np.ndarray]) -> list[float]:
         return self._model.scores(rows, self._args.max_tokens_per_gpu)
@@ -179,46 +153,25 @@ def start_reward_model(args: Args, log_dir: str, placement: Placement) -> ActorG
     )
 
 
-class RewardModelWatch:
-    """A watcher of the driver, whose looks never wait: calls ``notice`` with a line when a process of ``group`` was
-    replaced."""
+def watch_reward_model(group: ActorGroup, max_deaths: int, notice: Callable[[str], None]) -> ReplacementWatch[int]:
+    """A watcher of the driver: calls ``notice`` with a line when a process of ``group`` was replaced. Raises
+    WorkerDiedError once there were more deaths than ``max_deaths``, or if a process is not started again."""
+    deaths = 0
 
-    def __init__(self, group: ActorGroup, args: Args, notice: Callable[[str], None]) -> None:
-        self._group = group
-        self._actors = list(group.actors)
-        self._notice = notice
-        self._max_deaths: int = args.role_max_restarts
-        self._pids = [answers_of(args).call(actor, RewardModelWorker.pid) for actor in self._actors]
-        self._questions = [actor.pid.remote() for actor in self._actors]
-        self._deaths = 0
-
-    def __call__(self) -> None:
-        """One look. Raises WorkerDiedError once there were more deaths than ``--role-max-restarts``, or where a process
-        is not started again."""
-        for index, (actor, question) in enumerate(zip(self._actors, self._questions, strict=True)):
-            if ray.wait([question], timeout=0)[0]:
-                self._questions[index] = actor.pid.remote()
-                self._look(index, question)
-
-    def _look(self, index: int, question: Any) -> None:
-        with suppress(ray.exceptions.ActorUnavailableError):  # it is being started again
-            try:
-                pid = ray.get(question, timeout=PATIENCE_S)  # it is there
-            except ray.exceptions.ActorDiedError as error:
-                raise self._too_many(index, self._deaths + 1) from error
-            if pid == self._pids[index]:
-                return
-            self._pids[index] = pid
-            self._deaths += 1
-            how = "hung" if self._group.hung.pop(self._group.name_of(index), "") else "died"
-            if self._deaths > self._max_deaths:
-                raise self._too_many(index, self._deaths)
-            text = f"process {index} of the reward model {how} and was replaced"
-            self._notice(f"{text} ({self._deaths} of {self._max_deaths}; process {pid})")
-
-    def _too_many(self, index: int, deaths: int) -> WorkerDiedError:
-        return WorkerDiedError(
-            f"process {index} of the reward model died; {deaths} deaths of the role in all",
+    def gone(index: int, error: Exception | None = None) -> None:
+        raise WorkerDiedError(
+            f"process {index} of the reward model died; {deaths + (error is not None)} deaths of the role in all",
             where=ROLE,
             hint=f"logs/reward_{index}.log has what it printed; --role-max-restarts says how often one is replaced",
-        )
+        ) from error
+
+    def replaced(index: int, pid: int) -> None:
+        nonlocal deaths
+        deaths += 1
+        how = "hung" if group.hung.pop(group.name_of(index), "") else "died"
+        if deaths > max_deaths:
+            gone(index)
+        text = f"process {index} of the reward model {how} and was replaced"
+        notice(f"{text} ({deaths} of {max_deaths}; process {pid})")
+
+    return ReplacementWatch(group.actors, RewardModelWorker.pid, replaced=replaced, gone=gone)

@@ -60,7 +60,7 @@ class RoleModel:
         rank, limit = self._rank, JOIN_TIMEOUT_S
         self._group = join(address, port, name=name, rank=rank, world_size=world_size, timeout_s=limit)
 
-    def receive(self, bucket: Mapping[str, Sequence[Any]], version: int | None) -> None:
+    def receive(self, bucket: Mapping[str, Sequence[Any]], version: str | None) -> None:
         """Receive a bucket: ``names``, ``dtypes`` and ``shapes``. version: of the weights, with the last bucket.
 
         They are copied into the model's memory. Where a folder has them in another form (a converter, fused experts),
@@ -81,7 +81,7 @@ class RoleModel:
             raise
         self._take(dict(zip(bucket["names"], tensors, strict=True)))
         if version is not None:
-            self._finish(str(version))
+            self._finish(version)
 
     def leave(self) -> None:
         """Leave the group, if there is one."""

@@ -40,8 +40,9 @@ class StepReport:
     """One rank's account of its optimizer steps: its own sums of each that was taken, and metrics that are alike on
     every rank. non_finite: steps that the run has left out so far. kl_coef: that of the steps, if it is adapted;
     measured_kl: what is compared with ``--kl-target`` after them, of all ranks. work: what they computed, if the model
-    is one whose FLOPs are known. sizes: unmasked response tokens and samples of its rows in each step that was taken,
-    counted on the rows, apart from the divisors in ``sums``."""
+    is one whose FLOPs are known. peak: memory of the rank since its report before (see ``PeakMemory``). sizes: unmasked
+    response tokens and samples of its rows in each step that was taken, counted on the rows, apart from the divisors in
+    ``sums``."""
 
     sums: list[Sums] = field(default_factory=list)
     sizes: list[tuple[float, float]] = field(default_factory=list)
@@ -50,6 +51,7 @@ class StepReport:
     kl_coef: float | None = None
     measured_kl: float | None = None
     work: TrainWork | None = None
+    peak: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def metrics_of(reports: Sequence[StepReport]) -> dict[str, float]:
@@ -233,6 +235,7 @@ class NonFiniteGuard:
             where=error.where,
             expected=f"fewer than --max-non-finite-steps {self._limit} in a row",
             hint=f"the rows of the last one are in {file}; {error.hint}",
+            see="docs/troubleshooting.md#the-loss-or-the-gradient-is-not-finite",
         )
 
 

@@ -28,8 +28,8 @@ from buffer_rl.records.groups import Column, TrainBatch
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
+    from buffer_rl.buffer.calls import StartedCall
     from buffer_rl.buffer.client import BufferClient
-    from buffer_rl.cluster.calling import StartedCall
     from buffer_rl.train.objective import Objective
 
 STREAMED_GROUPS = 4

@@ -61,15 +61,17 @@ def check_engines(args: Args, registry: PluginRegistry) -> list[ContextLimit]:
         return []
     if args.router_url is None:
         _check_plugin("router", args.router, args, registry)
-    config = read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint"))
-    if not starts_engines(args):
-        return _check_servers(args, [*args.engine_urls, *urls_of(args)], max_positions(config))
-    _check_launcher(args, registry)
-    limits = {
-        "--engine-context-length": args.engine_context_length,
-        "the model's max_position_embeddings": max_positions(config),
-    }
-    found = [ContextLimit(prompt=most - 1, sequence=most, of=of) for of, most in limits.items() if most is not None]
+    own = max_positions(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
+    if starts_engines(args):
+        launcher = _check_plugin("engine", args.rollout_engine, args, registry)
+        differs = args.deterministic and not getattr(launcher, "deterministic", False)
+        what = f"--deterministic and --rollout-engine {args.rollout_engine}: its engines do not promise equal tokens"
+        refuse(differs, what, "--rollout-engine embedded, or a launcher that says so: deterministic = True")
+        lengths = {"--engine-context-length": args.engine_context_length, "the model's max_position_embeddings": own}
+        known = {of: most for of, most in lengths.items() if most is not None}
+        found = [ContextLimit(prompt=most - 1, sequence=most, of=of) for of, most in known.items()]
+    else:
+        found = _limits_of_servers(args, own)
     _check_lengths(args, found)
     return found
 
@@ -116,24 +118,15 @@ def _check_plugin(kind: str, reference: str, args: Args, registry: PluginRegistr
     return launcher
 
 
-def _check_launcher(args: Args, registry: PluginRegistry) -> None:
-    launcher = _check_plugin("engine", args.rollout_engine, args, registry)
-    what, where = "these engines do not promise equal tokens for equal seeds", "--deterministic and --rollout-engine"
-    expected = "--rollout-engine embedded, or a launcher that says so: deterministic = True"
-    differs = args.deterministic and not getattr(launcher, "deterministic", False)
-    refuse(differs, what, f"{where} {args.rollout_engine}", expected)
-
-
-def _check_servers(args: Args, urls: list[str], own: int | None) -> list[ContextLimit]:
+def _limits_of_servers(args: Args, own: int | None) -> list[ContextLimit]:
+    urls = [*args.engine_urls, *urls_of(args)]
     with EngineControlClient(urls, timeout_s=ASK_TIMEOUT_S, api_key=args.engine_api_key) as control:
         found = control.server_info()
     other = next((url for url, info in found.items() if args.deterministic and not info.deterministic), "")
-    expected = "deterministic: true in its /server_info, as of embedded engines with --deterministic"
-    refuse(other, "the engine {} does not promise equal tokens for equal seeds", "--deterministic", expected)
+    what = "--deterministic: the engine {} does not promise equal tokens for equal seeds"
+    refuse(other, what, "start embedded engines with --deterministic", "deterministic: true in its /server_info")
     limits = [ContextLimit.of_server(info, url, own) for url, info in found.items()]
-    known = [limit for limit in limits if limit is not None]
-    _check_lengths(args, known)
-    return known
+    return [limit for limit in limits if limit is not None]
 
 
 def _check_lengths(args: Args, limits: list[ContextLimit]) -> None:
@@ -143,14 +136,13 @@ def _check_lengths(args: Args, limits: list[ContextLimit]) -> None:
         return
     limit = min(limits, key=lambda each: each.sequence)
     prompt, most = args.rollout_max_prompt_len, args.rollout_max_context_len
-    what = f"prompts of {prompt} tokens are too long for the engines ({limit.of})"
-    long = prompt is not None and prompt > limit.prompt
-    refuse(long, what, "--rollout-max-prompt-len", f"at most {limit.prompt}")
+    what = f"--rollout-max-prompt-len: {prompt} tokens are too many for the engines ({limit.of})"
+    refuse(prompt is not None and prompt > limit.prompt, what, expected=f"at most {limit.prompt}")
     for where, response, of_prompt in _response_lengths(args):
         longest = min(response + of_prompt, most or response + of_prompt)
         what = f"prompt and response may have {longest} tokens, too many for the engines ({limit.of})"
         hint = f"lower it, or add --rollout-max-context-len {limit.sequence}"
-        refuse(longest > limit.sequence, what, where, f"at most {limit.sequence} tokens together", hint)
+        refuse(longest > limit.sequence, f"{where}: {what}", hint, f"at most {limit.sequence} tokens together")
 
 
 def _response_lengths(args: Args) -> Iterator[tuple[str, int, int]]:

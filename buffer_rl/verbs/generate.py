@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffer_rl.args import Args
@@ -49,7 +50,7 @@ tool_key id_key multimodal_keys decode_json add_special_tokens apply_chat_templa
 rollout_seed rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_max_response_len
 rollout_max_context_len rollout_stop rollout_stop_token_ids rollout_skip_special_tokens rollout_concurrency
 generate_timeout_s"""
-_ACTING_SECTIONS = ("Engine", "SGLang")
+_ACTING_SECTIONS = ("Engine", "SGLang", "Reward")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -119,6 +120,7 @@ def _ask(args: Args, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
 
     samples, encoder = _prompt_samples(args, texts, count)
     registry = PluginRegistry.from_flags(args.plugin)
+    rewarded = samples[len(texts) * count :]  # the rows; a text has nothing to compare an answer with
     args = _within_context(args)
     check_engines(args, registry)
     args = with_engine_key(args)
@@ -129,7 +131,28 @@ def _ask(args: Args, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
     ):
         fleet.wait_ready()
         args = args.model_copy(update=fleet.addresses)
-        return asyncio.run(_while_engines_last(fleet, _answers_of_engine(args, samples, encoder)))
+        answers = asyncio.run(_while_engines_last(fleet, _answers_of_engine(args, samples, encoder)))
+    asyncio.run(_score(args, registry, rewarded))
+    for sample, answer in zip(samples, answers, strict=True):
+        if sample.reward is not None:
+            answer["reward"] = sample.reward
+    return answers
+
+
+async def _score(args: Args, registry: PluginRegistry, samples: Sequence[Sample]) -> None:
+    """Set the rewards that a run of these options gives, prompt by prompt; what cannot be scored is a notice. Nothing
+    without a reward, and with ``--rm-model``, whose processes are not started here."""
+    from buffer_rl.rollout.scoring import Scorer
+
+    scorer = Scorer(args, registry)
+    if args.rm_model:
+        return
+    try:
+        for _, group in groupby(samples, key=lambda sample: sample.uid):
+            scored = [sample for sample in group if args.custom_group_rm_path or scorer.scores(sample)]
+            print_notices([str(failure.error) for failure in await scorer.score(scored)])
+    finally:
+        await scorer.aclose()
 
 
 def _within_context(args: Args) -> Args:
@@ -154,9 +177,13 @@ def _prompt_samples(args: Args, texts: Sequence[str], count: int) -> tuple[list[
     Raises DataError, naming the file and the line of a prompt that cannot be encoded: before an engine is started."""
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     encoder = PromptEncoder.from_args(args, tokenizer)
-    if texts and getattr(tokenizer, "chat_template", None) and not args.apply_chat_template:
-        print_notices(["--prompt is sent as plain text; --apply-chat-template makes it a chat message of the user"])
-    prompts = [Sample(uid=GroupUid("prompt", row, 0), prompt=text) for row, text in enumerate(texts)]
+    is_chat = getattr(tokenizer, "chat_template", None) and "apply_chat_template" not in args.model_fields_set
+    if texts and is_chat:
+        print_notices(["--prompt is a message of the user; --no-apply-chat-template sends it as plain text"])
+    prompts = [
+        Sample(uid=GroupUid("prompt", row, 0), prompt=[{"role": "user", "content": text}] if is_chat else text)
+        for row, text in enumerate(texts)
+    ]
     for number, sample in enumerate(prompts, start=1):
         try:
             encoder.encode(sample)
@@ -173,6 +200,7 @@ def _prompt_samples(args: Args, texts: Sequence[str], count: int) -> tuple[list[
 
 async def _answers_of_engine(args: Args, samples: Sequence[Sample], encoder: PromptEncoder) -> list[dict[str, Any]]:
     """One answer a sample, in their order: uid, sample_index, prompt, label, response, status and its tokens' number.
+    The samples have their responses then.
 
     args: with ``router_url`` and ``engine_urls``. Raises EngineError and DeadlineError.
     """
@@ -191,6 +219,8 @@ async def _answers_of_engine(args: Args, samples: Sequence[Sample], encoder: Pro
             async with gate:
                 chosen = {**params, "max_new_tokens": room, "sampling_seed": seed}
                 result = await client.agenerate(f"ask:{sample.row_id}", prompt_ids, chosen)
+            sample.tokens, sample.response = [*prompt_ids, *result.output_ids], result.text
+            sample.response_length, sample.status = len(result.output_ids), result.status
             return {
                 "uid": str(sample.uid),
                 "sample_index": sample.sample_index,
@@ -214,9 +244,11 @@ def _print(answer: dict[str, Any], *, as_json: bool) -> None:
         say(json.dumps(answer, ensure_ascii=False))
         return
     if answer["sample_index"] == 0:
-        prompt = answer["prompt"] if isinstance(answer["prompt"], str) else json.dumps(answer["prompt"])
-        say(f"prompt: {prompt}")
-    say(f"  [{answer['sample_index']}, {answer['status']}, {answer['tokens']} tokens] {answer['response']}")
+        for name in ("prompt", "label"):
+            if (value := answer[name]) is not None:
+                say(f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+    reward = f", reward {json.dumps(answer['reward'])}" if "reward" in answer else ""
+    say(f"  [{answer['sample_index']}, {answer['status']}, {answer['tokens']} tokens{reward}] {answer['response']}")
 
 
 def _count(text: str) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import keyword
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -80,7 +82,7 @@ def run(ns: argparse.Namespace) -> int:
         return _check(registry, ns)
     rows = registry.infos(ns.kind)
     if ns.json:
-        say(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+        say(json.dumps([{**asdict(row), "does": first_sentence(row)} for row in rows], indent=2, ensure_ascii=False))
     else:
         _print_table(rows)
     return 0
@@ -189,6 +191,23 @@ def _print_table(rows: Sequence[PluginInfo]) -> None:
     for row in rows:
         source = f"{row.distribution} {row.version}".strip() or row.provider
         state = row.error.splitlines()[0] if row.error else "loaded" if row.loaded else "not imported yet"
-        cells.append((row.kind or "plugin", row.name, row.target, source, row.sha256[:12], state))
-    headings = ("kind", "name", "target", "from", "sha256", "state")
+        cells.append((row.kind or "plugin", row.name, first_sentence(row), row.target, source, state))
+    headings = ("kind", "name", "what it does", "target", "from", "state")
     print_table(headings, cells, styles=["red" if row.error else "" for row in rows])
+
+
+def first_sentence(row: PluginInfo) -> str:
+    """What a plugin does: the first sentence of the docstring of its function or class, else of its module. The source
+    is read, and nothing is imported; empty where it says nothing or cannot be read."""
+    attr = row.target.partition(":")[2].partition(".")[0]
+    try:
+        module = ast.parse(Path(row.file).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # of a compiled module, or with null bytes
+        return ""
+    found = (node for node in module.body if getattr(node, "name", None) == attr)
+    own = next(
+        (node for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)), None
+    )
+    text = (own and ast.get_docstring(own)) or ast.get_docstring(module) or ""
+    paragraph = " ".join(re.split(r"\n\s*\n", text)[0].replace("``", "").split())
+    return re.split(r"(?<=[.!?])\s", paragraph)[0].rstrip(".:")

@@ -33,25 +33,27 @@ def with_local_paths(args: Args, registry: PluginRegistry) -> Args:
 def check_folders(args: Args) -> None:
     """Raises ConfigError for a model folder that cannot be loaded, a folder that cannot be written to, or checkpoints
     of another run in ``--save``; CheckpointError for a checkpoint that is not there."""
-    for name in MODEL_FOLDERS:
-        folder = getattr(args, name)
-        if folder is not None:
-            read_config(flag_of(name), folder)
-            if args.custom_model_provider_path is None:
-                check_weights(flag_of(name), folder)
+    for name, folder in _model_folders(args):
+        read_config(flag_of(name), folder)
+        if args.custom_model_provider_path is None:
+            check_weights(flag_of(name), folder)
     check_tokenizer(flag_of("hf_checkpoint"), required(args.hf_checkpoint, "hf_checkpoint"))
     _check_teacher(args)
     if args.rm_model is not None and not train_only(args):
-        _check_reward_model(args)
+        _check_reward_model(args, args.rm_model)
     first_step = read_manifest(args.load).step if args.load is not None else 0
-    hint = "--save takes a URL; metrics and logs are appended to all the time, which object stores cannot do"
-    refuse(is_remote(args.run_dir), f"{mask_url(args.run_dir)!r} is no local folder", "--run-dir", hint=hint)
+    what, hint = f"--run-dir: {mask_url(args.run_dir)!r} is no local folder", "--save takes a URL, and this does not"
+    refuse(is_remote(args.run_dir), what, hint)  # object stores cannot append, as metrics and logs are all the time
     check_writable("--run-dir", Path(args.run_dir))
     if args.save is not None and is_remote(local_path(args.save)):
         file_system(args.save, ConfigError)
     elif args.save is not None:
         check_writable("--save", Path(local_path(args.save)))
     check_lineage(args, first_step)
+
+
+def _model_folders(args: Args) -> list[tuple[str, str]]:
+    return [(name, folder) for name in MODEL_FOLDERS if (folder := getattr(args, name)) is not None]
 
 
 def check_row_lengths(args: Args) -> None:
@@ -64,45 +66,37 @@ def check_row_lengths(args: Args) -> None:
     limits = [args.rollout_max_context_len, None if prompt is None else prompt + args.rollout_max_response_len]
     if args.router_url is None:
         limits.append(args.engine_context_length)
-    for name in MODEL_FOLDERS:
-        if (folder := getattr(args, name)) is None:
-            continue
+    for name, folder in _model_folders(args):
         config = read_config(flag_of(name), folder)
-        own = max_positions(config)
-        longest = min((limit for limit in (*limits, own) if limit is not None), default=None)
-        require_short_rows(flag_of(name), config, longest, "--rollout-max-context-len")
+        known = [limit for limit in (*limits, max_positions(config)) if limit is not None]
+        require_short_rows(flag_of(name), config, min(known, default=None), "--rollout-max-context-len")
 
 
 def _check_teacher(args: Args) -> None:
     """Raises ConfigError for a teacher whose tokenizer gives a token another id; one without a tokenizer is taken."""
-    folder = args.opd_teacher_load
+    folder, trust = args.opd_teacher_load, args.trust_remote_code
     if folder is None or not has_tokenizer(folder):
         return
-    trust = args.trust_remote_code
     own, of_teacher = (load_tokenizer(f, trust_remote_code=trust).get_vocab() for f in (args.hf_checkpoint, folder))
     other = [token for token, number in own.items() if of_teacher.get(token, number) != number]
     what = f"{len(other)} tokens have other ids than in --hf-checkpoint, such as {next(iter(other), '')!r}"
-    expected = "a teacher with the tokenizer of the model, whose tokens it scores"
-    refuse(other, what, f"--opd-teacher-load {folder}", expected)
+    refuse(other, f"--opd-teacher-load {folder}: {what}", "a teacher scores the tokens of the model's tokenizer")
 
 
-def _check_reward_model(args: Args) -> None:
+def _check_reward_model(args: Args, folder: str) -> None:
     """Raises ConfigError for a reward model that is no sequence classifier with one label and a tokenizer."""
-    flag, folder = flag_of("rm_model"), required(args.rm_model, "rm_model")
+    flag, hint = flag_of("rm_model"), "another reward can be a function: --custom-rm-path, --custom-group-rm-path"
     config = read_config(flag, folder)
     names = [str(name) for name in config.get("architectures") or ()]
-    own = "AutoModelForSequenceClassification" in (config.get("auto_map") or {})
-    own |= any(name.endswith("ForSequenceClassification") for name in names)
+    of_code = "AutoModelForSequenceClassification" in (config.get("auto_map") or {})
+    own = of_code or any(name.endswith("ForSequenceClassification") for name in names)
     what = f"{folder!r} is no sequence classifier: its architecture is {', '.join(names) or 'not said'}"
-    expected = "a folder that AutoModelForSequenceClassification loads, with one label"
-    hint = "a reward that is no classifier can be a function: --custom-rm-path, --custom-group-rm-path"
-    refuse(not own, what, flag, expected, hint)
+    refuse(not own, f"{flag}: {what}", hint, "a folder that AutoModelForSequenceClassification loads, with one label")
     labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)  # 2: of configurations that say nothing
-    what, expected = f"the classifier has {labels} labels", "one, whose logit is the reward"
-    hint = "which of them is good is for a function to say: --custom-rm-path"
-    refuse(labels != 1, what, f"{flag} config.json", expected, hint)
+    what = f"{flag} config.json: the classifier has {labels} labels"
+    refuse(labels != 1, what, hint, "one, whose logit is the reward")
     check_weights(flag, folder)
     check_tokenizer(flag, folder)
     tokens = len(load_tokenizer(folder, flag, trust_remote_code=args.trust_remote_code))
     size = vocab_size(config) or tokens
-    refuse(tokens > size, f"the tokenizer has {tokens} tokens, and the model {size}", f"{flag} {folder}")
+    refuse(tokens > size, f"{flag} {folder}: the tokenizer has {tokens} tokens, and the model {size}", hint)

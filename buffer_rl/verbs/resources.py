@@ -225,6 +225,7 @@ def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> lis
                 where=flags,
                 expected=f"{bytes_text(most)} for the whole run",
                 hint="name a folder on a larger disk",
+                see="docs/troubleshooting.md#the-disk-is-full",
             )
         if free < most:
             notices.append(

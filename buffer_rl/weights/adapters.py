@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 import secrets
-import shutil
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from buffer_rl.engines.client import GenerateResult
@@ -26,7 +26,7 @@ from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import read_config, text_config
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import num_adapters
-from buffer_rl.weights.disk import VERSION_GLOB, DiskTransport
+from buffer_rl.weights.disk import DiskTransport, remove_versions
 from buffer_rl.weights.publish import LogProbCheck, TrainerLogProbs, check_temperature
 from buffer_rl.weights.tensor import tensor_parallel_ranks
 
@@ -96,10 +96,7 @@ class AdapterTransport(DiskTransport):
         kept = [adapter for adapter in self._loaded if adapter.version >= oldest]
         late = [adapter for adapter in self._loaded if adapter.version < oldest and not self._unload(adapter)]
         self._loaded = [*(each for each in late if each.version > oldest - self._num_kept), *kept]
-        wanted = {self._target(adapter.version) for adapter in kept}
-        for folder in (*self._folder.glob(VERSION_GLOB), *self._folder.glob(f".{VERSION_GLOB}.tmp")):
-            if folder not in wanted:
-                shutil.rmtree(folder, ignore_errors=True)
+        remove_versions(self._folder, [self._target(adapter.version) for adapter in kept])
 
     def _unload(self, adapter: Adapter) -> bool:
         try:
@@ -112,6 +109,7 @@ class AdapterTransport(DiskTransport):
         self._write(folder)
 
 
+@dataclass(eq=False)
 class AdapterCheck(LogProbCheck):
     """Compares every engine with the trainer, with the adapter and without.
 
@@ -121,18 +119,8 @@ class AdapterCheck(LogProbCheck):
     checks_all = True
     ends_run = True
 
-    def __init__(
-        self,
-        log_probs: TrainerLogProbs,
-        base_log_probs: TrainerLogProbs,
-        newest: Callable[[], Adapter],
-        *,
-        temperature: float,
-        max_diff: float,
-    ) -> None:
-        super().__init__(log_probs, temperature=temperature, max_diff=max_diff)
-        self._base_log_probs = base_log_probs
-        self._newest = newest
+    base_log_probs: TrainerLogProbs
+    newest: Callable[[], Adapter]
 
     @classmethod
     def of(
@@ -148,12 +136,12 @@ class AdapterCheck(LogProbCheck):
 
     def differing(self, engines: EngineControlClient, urls: Collection[str], version: int) -> dict[str, str]:
         """Those of the engines at ``urls`` that do not sample with the newest adapter, with what was found."""
-        self._body = self._newest().named_in(self._body)
+        self._body = self.newest().named_in(self._body)
         return super().differing(engines, urls, version)
 
     def _expected(self, sequences: Sequence[Sequence[int]], num_tokens: int) -> list[Any]:
         with_adapter = super()._expected(sequences, num_tokens)
-        return list(zip(with_adapter, self._base_log_probs(sequences, num_tokens), strict=True))
+        return list(zip(with_adapter, self.base_log_probs(sequences, num_tokens), strict=True))
 
     def _difference(self, answer: GenerateResult, expected: Any, version: int) -> str:
         """Also of an adapter whose effect is smaller than the tolerance, an engine has to be nearer to the trainer with
@@ -162,7 +150,7 @@ class AdapterCheck(LogProbCheck):
         if found := super()._difference(answer, own, version):
             return f"{found}{_means(answer.log_probs, own, base)}"
         effect, to_base = _gap(own, base), _gap(answer.log_probs, base)
-        if effect > self._max_diff / 4 and to_base < _gap(answer.log_probs, own):
+        if effect > self.max_diff / 4 and to_base < _gap(answer.log_probs, own):
             return f"log-probabilities of the base, not of the adapter{_means(answer.log_probs, own, base)}"
         return ""
 

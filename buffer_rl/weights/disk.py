@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,6 +144,28 @@ def _is_whole(folder: Path) -> bool:
     )
 
 
+def write_folder(target: Path, write: Callable[[str], object], *, where: str) -> None:
+    """Have the trainer ``write`` the folder ``target``, which gets its name once it is whole, in place of one of that
+    name. Raises ConfigError, naming the option ``where``, if the trainer writes to another file system."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write(str(temporary))
+    if not temporary.is_dir():
+        expected = "a folder on a file system that all nodes share"
+        raise ConfigError("what the trainer wrote is not on the driver's node", where=where, expected=expected)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def remove_versions(folder: Path, kept: Collection[Path], *more: str) -> None:
+    """Remove the versions in ``folder`` but those ``kept``, and what a run that was killed has left half written. more:
+    patterns of names that versions have as well."""
+    for pattern in (VERSION_GLOB, f".{VERSION_GLOB}.tmp", *more):
+        for path in folder.glob(pattern):
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def disk_folder(args: Args) -> Path:
     """Where ``DiskTransport`` writes."""
     return Path(args.update_weight_disk_dir or Path(args.run_dir, "weights")).absolute()
@@ -179,7 +201,7 @@ class DiskTransport:
             self._encoded = next(answer for answer in self._trainer.send(DiskSender.encode) if answer is not None)
             self._write_held(version)
         else:
-            self._write_folder(version, self._write_version)
+            self._write_at(version, self._write_version)
 
     def publish(self, version: int) -> None:
         """Have the paused engines read the version. Where one refused a delta, it is whole the next time."""
@@ -203,9 +225,7 @@ class DiskTransport:
     def release(self, version: int) -> None:
         """All engines have the version: forget the older ones that it does not build on, and what a run that was killed
         has left half written."""
-        for folder in (*self._folder.glob(VERSION_GLOB), *self._folder.glob(f".{VERSION_GLOB}.tmp")):
-            if folder != self._target(version) and folder not in self._chain:
-                shutil.rmtree(folder, ignore_errors=True)
+        remove_versions(self._folder, [self._target(version), *self._chain])
 
     def close(self) -> None:
         """Nothing to free: the newest version stays for engines that join."""
@@ -222,25 +242,13 @@ class DiskTransport:
             if target not in self._chain and is_less and len(self._chain) <= MAX_DELTAS:
                 base = (self._chain[-1].name, encoded.base)
         contents = Contents(digest=encoded.digest, base=base)
-        self._write_folder(version, lambda folder: self._trainer.send(DiskSender.write_held, folder, contents))
+        self._write_at(version, lambda folder: self._trainer.send(DiskSender.write_held, folder, contents))
         self._chain = [target] if base is None else [*self._chain, target]
         self._num_bytes = 0 if base is None else self._num_bytes + encoded.delta_bytes
         self._digest = encoded.digest
 
-    def _write_folder(self, version: int, write: Callable[[str], object]) -> None:
-        target = self._target(version)
-        temporary = target.with_name(f".{target.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        write(str(temporary))
-        shutil.rmtree(target, ignore_errors=True)
-        try:
-            temporary.rename(target)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                "what the trainer wrote is not on the driver's node",
-                where=f"--update-weight-disk-dir {self._folder}",
-                expected="a folder on a file system that all nodes share",
-            ) from error
+    def _write_at(self, version: int, write: Callable[[str], object]) -> None:
+        write_folder(self._target(version), write, where=f"--update-weight-disk-dir {self._folder}")
 
     def _write_version(self, folder: str) -> None:
         """By all ranks, if they write where the driver reads; else, as of ranks on other nodes, by the source alone."""

@@ -18,26 +18,34 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
+from buffer_rl.engines.http import Body
 from buffer_rl.errors import BufferRLError, EngineError
 from buffer_rl.weights.sender import cast_for_engines, drained
 from buffer_rl.weights.tensor import tensor_parallel_ranks
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
-    from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.engines.protocol import ServerInfo
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.delta import DeltaSource, Encoded
     from buffer_rl.weights.process_group import Backend, Rendezvous, WeightGroup
-    from buffer_rl.weights.role_weights import RoleReceivers
     from buffer_rl.weights.sender import Senders
 
 JOIN_TIMEOUT_S = 15.0
 """An engine that dies while the group is made is noticed after so long; later deaths are noticed at once."""
 BLOCKED_TIMEOUT_S = 30.0
 """A SGLang server that joins a group which does not come about may never answer: it is given up after so long."""
+JOIN, UPDATE, LEAVE = "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"
+
+
+class Receivers(Protocol):
+    """Engines, or the processes of a role: who joins a group."""
+
+    def server_info(self) -> dict[str, ServerInfo]: ...
+    def post(self, path: str, body: Body = ..., *, each: Mapping[str, Body] | None = ..., **how: Any) -> None: ...
 
 
 class DistributedSender:
@@ -135,11 +143,12 @@ class DistributedTransport:
         self._publishes_delta, self._takes_delta = args.publish_delta, False
         self._encoded: Encoded | None = None
 
-    def connect(self, trainer: Senders, engines: EngineControlClient | RoleReceivers) -> None:
+    def connect(self, trainer: Senders, engines: Receivers) -> None:
         """Make the group of the trainer and the engines that are there now. A name of its own each time: an engine may
         still be in a group that failed, and the trainer is in others' groups."""
         self.close()
-        self._trainer, self._engines = trainer, engines
+        self._trainer = trainer
+        self._engines: Any = engines  # roles take whole versions, and have no more than ``Receivers``
         infos = engines.server_info()  # of those that live
         ranks = tensor_parallel_ranks(infos)
         # Roles and servers of others take all of it: an update of a delta has a begin and an end of its own.
@@ -152,8 +161,7 @@ class DistributedTransport:
         backend = chosen_backend(infos.values(), on_gpu=on_gpu)
         self._name = f"buffer_rl_{secrets.token_hex(4)}"
         joining = trainer.start(DistributedSender.join, self._name, 1 + sum(ranks.values()), backend)
-        limit = BLOCKED_TIMEOUT_S
-        engines.init_weights_update_group(address, port, ranks, name=self._name, backend=backend, timeout_s=limit)
+        join_group(engines, address, port, ranks, name=self._name, backend=backend, timeout_s=BLOCKED_TIMEOUT_S)
         joining.wait()
 
     def prepare(self, version: int) -> None:
@@ -167,44 +175,39 @@ class DistributedTransport:
         """Have the engines receive bucket after bucket; the version gets its number with the last."""
         assert self._name is not None
         if not self.staged:
-            engines: Any = self._engines  # roles take whole versions
-            engines.end_weight_update(self._send_held(self._name), version)
+            self._engines.end_weight_update(self._send_held(self._name), version)
             return
         last = len(self._plan) - 1
         sending = self._trainer.start(DistributedSender.broadcast, self._name)
         for index, bucket in enumerate(self._plan):
-            number = version if index == last else None
-            self._engines.update_weights_from_distributed(bucket, name=self._name, version=number)
+            receive_bucket(self._engines, bucket, name=self._name, version=version if index == last else None)
         sending.wait()
 
     def stage(self, version: int) -> None:
         """Have the engines receive and prepare the version while they generate."""
-        engines: Any = self._engines
         if not self.staged:
             assert self._name is not None
-            engines.prepare_weight_update(digest=self._send_held(self._name), version=version)
+            self._engines.prepare_weight_update(digest=self._send_held(self._name), version=version)
             return
-        engines.begin_weight_update()
+        self._engines.begin_weight_update()
         self.publish(version)
-        engines.prepare_weight_update()
+        self._engines.prepare_weight_update()
 
     def swap(self, version: int) -> None:
         """Have the paused engines serve what they prepared."""
-        engines: Any = self._engines
-        engines.serve_prepared()
+        self._engines.serve_prepared()
 
     def _send_held(self, name: str) -> str:
         """Begin an update and send what is held, or what changed in it. Returns the digest of the version."""
         assert self._encoded is not None
-        engines: Any = self._engines  # roles take whole versions
         digest, base = self._encoded.digest, self._encoded.base
-        if base is not None and any(info.digest != base for info in engines.server_info().values()):
+        if base is not None and any(info.digest != base for info in self._engines.server_info().values()):
             base = None
         plan, as_delta = (self._encoded.full_plan, False) if base is None else (self._encoded.delta_plan, True)
-        engines.begin_weight_update(base)
+        self._engines.begin_weight_update(base)
         sending = self._trainer.start(DistributedSender.broadcast_held, name, as_delta)
         for bucket in plan:
-            engines.update_weights_from_distributed(bucket, name=name, flattened=as_delta)
+            receive_bucket(self._engines, bucket, name=name, flattened=as_delta)
         sending.wait()
         return digest
 
@@ -213,9 +216,39 @@ class DistributedTransport:
         name, self._name = self._name, None
         if name is not None:
             with suppress(BufferRLError):  # an engine that failed has left by itself, and so has a process that died
-                self._engines.destroy_weights_update_group(name)
+                self._engines.post(LEAVE, {"group_name": name})
             with suppress(BufferRLError):
                 self._trainer.send(DistributedSender.close, name)
+
+
+def join_group(
+    receivers: Receivers,
+    address: str,
+    port: int,
+    ranks: Mapping[str, int],
+    *,
+    name: str,
+    backend: Backend = "gloo",
+    timeout_s: float | None = None,
+) -> None:
+    """Have the receivers ``ranks``, each with so many ranks, join a group as its ranks 1, 2, …, in their order. Rank 0
+    listens at ``address``; the call ends when all members are there: start rank 0 before. timeout_s: of this call."""
+    common = {"master_address": address, "master_port": port, "world_size": 1 + sum(ranks.values())}
+    common |= {"group_name": name, "backend": backend}
+    offsets = accumulate(ranks.values(), initial=1)
+    bodies = {url: {"rank_offset": offset, **common} for url, offset in zip(ranks, offsets, strict=False)}
+    receivers.post(JOIN, each=bodies, timeout_s=timeout_s)
+
+
+def receive_bucket(
+    receivers: Receivers, bucket: Body, *, name: str, version: int | None = None, flattened: bool = False
+) -> None:
+    """Have the receivers take a bucket from rank 0 of a group; it ends when all have it: start rank 0 before.
+
+    bucket: ``names``, ``dtypes`` and ``shapes``, in the order of the broadcasts. version: what the weights are called,
+    with the last bucket. flattened: the bucket is one broadcast."""
+    how = {"group_name": name, "flush_cache": False, "load_format": "flattened_bucket" if flattened else None}
+    receivers.post(UPDATE, {**bucket, **how, "weight_version": None if version is None else str(version)})
 
 
 def chosen_backend(receivers: Iterable[ServerInfo], *, on_gpu: bool) -> Backend:

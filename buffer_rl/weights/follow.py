@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from buffer_rl.errors import CheckpointError, ConfigError
-from buffer_rl.weights.disk import VERSION_GLOB, disk_folder
+from buffer_rl.weights.disk import VERSION_GLOB, disk_folder, remove_versions, write_folder
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -95,27 +94,15 @@ class FollowFolder:
             name = f"v{version:06d}"
             if (self._folder / name).exists():
                 name = f"{name}.{number}"
-            self._write_folder(name)
+            write_folder(self._folder / name, self._save_hf, where=f"--publish-follow {self._folder}")
             kept = [*(before.kept[-self._keep :] if before is not None and self._keep else ()), name]
             self._move_pointer(Newest(publication=number, version=version, folder=name, kept=kept))
-            self._remove_all_but(kept)
+            patterns = f"{VERSION_GLOB}.*", f".{VERSION_GLOB}.*.tmp"
+            remove_versions(self._folder, [self._folder / name for name in kept], *patterns)
         except OSError as error:
             what = f"version {version} could not be written for followers: {type(error).__name__}: {error}"
             raise CheckpointError(what, where=f"--publish-follow {self._folder}") from error
         self._version = version
-
-    def _write_folder(self, name: str) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        temporary = self._folder / f".{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        self._save_hf(str(temporary))
-        if not temporary.is_dir():
-            raise ConfigError(
-                "what the trainer wrote is not on the driver's node",
-                where=f"--publish-follow {self._folder}",
-                expected="a folder on a file system that all nodes share",
-            )
-        temporary.rename(self._folder / name)
 
     def _move_pointer(self, newest: Newest) -> None:
         temporary = self._folder / f".{POINTER}.tmp"
@@ -124,10 +111,3 @@ class FollowFolder:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._folder / POINTER)
-
-    def _remove_all_but(self, kept: list[str]) -> None:
-        """Those before them, and what a run that was killed has left half written."""
-        for pattern in (VERSION_GLOB, f"{VERSION_GLOB}.*", f".{VERSION_GLOB}*.tmp"):
-            for path in self._folder.glob(pattern):
-                if path.name not in kept:
-                    shutil.rmtree(path, ignore_errors=True)

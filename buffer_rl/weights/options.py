@@ -50,21 +50,16 @@ class WeightOptions(Section):
 
     @staticmethod
     def check(args: Args) -> None:
-        require_local_engines(args.weight_sync_mode, [*args.engine_urls, *urls_of(args)])
-        if args.publish_delta and not rollout_only(args):
-            _check_delta(args)
-
-
-def _check_delta(args: Args) -> None:
-    """For engines that cannot apply what changed, and for transports that would save nothing by it."""
-    mode, engine = args.weight_sync_mode, args.rollout_engine
-    other_mode = mode not in ("disk", "distributed")
-    refused = {
-        f"--weight-sync-mode {mode}: it sends all weights, through memory or in its own way": other_mode,
-        f"--rollout-engine {engine}: its engines take whole tensors": engine != "embedded" and not args.engine_urls,
-        "--lora-publish adapter: adapters are all that is sent": publishes_adapters(args),
-    }
-    refuse(first(refused), "{}", "--publish-delta", hint="take it out")
+        """For engines that cannot apply what changed, and for transports that would save nothing by it."""
+        mode, engine = args.weight_sync_mode, args.rollout_engine
+        require_local_engines(mode, [*args.engine_urls, *urls_of(args)])
+        refused = {
+            f"--weight-sync-mode {mode}: it sends all weights": mode not in ("disk", "distributed"),
+            f"--rollout-engine {engine}: its engines take whole tensors": engine != "embedded" and not args.engine_urls,
+            "--lora-publish adapter: adapters are all that is sent": publishes_adapters(args),
+        }
+        delta = args.publish_delta and not rollout_only(args)
+        refuse(delta and first(refused), "--publish-delta: {}")
 
 
 def engines_may_differ(args: Args) -> bool:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.engines.client import GenerateResult, parse_answer
@@ -57,6 +58,7 @@ TrainerLogProbs = Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[flo
 """``(sequences of token ids, n) -> log-probabilities [n] of the last n tokens of each``."""
 
 
+@dataclass(eq=False)
 class Publisher:
     """Publishes versions through one transport.
 
@@ -71,35 +73,23 @@ class Publisher:
     more metrics.
     """
 
-    def __init__(
-        self,
-        transport: WeightTransport,
-        trainer: Senders,
-        engines: EngineControlClient,
-        *,
-        compare: bool = False,
-        check: LogProbCheck | None = None,
-        timeout_s: float = TIMEOUT_S,
-        first_pause_s: float = FIRST_PAUSE_S,
-        notice: Callable[[str], None] | None = None,
-        hold: Callable[[], object] = lambda: None,
-        unhold: Callable[[], object] = lambda: None,
-        drains: bool = False,
-        follow: Callable[[int], object] | None = None,
-        announce: Callable[[], object] = lambda: None,
-        measure: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        self._compare = compare
-        self._hold, self._unhold = hold, unhold
-        self._drains = drains
-        self._follow, self._announce, self._measure = follow, announce, measure
-        self._check = check
-        self._transport = transport
-        self._trainer = trainer
-        self._engines = engines
-        self._timeout_s = timeout_s
-        self._first_pause_s = first_pause_s
-        self._notice = notice
+    transport: WeightTransport
+    trainer: Senders
+    engines: EngineControlClient
+    _: KW_ONLY
+    compare: bool = False
+    check: LogProbCheck | None = None
+    timeout_s: float = TIMEOUT_S
+    first_pause_s: float = FIRST_PAUSE_S
+    notice: Callable[[str], None] | None = None
+    hold: Callable[[], object] = lambda: None
+    unhold: Callable[[], object] = lambda: None
+    drains: bool = False
+    follow: Callable[[int], object] | None = None
+    announce: Callable[[], object] = lambda: None
+    measure: Callable[[], Mapping[str, float]] = dict
+
+    def __post_init__(self) -> None:
         self._connected: tuple[str, ...] | None = None
         self._doubtful: set[str] = set()
         self._prepared: int | None = None
@@ -117,23 +107,23 @@ class Publisher:
         self._prepared, self._staged = None, frozenset()
         self._prepared_at = self._paused_at = self._resumed_at = started
         self._retracted: int | None = None
-        self._is_held, self._deadline = False, started + self._timeout_s
+        self._is_held, self._deadline = False, started + self.timeout_s
         try:
             self._publish_with_retries(version)
         except BaseException as error:
             self._abandon(version, error)
             raise
         finally:
-            self._engines.end_publication()
+            self.engines.end_publication()
             if self._is_held:
                 with contextlib.suppress(WorkerDiedError):  # the worker in its place sends anyway
-                    self._unhold()
-        if offers(self._transport, Releases):
-            self._transport.release(version)
-        metrics = self._metrics(started) | dict(self._measure())
-        if self._follow is not None:
+                    self.unhold()
+        if offers(self.transport, Releases):
+            self.transport.release(version)
+        metrics = self._metrics(started) | dict(self.measure())
+        if self.follow is not None:
             ended = time.monotonic()
-            self._follow(version)
+            self.follow(version)
             metrics["perf/publish_follow"] = time.monotonic() - ended
         return metrics
 
@@ -154,25 +144,26 @@ class Publisher:
 
         It is tried at one engine of the run's own, as they are all alike and one may end in it, and at all others."""
         try:
-            self._engines.wait_for_engine()
-            for url in self._engines.engine_urls or tuple(self._engines.targets())[:1]:
+            self.engines.wait_for_engine()
+            urls = self.engines.targets()
+            for url in urls[:1] if self.engines.replaces else urls:
                 self._retract_once(url)
             return True
         except EngineError as error:
             reason = _in_short(error)
-        self._drains = True
-        if self._notice is not None:
-            self._notice(f"publications wait for the end of running requests (--publication drain): {reason}")
+        self.drains = True
+        if self.notice is not None:
+            self.notice(f"publications wait for the end of running requests (--publication drain): {reason}")
         return False
 
     def _retract_once(self, url: str) -> None:
         """Raises EngineError if the engine refuses it, or is gone then."""
-        length = self._engines.server_info()[url].context_length
+        length = self.engines.server_info()[url].context_length
         num_tokens = NUM_RETRACTED if length is None else min(NUM_RETRACTED, length - len(PROMPT) - CONTEXT_MARGIN)
         params = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
         wait_s = FIRST_RETRACTION_S
         for _ in range(RETRACTIONS):
-            answer, early = self._engines.try_retraction(
+            answer, early = self.engines.try_retraction(
                 url, {"input_ids": [*PROMPT], "sampling_params": params}, wait_s
             )
             if answer["meta_info"].get("num_retractions"):
@@ -184,14 +175,14 @@ class Publisher:
     def close(self) -> None:
         """Free what the transport has, at the end of the run."""
         self._connected = None
-        self._transport.close()
+        self.transport.close()
 
     def _publish_with_retries(self, version: int) -> None:
         for attempt in range(1, ATTEMPTS + 1):
-            pause_s = self._first_pause_s * 2 ** (attempt - 1)
+            pause_s = self.first_pause_s * 2 ** (attempt - 1)
             try:
                 if attempt == ATTEMPTS:
-                    self._engines.drop_failed_engines()
+                    self.engines.drop_failed_engines()
                 if attempt > 1:
                     self._connected, self._staged = None, frozenset()
                 self._attempt(version)
@@ -203,85 +194,85 @@ class Publisher:
             time.sleep(pause_s)
 
     def _notify(self, version: int, attempt: int, error: EngineError) -> None:
-        if self._notice is not None:
+        if self.notice is not None:
             again = f"is tried again ({attempt} of {ATTEMPTS - 1})"
-            self._notice(f"the publication of version {version} {again}: {_in_short(error)}")
+            self.notice(f"the publication of version {version} {again}: {_in_short(error)}")
 
     def _attempt(self, version: int) -> None:
-        self._engines.wait_for_engine()
+        self.engines.wait_for_engine()
         if self._prepared is None:
             self._connect()
-            self._transport.prepare(version)
+            self.transport.prepare(version)
             self._prepared, self._prepared_at = version, time.monotonic()
             self._stage(version)
             self._prepared_at = time.monotonic()
             self._drain()
             self._paused_at = time.monotonic()
-        keeps_requests = getattr(self._transport, "keeps_requests", False)
-        if (retracted := self._engines.pause("in_place" if keeps_requests else "retract")) is not None:
+        keeps_requests = getattr(self.transport, "keeps_requests", False)
+        if (retracted := self.engines.pause("in_place" if keeps_requests else "retract")) is not None:
             self._retracted = retracted + (self._retracted or 0)
         self._connect()  # after the pause: it has found engines that hang, and has those that waited for weights
         if not keeps_requests:
-            self._engines.flush()
+            self.engines.flush()
         self._update(version)
         serving = self._sampled(version, self._confirmed(version))
-        self._announce()
-        self._engines.resume(serving)
+        self.announce()
+        self.engines.resume(serving)
         self._resumed_at = time.monotonic()
 
     def _drain(self) -> None:
         """If publications drain: return when no request runs, and none is sent."""
-        if not self._drains:
+        if not self.drains:
             return
         began, self._is_held = time.monotonic(), True
         with contextlib.suppress(WorkerDiedError):  # what it sent ends with its connections; the driver replaces it
-            self._hold()
+            self.hold()
         self._deadline += time.monotonic() - began
 
     def _connect(self) -> None:
-        receivers = tuple(self._engines.targets())
+        receivers = tuple(self.engines.targets())
         if receivers != self._connected:
             self._connected = None
-            self._transport.connect(self._trainer, self._engines)
-            if self._check is not None:
-                everyone, infos = self._check.checks_all, self._engines.server_info()
+            self.transport.connect(self.trainer, self.engines)
+            if self.check is not None:
+                everyone, infos = self.check.checks_all, self.engines.server_info()
                 self._doubtful = {url for url, info in infos.items() if everyone or not info.is_ours}
             self._connected = receivers
 
     def _stage(self, version: int) -> None:
         """Have the engines prepare the version while they generate, if all of them can."""
-        if not offers(self._transport, Stages):
+        if not offers(self.transport, Stages):
             return
-        infos = self._engines.server_info()
+        infos = self.engines.server_info()
         if all(info.prepares_weights for info in infos.values()):
-            self._transport.stage(version)
+            self.transport.stage(version)
             self._staged = frozenset(infos)
 
     def _update(self, version: int) -> None:
-        if self._staged and self._staged.issuperset(self._engines.targets()) and offers(self._transport, Stages):
-            self._transport.swap(version)
+        if self._staged and self._staged.issuperset(self.engines.targets()) and offers(self.transport, Stages):
+            self.transport.swap(version)
             return
-        if not self._transport.staged:
-            self._transport.publish(version)
+        if not self.transport.staged:
+            self.transport.publish(version)
             return
         try:
-            self._engines.begin_weight_update()
-            self._transport.publish(version)
+            self.engines.begin_weight_update()
+            self.transport.publish(version)
         except BaseException:
             with contextlib.suppress(BufferRLError):  # an engine that got everything takes it, any other refuses
-                self._engines.end_weight_update()
+                self.engines.end_weight_update()
             raise
-        self._engines.end_weight_update()
+        self.engines.end_weight_update()
 
     def _confirmed(self, version: int) -> list[str]:
         """The engines that serve the whole version; those that do not are dropped, where the last attempt drops."""
-        reported = self._engines.versions()
+        reported = self.engines.versions()
         if not reported:
             raise EngineError(f"no engine reports the weights of version {version}", where="publish")
         wrong = {url: found for url, found in reported.items() if found != str(version)}
-        if wrong and (len(wrong) == len(reported) or not self._engines.drop(wrong)):
+        if wrong and (len(wrong) == len(reported) or not self.engines.drop(wrong)):
             raise EngineError(f"engines report other weights than version {version}: {wrong}", where="publish")
-        if self._compare and len(set((found := self._engines.checksums()).values())) > 1:
+        if self.compare and len(set((found := self.engines.checksums()).values())) > 1:
             raise EngineError(f"engines serve different weights as version {version}: {found}", where="publish")
         return [url for url in reported if url not in wrong]
 
@@ -289,16 +280,16 @@ class Publisher:
         """Of the engines at ``urls`` those that sample from the version, after ``check``; the others as in
         ``_confirmed``, and paused."""
         doubtful = self._doubtful.intersection(urls)
-        if self._check is None or not doubtful:
+        if self.check is None or not doubtful:
             return urls
         try:
-            wrong = self._check.differing(self._engines, doubtful, version)
+            wrong = self.check.differing(self.engines, doubtful, version)
         except BaseException:
             self._halt(doubtful)
             raise
         if wrong:
             self._halt(doubtful)
-            if self._check.ends_run or len(wrong) == len(urls) or not self._engines.drop(wrong):
+            if self.check.ends_run or len(wrong) == len(urls) or not self.engines.drop(wrong):
                 raise EngineError(
                     f"engines do not sample from the weights of version {version}: {wrong}", where="publish"
                 )
@@ -306,7 +297,7 @@ class Publisher:
 
     def _halt(self, urls: Collection[str]) -> None:
         with contextlib.suppress(BufferRLError):  # one that is gone samples nothing
-            self._engines.halt(urls)
+            self.engines.halt(urls)
 
     def _abandon(self, version: int, failure: BaseException) -> None:
         if isinstance(failure, EngineError):
@@ -327,6 +318,7 @@ def check_temperature(args: Args) -> float:
     return args.rollout_temperature if samples else 1.0
 
 
+@dataclass(eq=False)
 class LogProbCheck:
     """Compares engines with the trainer.
 
@@ -337,9 +329,12 @@ class LogProbCheck:
     checks_all = False
     ends_run = False
 
-    def __init__(self, log_probs: TrainerLogProbs, *, temperature: float, max_diff: float) -> None:
-        self._log_probs = log_probs
-        self._max_diff = max_diff
+    log_probs: TrainerLogProbs
+    _: KW_ONLY
+    temperature: InitVar[float]
+    max_diff: float
+
+    def __post_init__(self, temperature: float) -> None:
         params = {"max_new_tokens": NUM_TOKENS, "temperature": temperature, "ignore_eos": True}
         self._body: dict[str, Any] = {"input_ids": list(PROMPT), "sampling_params": params, "return_logprob": True}
 
@@ -369,7 +364,7 @@ class LogProbCheck:
         return wrong
 
     def _expected(self, sequences: Sequence[Sequence[int]], num_tokens: int) -> Sequence[Any]:
-        return self._log_probs(sequences, num_tokens)
+        return self.log_probs(sequences, num_tokens)
 
     def _difference(self, answer: GenerateResult, expected: Any, version: int) -> str:
         named = sorted({span.version for span in answer.spans})
@@ -377,4 +372,4 @@ class LogProbCheck:
             return f"tokens of version {named}"
         gaps = [abs(own - float(theirs)) for own, theirs in zip(answer.log_probs, expected, strict=True)]
         mean = sum(gaps) / len(gaps)
-        return "" if mean <= self._max_diff else f"log-probabilities {mean:.3g} nats a token from the trainer's"
+        return "" if mean <= self.max_diff else f"log-probabilities {mean:.3g} nats a token from the trainer's"

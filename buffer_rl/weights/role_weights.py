@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.member import Member
+from buffer_rl.engines.http import NOTHING, Body
 from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import EngineError, WorkerDiedError
 from buffer_rl.observe.pulse import Waits, waiting
-from buffer_rl.weights.disk import VERSION_GLOB
+from buffer_rl.weights.disk import remove_versions
+from buffer_rl.weights.distributed import JOIN, LEAVE, UPDATE
 from buffer_rl.weights.publish import ATTEMPTS
 
 if TYPE_CHECKING:
@@ -120,8 +121,8 @@ class RoleBroadcasts:
 
 
 class RoleReceivers:
-    """The processes of a role as receivers of broadcasts, with the calls that ``EngineControlClient`` has for them. All
-    raise WorkerDiedError, naming the role, if a process has died."""
+    """The processes of a role as the receiver of broadcasts, with the calls that ``EngineControlClient`` has for them.
+    All raise WorkerDiedError, naming the role, if a process has died."""
 
     def __init__(self, role: ActorGroup, timeout_s: float) -> None:
         self._role = role
@@ -132,44 +133,33 @@ class RoleReceivers:
         self._role.call(Member.ready, timeout_s=self._timeout_s)
         return {self._role.role: ServerInfo(tp_size=len(self._role.actors))}
 
-    def init_weights_update_group(
-        self, address: str, port: int, ranks: Mapping[str, int], *, name: str, **_: Any
-    ) -> None:
-        """Have the processes join the group as its ranks 1, 2, …"""
-        self._call(BroadcastMember.join_broadcast, address, port, name, 1 + sum(ranks.values()))
-
-    def update_weights_from_distributed(
-        self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None
-    ) -> None:
-        """Have the processes receive a bucket, of which the last one has the version."""
-        self._call(BroadcastMember.receive_weights, bucket, version)
-
-    def destroy_weights_update_group(self, name: str) -> None:
-        """Have the processes leave the group."""
-        self._call(BroadcastMember.leave_broadcast)
-
-    def _call(self, method: Method[*Ts], *args: *Ts) -> None:
-        self._role.call(method, *args, timeout_s=self._timeout_s)
+    def post(self, path: str, body: Body = NOTHING, *, each: Mapping[str, Body] | None = None, **_: Any) -> None:
+        """Have the processes do what an engine does, with the body for all or that of ``each`` for the role."""
+        own = body if each is None else each[self._role.role]
+        self._role.call(BroadcastMember.CALLS[path], own, timeout_s=self._timeout_s)
 
 
 class BroadcastMember(Member):
-    """A process of a role that receives broadcasts into its model, a ``buffer_rl.train.role_model.RoleModel``."""
+    """A process of a role that receives broadcasts into its model, a ``buffer_rl.train.role_model.RoleModel``. Each
+    call has the body of an engine's."""
 
     _model: Any
 
-    def join_broadcast(self, address: str, port: int, name: str, world_size: int) -> None:
+    def join_broadcast(self, body: Body) -> None:
         """Join the process group of the trainer."""
         with waiting(Waits.DEADLINE):
-            self._model.join(address, port, name, world_size)
+            self._model.join(body["master_address"], body["master_port"], body["group_name"], body["world_size"])
 
-    def receive_weights(self, bucket: Mapping[str, Sequence[Any]], version: int | None) -> None:
+    def receive_weights(self, body: Body) -> None:
         """Receive a bucket, of which the last one has the version."""
         with waiting(Waits.DEADLINE):
-            self._model.receive(bucket, version)
+            self._model.receive(body, body["weight_version"])
 
-    def leave_broadcast(self) -> None:
+    def leave_broadcast(self, body: Body) -> None:
         """Leave the group."""
         self._model.leave()
+
+    CALLS: ClassVar = {JOIN: join_broadcast, UPDATE: receive_weights, LEAVE: leave_broadcast}
 
 
 class FolderUpdates:
@@ -214,7 +204,5 @@ class FolderUpdates:
         write(str(target))
         loaded = self._load(str(target), version)
         self._newest = target
-        for older in self._folder.glob(VERSION_GLOB):
-            if older != target:
-                shutil.rmtree(older, ignore_errors=True)
+        remove_versions(self._folder, [target])
         return loaded

@@ -14,6 +14,7 @@ import _posixshmem  # type: ignore[import-not-found]  # of the standard library
 import base64
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,20 +31,10 @@ ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple, as torch's own allocator does, so that views of any dtype are aligned."""
 
 DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 }
 
@@ -60,10 +51,7 @@ class TensorPlace:
     @property
     def num_bytes(self) -> int:
         """Length in bytes."""
-        count = DTYPES[self.dtype].itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.weights.options import WeightOptions
+from buffer_rl.weights.sender import drained
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -39,8 +40,7 @@ class TensorSender:
         """Put the weights into shared memory: for every bucket a handle for each receiver. Nothing on a rank that has
         none of them."""
         if not self._is_source:
-            for _ in buckets:
-                pass
+            drained(buckets)
             return []
         return self._shared.share(buckets, num_receivers, pickled=load_format is None)
 

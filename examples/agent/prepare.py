@@ -37,5 +37,5 @@ def prepare(folder: Path, *, seed: int = 0) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="make the rounds and the model of examples/agent")
-    parser.add_argument("--out", default=Path(__file__).resolve().parent / "build", type=Path)
-    prepare(parser.parse_args().out)
+    parser.add_argument("--output", default=Path(__file__).resolve().parent / "build", type=Path)
+    prepare(parser.parse_args().output)

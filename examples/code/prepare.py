@@ -1,6 +1,6 @@
 """Makes small functions to write, programs for the warm-up, and a small model with random weights. Needs no network.
 
-    python examples/code/prepare.py [--out FOLDER] [--seed N]
+    python examples/code/prepare.py [--output FOLDER] [--seed N]
 
 writes, into ``examples/code/build`` unless told otherwise,
 
@@ -84,7 +84,7 @@ def prepare(folder: Path, seed: int = 0) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="make the data and the model of examples/code")
-    parser.add_argument("--out", default=HERE / "build", type=Path, help="folder to write to")
+    parser.add_argument("--output", default=HERE / "build", type=Path, help="folder to write to")
     parser.add_argument("--seed", default=0, type=int, help="seed of the data and of the weights")
     flags = parser.parse_args()
-    prepare(flags.out, flags.seed)
+    prepare(flags.output, flags.seed)

@@ -72,6 +72,6 @@ def prepare(name: str, folder: Path, *, seed: int = 0) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="make the rows and the model of an environment's example")
     parser.add_argument("game", choices=GAMES)
-    parser.add_argument("--out", type=Path, help="folder to write to; build/GAME beside this file")
+    parser.add_argument("--output", type=Path, help="folder to write to; build/GAME beside this file")
     flags = parser.parse_args()
-    prepare(flags.game, flags.out or Path(__file__).resolve().parent / "build" / flags.game)
+    prepare(flags.game, flags.output or Path(__file__).resolve().parent / "build" / flags.game)

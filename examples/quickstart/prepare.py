@@ -1,6 +1,6 @@
 """Makes what the quickstart trains on: the words, a character tokenizer and a small model. Needs no network.
 
-    python examples/quickstart/prepare.py [--out FOLDER] [--seed N]
+    python examples/quickstart/prepare.py [--output FOLDER] [--seed N]
 
 writes, into ``examples/quickstart/build`` unless told otherwise,
 
@@ -88,15 +88,15 @@ def make_model(folder: Path, seed: int = 0) -> int:
 def main() -> None:
     """Read the flags, make everything and say what was made."""
     parser = argparse.ArgumentParser(description="make the quickstart's data and model")
-    parser.add_argument("--out", type=Path, default=HERE / "build", help="folder to write to")
+    parser.add_argument("--output", type=Path, default=HERE / "build", help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split and of the weights")
     flags = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when transformers is imported, below
-    paths = make_data(flags.out / "data", flags.seed)
-    parameters = make_model(flags.out / "model", flags.seed)
+    paths = make_data(flags.output / "data", flags.seed)
+    parameters = make_model(flags.output / "model", flags.seed)
     for name, path in paths.items():
         print(f"{name:<8} {SIZES[name]:>6} words   {path}")
-    print(f"model    {parameters:>6} parameters   {flags.out / 'model'}")
+    print(f"model    {parameters:>6} parameters   {flags.output / 'model'}")
 
 
 if __name__ == "__main__":

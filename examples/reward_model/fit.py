@@ -1,7 +1,7 @@
 """Fits a reward model for the quickstart's task on the spot: a classifier that starts from the warmed-up policy, learns
 the task from right answers, and then with what share of the right one an answer begins, from the policy's own answers.
 
-    python examples/reward_model/fit.py [--policy FOLDER] [--out FOLDER] [--steps N] [--seed N]
+    python examples/reward_model/fit.py [--policy FOLDER] [--output FOLDER] [--steps N] [--seed N]
 
 Needs the quickstart's data and warm-up: ``examples/quickstart/prepare.py``, then ``sft.yaml``.
 """
@@ -134,12 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="fit a reward model for the quickstart's task")
     parser.add_argument("--policy", type=Path, default=QUICKSTART / "sft" / "hf", help="the model to start from")
     parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "train.jsonl", help="words and answers")
-    parser.add_argument("--out", type=Path, default=HERE / "build" / "model", help="folder of the reward model")
+    parser.add_argument("--output", type=Path, default=HERE / "build" / "model", help="folder of the reward model")
     parser.add_argument("--steps", type=int, default=600, help="batches of right answers, and as many of the policy's")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
-    error = fit(flags.policy, flags.data, flags.out, steps=flags.steps, seed=flags.seed)
-    print(f"reward model: {error:.3f} from the share of right tokens, on average   {flags.out}")
+    error = fit(flags.policy, flags.data, flags.output, steps=flags.steps, seed=flags.seed)
+    print(f"reward model: {error:.3f} from the share of right tokens, on average   {flags.output}")
 
 
 if __name__ == "__main__":

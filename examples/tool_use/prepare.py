@@ -1,4 +1,4 @@
-"""Makes the sums and a small model with random weights: ``python examples/tool_use/prepare.py [--out FOLDER]``."""
+"""Makes the sums and a small model with random weights: ``python examples/tool_use/prepare.py [--output FOLDER]``."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def prepare(folder: Path, *, num_rows: int = 64, seed: int = 0) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="make the data and the model of examples/tool_use")
-    parser.add_argument("--out", default=Path(__file__).resolve().parent / "build", type=Path)
-    prepare(parser.parse_args().out)
+    parser.add_argument("--output", default=Path(__file__).resolve().parent / "build", type=Path)
+    prepare(parser.parse_args().output)

@@ -11,6 +11,7 @@ from pydantic import field_validator
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.kind import offers
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.redaction import holds_credentials
 from buffer_rl.options.section import Section, option
 from buffer_rl.plugin.hookspecs import hookimpl
@@ -73,12 +74,9 @@ def buffer_rl_configure(config: Any) -> None:
     if not hasattr(config, "code_sandbox"):  # options that a program made may lack the section
         return
     if config.code_sandbox is not None or any(_is_code(name) for name in _rewards(config)):
-        if config.code_timeout_s >= config.rm_timeout_s:
-            raise ConfigError(
-                f"--code-timeout-s {config.code_timeout_s:g} is not below --rm-timeout-s {config.rm_timeout_s:g}",
-                expected="a reward's deadline that leaves time for the candidate's, and for the machine to be busy",
-                hint="--rm-timeout-s 120",
-            )
+        once, most = config.code_timeout_s, config.rm_timeout_s
+        what = f"--code-timeout-s {once:g} and --rm-timeout-s {most:g}: a reward has no time left for its candidate"
+        refuse(once >= most, what, "a higher --rm-timeout-s, such as 120")
         sandbox_of(config).check()
 
 
@@ -86,16 +84,12 @@ def sandbox_of(args: CodeArgs) -> Sandbox:
     """The sandbox of ``--code-sandbox``. Raises PluginError for a reference that does not resolve, ConfigError for what
     is no sandbox."""
     reference = args.code_sandbox or "bubblewrap"
-    is_url = reference.startswith(("http://", "https://"))
-    found = _class_of(SHIPPED["http" if is_url else reference] if is_url or reference in SHIPPED else reference,
-                      tuple(args.plugin))  # fmt: skip
+    shipped = SHIPPED.get("http" if reference.startswith(("http://", "https://")) else reference, reference)
+    found = _class_of(shipped, tuple(args.plugin))
     made = found(args) if callable(found) else found
+    expected = f"a class, called with args, whose objects have {' and '.join(METHODS)}"
     if not offers(made, Sandbox):
-        raise ConfigError(
-            f"{reference} is no sandbox",
-            where="--code-sandbox",
-            expected=f"a class, called with args, whose objects have {' and '.join(METHODS)}",
-        )
+        raise ConfigError(f"{reference} is no sandbox", where="--code-sandbox", expected=expected)
     return made
 
 

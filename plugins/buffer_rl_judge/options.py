@@ -68,8 +68,8 @@ class JudgeOptions(Section):
         chosen = next((name for name in _rewards(args) if name in NAMES or name.startswith(MODULE)), "")
         if not chosen:
             return
-        absent, what = args.judge_url is None, f"the reward {chosen!r} has no judge"
-        refuse(absent, what, "--judge-url", expected="--judge-url http://HOST:PORT/v1")
+        what, hint = f"--judge-url: the reward {chosen!r} has no judge", "add --judge-url http://HOST:PORT/v1"
+        refuse(args.judge_url is None, what, hint)
         if args.judge_prompt is not None:
             prompt_of(args.judge_prompt)
         pairwise = "pairwise" in chosen
@@ -93,16 +93,15 @@ def buffer_rl_add_options() -> list[str]:
 def prompt_of(path: str) -> Template:
     """The template in a file. Raises ConfigError if it cannot be read, names another field, or leaves the response
     out."""
-    where = f"--judge-prompt {path}"
+    where, expected = f"--judge-prompt {path}", "$response, and perhaps $prompt, $label and $mark; a dollar sign is $$"
     try:
         with open(path, encoding="utf-8") as file:
             template = Template(file.read())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the prompt cannot be read: {error}", where=where) from error
     fields = set(template.get_identifiers()) if template.is_valid() else set()
-    if "response" not in fields or fields - FIELDS:
-        expected = "$response, and perhaps $prompt, $label and $mark; a dollar sign is $$"
-        raise ConfigError("the prompt has other fields, or no response", where=where, expected=expected)
+    bad = "response" not in fields or bool(fields - FIELDS)
+    refuse(bad, f"{where}: the prompt has other fields, or no response", expected=expected)
     return template
 
 
@@ -116,23 +115,18 @@ def _check_pairs(args: JudgeArgs) -> None:
         "--n-samples-per-eval-prompt": 1 in evaluated,
         "--advantage-estimator remax": args.advantage_estimator == "remax",
     }
-    what = "judge_pairwise compares the responses to a prompt, and there is one"
-    refuse(first(alone), what, "{}", expected="at least two", hint="or another reward")
+    what = "{}: judge_pairwise compares the responses to a prompt, and there is one"
+    refuse(first(alone), what, "or another reward", "at least two")
 
 
 def _check_limits(args: JudgeArgs, *, pairwise: bool) -> None:
     """A step's rewards are asked for at about the same time, and each has ``--rm-timeout-s``."""
-    limit = args.judge_requests_per_minute
-    samples = args.n_samples_per_prompt
+    limit, samples, most = args.judge_requests_per_minute, args.n_samples_per_prompt, args.rm_timeout_s
     each = 2 * min(args.judge_opponents * samples, samples * (samples - 1) // 2) if pairwise else samples
     number = args.rollout_batch_size * each
-    seconds = 60 * number / (limit or math.inf)
-    what = (
-        f"the {number} requests of a step take {seconds:.0f} s at --judge-requests-per-minute {limit}, and a reward "
-        f"has --rm-timeout-s {args.rm_timeout_s:g}"
-    )
-    hint = f"--rm-timeout-s {2 * seconds:.0f}, or a smaller --rollout-batch-size"
-    refuse(seconds > args.rm_timeout_s, what, "--judge-requests-per-minute", hint=hint)
+    seconds, where = 60 * number / (limit or math.inf), "--judge-requests-per-minute"
+    what = f"{where}: the {number} requests of a step take {seconds:.0f} s at {limit}, and a reward has {most:g} s"
+    refuse(seconds > most, what, f"--rm-timeout-s {2 * seconds:.0f}, or a smaller --rollout-batch-size")
 
 
 def _rewards(args: JudgeArgs) -> list[str]:

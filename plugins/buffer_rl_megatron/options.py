@@ -129,21 +129,11 @@ def is_megatron(args: MegatronArgs) -> bool:
 
 def layout(args: MegatronArgs) -> Layout:
     """The ranks of the run. Raises ConfigError unless tensor, pipeline and context parallelism divide them."""
-    tp, pp, cp = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    try:
-        return layout_of(args.num_train_ranks, tp_size=tp, pp_size=pp, cp_size=cp)
-    except ValueError as error:
-        raise ConfigError(
-            f"{args.num_train_ranks} ranks are not whole replicas of {tp * pp * cp} "
-            f"(tensor {tp} x pipeline {pp} x context {cp})",
-            where="--num-train-ranks",
-            expected=f"a multiple of {tp * pp * cp}",
-            hint="data parallelism is what is left: ranks / (tensor x pipeline x context)",
-        ) from error
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    replica = f"whole replicas of {tp * pp * cp} (tensor {tp} x pipeline {pp} x context {cp})"
+    what = f"--num-train-ranks: {args.num_train_ranks} ranks are not {replica}"
+    refuse(args.num_train_ranks % (tp * pp * cp), what, expected=f"a multiple of {tp * pp * cp}")
+    return layout_of(args.num_train_ranks, tp_size=tp, pp_size=pp, cp_size=cp)
 
 
 def has_auxiliary_loss(args: MegatronArgs) -> bool:
@@ -163,28 +153,17 @@ def virtual_stages(args: MegatronArgs, num_layers: int) -> int | None:
     """Parts of each pipeline stage; None without virtual stages. Raises ConfigError where layers do not fit."""
     pp, parts = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     if (each := args.num_layers_per_virtual_pipeline_stage) is not None:
-        if parts is not None:
-            raise ConfigError(
-                "two options say the same thing",
-                where="--virtual-pipeline-model-parallel-size and --num-layers-per-virtual-pipeline-stage",
-                hint="leave one of them out",
-            )
-        if num_layers % (pp * each):
-            raise ConfigError(
-                f"{num_layers} layers are not whole parts of {each} layers on {pp} stages",
-                where="--num-layers-per-virtual-pipeline-stage",
-            )
+        where = "--num-layers-per-virtual-pipeline-stage"
+        what = f"{where} and --virtual-pipeline-model-parallel-size: two options say the same thing"
+        refuse(parts is not None, what, "leave one of them out")
+        what = f"{where}: {num_layers} layers are not whole parts of {each} layers on {pp} stages"
+        refuse(num_layers % (pp * each), what, expected="a divisor of the layers of a stage")
         parts = num_layers // (pp * each)
-    if parts is not None and pp == 1:
-        raise ConfigError(
-            "there is one pipeline stage", where="--virtual-pipeline-model-parallel-size", expected="two or more"
-        )
-    if num_layers % (pp * (parts or 1)):
-        raise ConfigError(
-            f"{num_layers} layers cannot be shared equally among {pp * (parts or 1)} parts of the pipeline",
-            where="--pipeline-model-parallel-size",
-            expected="a divisor of the number of layers",
-        )
+    what = "--virtual-pipeline-model-parallel-size: there is one pipeline stage"
+    refuse(parts is not None and pp == 1, what, "take it out", "two or more")
+    what = f"{num_layers} layers cannot be shared equally among {pp * (parts or 1)} parts of the pipeline"
+    uneven = num_layers % (pp * (parts or 1))
+    refuse(uneven, f"--pipeline-model-parallel-size: {what}", expected="a divisor of the number of layers")
     return parts if parts is not None and parts > 1 else None
 
 
@@ -192,23 +171,21 @@ def check(args: MegatronArgs) -> None:
     """Raises ConfigError for options that do not fit each other, the model or what is installed."""
     absent = find_spec("megatron") is None or find_spec("megatron.core") is None or find_spec("mbridge") is None
     what, hint = "megatron-core or mbridge is not installed", "pip install 'buffer-rl[megatron]'"
-    refuse(absent, what, "--train-backend megatron", hint=hint)
-    other = given(args, "fsdp_size", "lora_rank", "optimizer_cpu_offload") or (
-        not args.save_optim and "--no-save-optim"
-    )
-    refuse(other, "the Megatron trainer cannot do it", "{}", hint="take it out, or --train-backend torch")
-    ranks = layout(args)
-    has_te = find_spec("transformer_engine") is not None
-    where, is_te = "--transformer-impl", args.transformer_impl == "transformer_engine"
-    refuse(is_te and not args.bf16, "its attention of packed rows takes halves alone", where, hint="add --bf16")
-    refuse(is_te and not has_te, "TransformerEngine is not installed", where, hint="--transformer-impl local")
+    refuse(absent, f"--train-backend megatron: {what}", hint)
+    other = given(args, "fsdp_size", "lora_rank", "optimizer_cpu_offload")
+    other = other or ("" if args.save_optim else "--no-save-optim")
+    refuse(other, "{}: the Megatron trainer cannot do it", "take it out, or --train-backend torch")
+    ranks, where = layout(args), "--transformer-impl"
+    is_te, has_te = args.transformer_impl == "transformer_engine", find_spec("transformer_engine") is not None
+    refuse(is_te and not args.bf16, f"{where}: its attention of packed rows takes halves alone", "add --bf16")
+    refuse(is_te and not has_te, f"{where}: TransformerEngine is not installed", expected="local")
     early = args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce)
-    what = "parameters are gathered by the distributed optimizer, once gradients are reduced asynchronously"
+    what = "only the distributed optimizer gathers parameters, once gradients are reduced asynchronously"
     hint = "add --use-distributed-optimizer --overlap-grad-reduce"
-    refuse(early, what, "--overlap-param-gather", hint=hint)
-    what = "names and layouts of weights are those of the architecture's mapping"
+    refuse(early, f"--overlap-param-gather: {what}", hint)
+    what = "--model-converter-path: names and layouts of weights are those of the architecture's mapping"
     hint = "leave it out; plugins/buffer_rl_megatron_glm4/README.md says how to write a mapping"
-    refuse(args.model_converter_path is not None, what, "--model-converter-path", hint=hint)
+    refuse(args.model_converter_path is not None, what, hint)
     _check_experts(args, ranks)
     _check_recomputed(args, has_te=has_te)
     _check_functions(args)
@@ -220,43 +197,36 @@ def check(args: MegatronArgs) -> None:
 
 
 def _check_experts(args: MegatronArgs, ranks: Layout) -> None:
-    expert_tp = args.expert_tensor_parallel_size or ranks.tp_size
-    what = f"experts are split over more ranks ({expert_tp}) than other layers ({ranks.tp_size})"
-    expected = "at most --tensor-model-parallel-size"
-    refuse(expert_tp > ranks.tp_size, what, "--expert-tensor-parallel-size", expected)
-    ep, of_stage = args.expert_model_parallel_size, ranks.dp_size * ranks.cp_size * ranks.tp_size
-    what = (
-        f"experts cannot be spread over {ep} x {expert_tp} of the {of_stage} ranks of a pipeline stage "
-        f"(data {ranks.dp_size} x context {ranks.cp_size} x tensor {ranks.tp_size})"
-    )
-    where, expected = "--expert-tensor-parallel-size", f"sizes whose product divides {of_stage}"
-    refuse(of_stage % (ep * expert_tp), what, f"--expert-model-parallel-size and {where}", expected)
+    tp, ep, expert_tp = ranks.tp_size, args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    split, where = expert_tp or tp, "--expert-tensor-parallel-size"
+    what = f"{where}: experts are split over more ranks ({split}) than other layers ({tp})"
+    refuse(split > tp, what, expected="at most --tensor-model-parallel-size")
+    of_stage, where = ranks.dp_size * ranks.cp_size * tp, f"--expert-model-parallel-size and {where}"
+    axes = f"(data {ranks.dp_size} x context {ranks.cp_size} x tensor {tp})"
+    what = f"experts cannot be spread over {ep} x {split} of the {of_stage} ranks of a pipeline stage {axes}"
+    refuse(of_stage % (ep * split), f"{where}: {what}", expected=f"sizes whose product divides {of_stage}")
     local = args.moe_grouped_gemm and args.transformer_impl != "transformer_engine"
-    hint = "add --transformer-impl transformer_engine, or leave it out"
-    refuse(local, "the grouped kernel is TransformerEngine's", "--moe-grouped-gemm", hint=hint)
+    refuse(local, "--moe-grouped-gemm: the kernel is TransformerEngine's", "add --transformer-impl transformer_engine")
     uneven = has_auxiliary_loss(args) and args.moe_router_load_balancing_type == "seq_aux_loss"
     what = "rows of different lengths would have wrong weights in a loss of each sequence"
-    refuse(uneven, what, "--moe-router-load-balancing-type", hint="aux_loss, or --moe-aux-loss-coeff 0")
+    refuse(uneven, f"--moe-router-load-balancing-type: {what}", "aux_loss, or --moe-aux-loss-coeff 0")
 
 
 def _check_recomputed(args: MegatronArgs, *, has_te: bool) -> None:
     full, chosen = args.recompute_granularity == "full", args.recompute_method or args.recompute_num_layers
-    what, hint = "only whole layers are chosen this way", "--recompute-granularity full"
-    refuse(chosen and not full, what, "--recompute-method", hint=hint)
-    unsaid = full and not (args.recompute_method and args.recompute_num_layers)
+    what, hint = "--recompute-method: only whole layers are chosen this way", "--recompute-granularity full"
+    refuse(bool(chosen) and not full, what, hint)
     what, hint = "which layers are computed again is not said", "--recompute-method uniform --recompute-num-layers 1"
-    refuse(unsaid, what, "--recompute-granularity", hint=hint)
-    if not args.recompute_modules:
-        return
+    refuse(full and not (args.recompute_method and args.recompute_num_layers), f"--recompute-granularity: {what}", hint)
     where, parts = "--recompute-modules", set(args.recompute_modules)
-    what, hint = "parts of layers are chosen this way", "add --recompute-granularity selective"
-    refuse(args.recompute_granularity != "selective", what, where, hint=hint)
+    whole, hint = args.recompute_granularity != "selective", "add --recompute-granularity selective"
+    refuse(parts and whole, f"{where}: parts of layers are chosen this way", hint)
     unknown = ", ".join(sorted(parts - set(RECOMPUTED)))
-    refuse(unknown, "{}: there is no such part", where, expected=", ".join(RECOMPUTED))
-    what = "Megatron recomputes norms with a function of TransformerEngine's"
-    refuse("layernorm" in parts and not has_te, what, where, hint="leave layernorm out")
-    what, ungrouped = "moe_act is a part of the grouped kernel", "moe_act" in parts and not args.moe_grouped_gemm
-    refuse(ungrouped, what, where, hint="add --moe-grouped-gemm")
+    refuse(unknown, f"{where}: {{}}: there is no such part", expected=", ".join(RECOMPUTED))
+    what = f"{where}: Megatron recomputes norms with a function of TransformerEngine's"
+    refuse("layernorm" in parts and not has_te, what, "leave layernorm out")
+    ungrouped = "moe_act" in parts and not args.moe_grouped_gemm
+    refuse(ungrouped, f"{where}: moe_act is a part of the grouped kernel", "add --moe-grouped-gemm")
 
 
 def _check_functions(args: MegatronArgs) -> None:
@@ -288,39 +258,32 @@ def resolve_provider(path: str, registry: PluginRegistry) -> tuple[Any, set[str]
 def _check_splits(args: MegatronArgs, configuration: dict[str, Any]) -> None:
     tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
     heads, where = configuration.get("num_attention_heads") or 0, "--tensor-model-parallel-size"
-    refuse(heads % tp, f"{heads} attention heads are split over {tp} ranks", where, "a divisor")
+    refuse(heads % tp, f"{where}: {heads} attention heads are split over {tp} ranks", expected="a divisor")
     groups = configuration.get("num_key_value_heads") or heads
-    refuse(groups % tp, f"{groups} query groups are split over {tp} ranks", where, "a divisor")
+    refuse(groups % tp, f"{where}: {groups} query groups are split over {tp} ranks", expected="a divisor")
     experts = configuration.get("num_experts") or configuration.get("num_local_experts") or 0
     what, where = "the model has no experts", "--expert-model-parallel-size"
-    refuse(ep > 1 and not experts, what, where, "1")
-    refuse(has_auxiliary_loss(args) and not experts, what, "--moe-router-load-balancing-type", "none")
-    refuse(experts % ep, f"{experts} experts are spread over {ep} ranks", where, "a divisor")
-    whole, what = experts and tp > 1 and not args.sequence_parallel, "experts under tensor parallelism need it"
-    refuse(whole, what, "--sequence-parallel", hint="add --sequence-parallel")
+    refuse(ep > 1 and not experts, f"{where}: {what}", expected="1")
+    refuse(has_auxiliary_loss(args) and not experts, f"--moe-router-load-balancing-type: {what}", expected="none")
+    refuse(experts % ep, f"{where}: {experts} experts are spread over {ep} ranks", expected="a divisor")
+    whole = experts and tp > 1 and not args.sequence_parallel
+    refuse(whole, "--sequence-parallel: experts under tensor parallelism need it", "add --sequence-parallel")
     shared = experts and ep == 1 and (args.expert_tensor_parallel_size or tp) < tp
-    what = "Megatron sums the gradients of experts that several tensor ranks have only where experts are spread"
+    what = "Megatron sums gradients of experts on several tensor ranks only where experts are spread"
     hint = "or --expert-model-parallel-size 2 or more"
-    refuse(shared, what, "--expert-tensor-parallel-size", str(tp), hint)
+    refuse(shared, f"--expert-tensor-parallel-size: {what}", hint, f"{tp}")
     if layers := configuration.get("num_hidden_layers"):
         virtual_stages(args, int(layers))
 
 
 def _check_save_folder(args: MegatronArgs) -> None:
-    from buffer_rl.files.remote import (  # with what reads data, which naming a plugin must not need
-        is_remote,
-        local_path,
-    )
+    from buffer_rl.files.remote import is_remote, local_path  # what reads data, which naming a plugin must not need
 
     folder = local_path(args.save or "")
-    is_theirs = args.save and not is_remote(folder) and Path(folder, TRACKER).exists()
-    what, where = (
-        f"the checkpoints in the folder are Megatron's: it has {TRACKER}",
-        f"--save {mask_url(args.save or '')}",
-    )
-    expected = "a folder that buffer-rl saved to, or none yet"
+    is_theirs = bool(args.save) and not is_remote(folder) and Path(folder, TRACKER).exists()
+    what = f"--save {mask_url(args.save or '')}: the checkpoints in the folder are Megatron's: it has {TRACKER}"
     hint = "another folder for --save and --load; --trainer-load begins a run of a Megatron trainer with these"
-    refuse(bool(is_theirs), what, where, expected, hint)
+    refuse(is_theirs, what, hint)
 
 
 @hookimpl
@@ -338,4 +301,4 @@ def buffer_rl_configure(config: Any) -> None:
         check(config)
         return
     found = given(config, *sorted(MegatronOptions.model_fields.keys() & config.model_fields_set))
-    refuse(found, "the run has no Megatron trainer", "{}", hint="add --train-backend megatron")
+    refuse(found, "{}: the run has no Megatron trainer", "add --train-backend megatron")

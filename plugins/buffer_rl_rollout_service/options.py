@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import Section, option
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.plugin.hookspecs import hookimpl
@@ -59,12 +59,9 @@ def buffer_rl_configure(config: Any) -> None:
 
     statistics, waiting = asyncio.run(ask())
     size = statistics["group_size"]
-    if size != config.n_samples_per_prompt:
-        raise ConfigError(
-            f"the service makes groups of {size} trajectories",
-            where=f"--rollout-service-url {config.rollout_service_url}",
-            expected=f"--n-samples-per-prompt, {config.n_samples_per_prompt}",
-        )
+    wanted, where = config.n_samples_per_prompt, f"--rollout-service-url {config.rollout_service_url}"
+    what, expected = f"{where}: the service makes groups of {size} trajectories", f"--n-samples-per-prompt, {wanted}"
+    refuse(size != wanted, what, expected=expected)
     for group in waiting if Schedule.of(config).max_staleness else ():
         require_versions(group, where=f"--schedule {config.schedule} and --rollout-service-url")
 
@@ -74,12 +71,8 @@ def require_versions(group: Mapping[str, Any], *, where: str) -> None:
     for item in group["items"]:
         turns = item.get("turns") or []
         of_turns = turns and all(turn.get("version") is not None or turn.get("spans") for turn in turns)
-        if item.get("weight_version") is None and not item.get("weight_versions") and not of_turns:
-            raise ConfigError(
-                f"the trajectory {item['uid']!r} of problem {item['instance_id']!r} does not say which weights its "
-                "tokens are of, so the bound on their age cannot be held",
-                where=where,
-                expected="in each trajectory weight_version, a whole number, or weight_versions, "
-                "[{version, start, end}] over its response tokens; or version, or spans, in each of its turns",
-                hint="engines report both in meta_info: send them along with the tokens; or --schedule lockstep",
-            )
+        unknown = item.get("weight_version") is None and not item.get("weight_versions") and not of_turns
+        what = f"the trajectory {item['uid']!r} of problem {item['instance_id']!r} does not say which weights made it"
+        expected = "in each trajectory weight_version, a whole number, or weight_versions; or version or spans per turn"
+        hint = "engines report both in meta_info: send them along with the tokens; or --schedule lockstep"
+        refuse(unknown, f"{where}: {what}", hint, expected)

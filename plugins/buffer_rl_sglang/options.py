@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from buffer_rl.cluster.process import arguments_of
 from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import Section, option
 from buffer_rl.plugin.hookspecs import hookimpl
 
@@ -70,12 +71,9 @@ if TYPE_CHECKING:
 
 def server_arguments(args: SglangArgs) -> list[str]:
     """``args.sglang_args`` as the server takes them. Raises ConfigError for what the run sets, and for secrets."""
-    if args.engine_auth and str(args.sglang_args.get("log_level", "warning")).lower() in ("debug", "info"):
-        raise ConfigError(
-            "at this level the server writes its arguments to its log, and the engines' API key with them",
-            where="--sglang-log-level",
-            hint="warning and above, or add --no-engine-auth",
-        )
+    logs = args.engine_auth and str(args.sglang_args.get("log_level", "warning")).lower() in ("debug", "info")
+    what = "--sglang-log-level: at this level the server writes the engines' API key to its log"
+    refuse(logs, what, "warning and above, or add --no-engine-auth")
     return arguments_of(args.sglang_args, "sglang", OWN)
 
 
@@ -107,47 +105,25 @@ def buffer_rl_add_options() -> list[str]:
 
 def check_server(config: Any) -> None:
     """Raises ConfigError if there is no SGLang to start, if its version is unknown, or if it refuses its arguments."""
-    command = [config.sglang_python, str(SERVER), "--check-arguments", "--model-path", str(config.hf_checkpoint)]
-    limit = max(CHECK_TIMEOUT_S, config.engine_start_timeout_s)
+    python, limit = config.sglang_python, max(CHECK_TIMEOUT_S, config.engine_start_timeout_s)
+    where, words = f"--sglang-python {python}", [python, str(SERVER), "--check-arguments", "--model-path"]
+    words += [str(config.hf_checkpoint), *server_arguments(config)]
+    variables = {**os.environ, **environment(config)}
     try:
-        checked = subprocess.run(
-            [*command, *server_arguments(config)],
-            env={**os.environ, **environment(config)},
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
+        checked = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=limit)
     except OSError as error:
-        raise ConfigError(f"it cannot be run: {error}", where=f"--sglang-python {config.sglang_python}") from error
+        raise ConfigError(f"it cannot be run: {error}", where=where) from error
     except subprocess.TimeoutExpired as error:
-        what = f"SGLang did not check its arguments within {limit:g} s"
-        raise ConfigError(what, where=f"--sglang-python {config.sglang_python}") from error
-    if checked.returncode:
-        _refuse(config, checked.stderr.strip())
-    version = checked.stdout.split()[-1]
-    if not VERSIONS[0] <= _numbers(version) < VERSIONS[1]:
-        oldest, first_unknown = (".".join(map(str, numbers)) for numbers in VERSIONS)
-        raise ConfigError(
-            f"SGLang {version} speaks another protocol",
-            where=f"--sglang-python {config.sglang_python}",
-            expected=f"sglang>={oldest},<{first_unknown}",
-        )
-
-
-def _refuse(config: Any, printed: str) -> None:
-    last = printed.splitlines()[-1] if printed else "it printed nothing"
-    if "sglang: error:" in last:
-        raise ConfigError(
-            f"the server refuses its arguments: {last.partition('error:')[2].strip()}",
-            where="--sglang-NAME",
-            hint=f"{config.sglang_python} -m sglang.launch_server --help lists them",
-        )
-    raise ConfigError(
-        f"SGLang cannot be imported: {last}",
-        where=f"--sglang-python {config.sglang_python}",
-        expected="a Python whose environment has sglang",
-        hint="pip install 'buffer-rl[sglang]', or an environment of its own: plugins/README.md",
-    )
+        raise ConfigError(f"SGLang did not check its arguments within {limit:g} s", where=where) from error
+    failed, last = bool(checked.returncode), (checked.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    what = f"--sglang-NAME: the server refuses its arguments: {last.partition('error:')[2].strip()}"
+    refuse(failed and "sglang: error:" in last, what, f"{python} -m sglang.launch_server --help lists them")
+    hint = "pip install 'buffer-rl[sglang]', or an environment of its own: plugins/README.md"
+    expected = "a Python whose environment has sglang"
+    refuse(failed, f"{where}: SGLang cannot be imported: {last}", hint, expected)
+    version, limits = checked.stdout.split()[-1], [".".join(map(str, numbers)) for numbers in VERSIONS]
+    other, what = not VERSIONS[0] <= _numbers(version) < VERSIONS[1], f"SGLang {version} speaks another protocol"
+    refuse(other, f"{where}: {what}", expected=f"sglang>={limits[0]},<{limits[1]}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

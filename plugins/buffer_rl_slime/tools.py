@@ -192,7 +192,7 @@ class MultiTurnLossMaskGenerator:
     """Token ids and loss masks of conversations. tokenizer_type: a ``--loss-mask-type``.
 
     Unlike slime's, whose masks count tokens of messages rendered apart, white space behind an answer's end token is not
-    trained on (``docs/rollouts.md``)."""
+    trained on (``docs/runs.md#supervised-fine-tuning``)."""
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
         self.tokenizer = tokenizer

@@ -79,8 +79,8 @@ class TrackerOptions(Section):
             path = reference.replace(":", ".").removeprefix("buffer_rl_trackers.trackers.")
             name = path.removesuffix("Logger").lower()
             missing = next((package for package in packages_of(name, args) if not _is_installed(package)), "")
-            hint = f"pip install 'buffer-rl[{name}]'"
-            refuse(missing, "the package {} is not installed", f"--logger {reference}", hint=hint)
+            what, hint = "the package {} is not installed", f"pip install 'buffer-rl[{name}]'"
+            refuse(missing, f"--logger {reference}: {what}", hint)
 
 
 if TYPE_CHECKING:

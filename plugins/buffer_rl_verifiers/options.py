@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import Section, flag_of, option
 from buffer_rl.plugin.hookspecs import hookimpl
 from buffer_rl.plugin.shipping import search_folders
@@ -107,10 +108,9 @@ def environ(config: VerifiersArgs) -> dict[str, str]:
 
 def _parsed(path: str, flag: str) -> tuple[str, str, str, str | None]:
     """Label, taskset, slice, and its end: empty without one, None if there is no slice."""
+    expected = "verifiers://TASKSET, or verifiers://TASKSET@[start:end]"
     if (match := _PATH.fullmatch(path)) is None:
-        raise ConfigError(
-            f"{path!r} names no taskset", where=flag, expected="verifiers://TASKSET, or verifiers://TASKSET@[start:end]"
-        )
+        raise ConfigError(f"{path!r} names no taskset", where=flag, expected=expected)
     return match[1] or "", match[2], match[3] or "", match[5]
 
 
@@ -144,11 +144,8 @@ def _listed(config: VerifiersArgs, taskset: str, limit: int | None, where: str) 
 
 def _refuse(printed: str, python: str, where: str) -> None:
     tail = "\n".join(printed.strip().splitlines()[-SHOWN_LINES:]) or "it printed nothing"
-    if "No module named 'verifiers'" in tail or "No module named 'aiohttp'" in tail:
-        raise ConfigError(
-            tail.splitlines()[-1],
-            where=f"--verifiers-python {python}",
-            expected="a Python whose environment has verifiers",
-            hint="make verifiers-env installs one: --verifiers-python .venv-verifiers/bin/python",
-        )
+    absent = "No module named 'verifiers'" in tail or "No module named 'aiohttp'" in tail
+    hint = "make verifiers-env installs one: --verifiers-python .venv-verifiers/bin/python"
+    expected = "a Python whose environment has verifiers"
+    refuse(absent, f"--verifiers-python {python}: {tail.splitlines()[-1]}", hint, expected)
     raise ConfigError(f"its tasks cannot be listed:\n{tail}", where=where, hint="--verifiers-args configures it")

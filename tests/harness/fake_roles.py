@@ -71,8 +71,10 @@ class FakeTrain:
         """Note the rollout."""
         self.fetched.append(rollout_id)
 
-    def log_probs(self, model: str) -> None:
-        """Nothing to compute."""
+    def log_probs(self, model: str, rollout_id: int | None, writes: bool) -> None:
+        """Fetch the rollout, if it is named; nothing to compute."""
+        if rollout_id is not None:
+            self.fetch(rollout_id)
 
     def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
         """Note the rollout."""

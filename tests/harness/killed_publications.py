@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cluster.calling import Call
 from buffer_rl.embedded.launcher import EmbeddedEngine, launch
-from buffer_rl.engines.control import EngineControlClient, FleetControl
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import EngineRegistry, EngineState, Replica
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.options.section import compose, dump_args, load_args
@@ -181,7 +181,7 @@ class CountedClient(CountsCalls, EngineControlClient):
     """Engines that are not replaced."""
 
 
-class CountedFleet(CountsCalls, FleetControl):
+class CountedFleet(CountsCalls, EngineControlClient):
     """Engines of the run's own."""
 
 

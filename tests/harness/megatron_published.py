@@ -3,10 +3,8 @@ options; and the former from the latter, without the package's export."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +25,21 @@ columns."""
 
 def note_served(rollout_id: int, args: Any, samples: Any, extra: Any, seconds: float) -> None:
     """``--custom-rollout-log-function-path``: checksums of the weights that the engines sampled the rollout with."""
-    from buffer_rl.engines.http import EngineFanOut
+    from buffer_rl.engines.control import EngineControlClient
+    from buffer_rl.engines.http import EngineFanOut, LoopThread
 
-    async def ask() -> dict[str, str]:
+    async def listed() -> list[str]:
         engines = EngineFanOut(lambda: [], 30.0, router_url=args.router_url, api_key=args.engine_api_key)
         try:
-            return await engines.checksums()
+            return list(await engines.server_info())
         finally:
             await engines.close()
 
-    with ThreadPoolExecutor(1) as thread:  # the rollout has an event loop in its own
-        found = thread.submit(lambda: asyncio.run(ask())).result(60.0)
+    loop = LoopThread("listed-engines")  # the rollout has an event loop in its own thread
+    urls = loop.run(listed())
+    loop.stop()
+    with EngineControlClient(urls, timeout_s=30.0, api_key=args.engine_api_key) as control:
+        found = control.checksums()
     Path(args.run_dir, f"served_{rollout_id}.json").write_text(json.dumps(found))
 
 

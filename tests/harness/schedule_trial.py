@@ -159,6 +159,9 @@ class TrialBuffer:
             self.reports[rollout_id] = report
         return report, revision
 
+    def end_and_close(self, ticket: Ticket) -> Any:
+        return self.state.end_ticket(ticket), self.close_selection(ticket.rollout_id)[0]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.state, name)
 

@@ -147,8 +147,8 @@ def on_device(device: SharedDevice, roles: Mapping[str, Any], *, asks: bool = Tr
     """The roles of a run, as they are on the device: ``train``, ``critic``, ``rollout``, ``publish``, ``save`` and
     ``reference``, and the engines. asks: rollouts ask engines, not evaluations alone."""
 
-    def passes(role: str) -> Callable[[str], tuple[str, Needs]]:
-        return lambda model: (f"{role} {model}", {role: PASSES if model in ("ref", "teacher") else WEIGHTS})
+    def passes(role: str) -> Callable[..., tuple[str, Needs]]:
+        return lambda model, *_: (f"{role} {model}", {role: PASSES if model in ("ref", "teacher") else WEIGHTS})
 
     def generates(ticket: Ticket) -> tuple[str, Needs]:
         if not (asks or ticket.evaluation):

@@ -16,8 +16,11 @@ from buffer_rl.driver.launch import launch_training
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.tiny import make_tiny_model
+from harness.metric_names import check_metrics
 from harness.scripts import forked_from
 
+METRICS_OF_TESTS = ("train/difficulty", "rollout/slime_dropped")
+"""What functions of tests and examples give: a loss of examples/losses, a rollout function in the style of slime."""
 WORDS = ("ab", "ba", "abc", "bca", "cab", "acb", "bb", "cc")
 
 
@@ -76,8 +79,14 @@ def options_in(task: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def train(ray_cluster: None) -> Callable[[Any], Any]:
-    """Runs options to their end, in this process."""
-    return lambda args: launch_training(args, PluginRegistry.from_flags(args.plugin))
+    """Runs options to their end, in this process. Every metric of a run must be explained (``docs/metrics.md``)."""
+
+    def run(args: Any) -> Any:
+        result = launch_training(args, PluginRegistry.from_flags(args.plugin))
+        check_metrics(args.run_dir, METRICS_OF_TESTS)
+        return result
+
+    return run
 
 
 @pytest.fixture(scope="session")

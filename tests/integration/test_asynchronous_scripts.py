@@ -10,6 +10,7 @@ import pytest
 
 from buffer_rl.cli import main
 from buffer_rl.observe.metrics import read_metrics
+from harness.metric_names import check_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -32,6 +33,7 @@ RELAX = (
 def train(folder: Path, *command: str) -> list[float]:
     """Train as typed in this folder. Returns the oldest sample's staleness of each step."""
     assert main(["train", *command, "--run-dir", str(folder / "run"), *LAPTOP]) == 0
+    check_metrics(folder / "run")
     records = read_metrics(folder / "run")
     assert [record["step"] for record in records if record["kind"] == "train"] == list(range(STEPS))
     return [float(record["staleness/max"]) for record in records if "staleness/max" in record]
@@ -57,7 +59,7 @@ def test_a_translated_script_trains_within_its_bound(
 ) -> None:
     script, options = tmp_path / "run.sh", tmp_path / "train.yaml"
     script.write_text(f"{SUBMIT} {program} \\\n   {FLAGS.format(task=task)} \\\n   {more}\n")
-    assert main(["import", project, str(script), "--laptop", "--out", str(options)]) == 0
+    assert main(["import", project, str(script), "--laptop", "--output", str(options)]) == 0
     assert "--use-tis is added" in " ".join(capsys.readouterr().out.split())
     found = train(tmp_path, "--config", str(options))
     assert len(found) == STEPS

@@ -225,7 +225,8 @@ def test_a_run_whose_buffer_dies_at_every_moment_of_a_step_ends_as_if_it_had_not
     happened = {moment for moment in MOMENTS | LOCKSTEP_MOMENTS if (disturbed / moment).exists()}
     assert happened == MOMENTS | moments
     assert restarts(disturbed) == len(happened - {"storage"})
-    lost = happened & {"in_generation", "after_close", "in_log_probs", "stopped", "storage"}
+    # What the trainer has fetched before its first pass needs no Buffer until it is committed.
+    lost = happened & {"in_generation", "after_close", "stopped", "storage"}
     said = "".join(capfd.readouterr())
     assert said.count("is produced again (") == len(lost), said
     assert final_weights(disturbed) == final_weights(undisturbed)

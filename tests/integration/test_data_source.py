@@ -16,7 +16,7 @@ import pytest
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
-from buffer_rl.errors import PluginError, WorkerError
+from buffer_rl.errors import DeadlineError, PluginError, WorkerError
 from buffer_rl.files.row_file import read_rollout, rollout_path
 from buffer_rl.records.groups import GroupUid
 from buffer_rl.testing.tiny import make_tiny_model
@@ -33,6 +33,7 @@ import json
 import os
 import random
 import signal
+import threading
 from pathlib import Path
 from buffer_rl.records.groups import Sample
 
@@ -81,6 +82,11 @@ class Broken(Letters):
 class Fatal(Letters):
     def get_samples(self, num_samples):
         os._exit(3)
+
+
+class Hanging(Letters):
+    def get_samples(self, num_samples):
+        threading.Event().wait()
 
 
 class FatalAtOnce(Letters):
@@ -200,6 +206,19 @@ def test_a_source_whose_process_dies_each_time_ends_the_run_by_its_name(
 
 
 @pytest.mark.slow
+def test_a_source_that_hangs_ends_the_run_by_its_name(
+    train: Run, of_letters: MakeOptions, letters: Path, tmp_path: Path
+) -> None:
+    args = of_letters(tmp_path / "run", data_source_path=f"{letters}:Hanging", data_source_timeout_s=2.0)
+    with pytest.raises(DeadlineError) as caught:
+        train(args)
+    message = str(caught.value)
+    assert f"data_source '{letters}:Hanging'" in message
+    assert "did not answer deliver within 2 s" in message
+    assert "--data-source-timeout-s" in message
+
+
+@pytest.mark.slow
 def test_what_a_sources_constructor_raises_ends_the_run_by_its_name(
     train: Run, make_options: MakeOptions, letters: Path
 ) -> None:
@@ -208,7 +227,7 @@ def test_what_a_sources_constructor_raises_ends_the_run_by_its_name(
     message = str(caught.value)
     assert f"data_source '{letters}:Broken', while it was constructed" in message
     assert "ValueError: no such table: prompts" in message
-    assert 'letters.py", line 48, in __init__' in message
+    assert 'letters.py", line 49, in __init__' in message
     gone = "ray::DataSourceActor"
     assert holds_within(30, lambda: not [p for p in descendants(os.getpid()) if p.command.startswith(gone)])
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.buffer.state import BufferState
 from buffer_rl.driver.launch import _Run
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession
@@ -52,21 +53,21 @@ def sequential(args: Any, limit_s: float = 120.0) -> None:
         assert run.rollout is not None
 
         def generate(number: int) -> None:
-            ticket = run.buffer.generate(number)
+            ticket = run.buffer.call(BufferState.generate, number)
             run.rollout.call(RolloutWorker.run, ticket, timeout_s=limit_s)  # type: ignore[union-attr]
-            run.buffer.end_ticket(ticket)
+            run.buffer.call(BufferState.end_ticket, ticket)
 
-        run.buffer.release(0)
+        run.buffer.call(BufferState.release, 0)
         generate(0)
         for step in range(STEPS):
             if step + 1 < STEPS:
                 generate(step + 1)
-            run.buffer.close_selection(step)
+            run.buffer.call(BufferState.close_selection, step)
             train.call(TrainRank.fetch, step, timeout_s=limit_s)
             train.call(TrainRank.train, timeout_s=limit_s)
-            run.buffer.commit(step, step + 1)
+            run.buffer.call(BufferState.commit, step, step + 1)
             publisher.publish(step + 1)
-            run.buffer.release(step + 1)
+            run.buffer.call(BufferState.release, step + 1)
         publisher.close()
         run.save_hf(str((Path(args.run_dir) / "hf").absolute()))
 

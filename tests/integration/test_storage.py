@@ -20,6 +20,7 @@ import ray
 from ray._private.internal_api import node_stats
 
 from buffer_rl.buffer.actor import MAX_WAITERS, start_buffer
+from buffer_rl.buffer.calls import NumberedCall, answer_of
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.codec import Columns
 from buffer_rl.buffer.columns import RowSizes
@@ -124,8 +125,8 @@ def wait_until_stored(megabytes: int, what: str) -> None:
 
 
 def fill(client: BufferClient, producer: Any, rollout_id: int) -> Ticket:
-    ticket = client.generate(rollout_id)
-    client.open_selection(rollout_id)
+    ticket = client.call(BufferState.generate, rollout_id)
+    client.call(BufferState.open_selection, rollout_id)
     for group in client.call(BufferState.get_samples, ticket, ticket.num_groups):
         ray.get(producer.finish.remote(ticket, group), timeout=60)
     close_rollout(client, ticket)
@@ -141,8 +142,8 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
             wait_until_stored(0, "the store is empty at first")
             producer = start_producer(buffer, units)
             pid, lost = ray.get(producer.pid_and_payload.remote(), timeout=60)
-            ticket = client.generate(rollout_id)
-            client.open_selection(rollout_id)
+            ticket = client.call(BufferState.generate, rollout_id)
+            client.call(BufferState.open_selection, rollout_id)
             groups = client.call(BufferState.get_samples, ticket, ticket.num_groups)
             answers = [producer.finish.remote(ticket, group) for group in groups]
             ray.get(answers, timeout=60)
@@ -158,8 +159,8 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
             assert sum(mask.sum() for mask in batch.columns["loss_mask"]) == 3 * 4 * 2
             wait_until_stored(12, "12 rows of 1 MB")
             del batch, tokens
-            client.commit(rollout_id, rollout_id + 1)
-            client.release(rollout_id + 1)
+            client.call(BufferState.commit, rollout_id, rollout_id + 1)
+            client.call(BufferState.release, rollout_id + 1)
             wait_until_stored(0, "the store is as empty as it was")
 
 
@@ -185,14 +186,14 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
 
         wait_until(is_lost, "Ray notices the death")  # until then the payloads of this node can be read
         assert str(caught[0]).startswith("storage-1: a payload is lost: OwnerDiedError")
-        client.abandon(0)
+        client.call(BufferState.abandon, 0)
         fill(client, producer, 0)  # the process that replaces it takes payloads
         assert sorted(row.uid.row for row in client.get_data(0).row_ids) == rows
-        client.commit(0, 1)
-        client.release(1)
+        client.call(BufferState.commit, 0, 1)
+        client.call(BufferState.release, 1)
         ray.kill(storage[1].actor)  # for good
-        ticket = client.generate(1)
-        client.open_selection(1)
+        ticket = client.call(BufferState.generate, 1)
+        client.call(BufferState.open_selection, 1)
         seventh, eighth = client.call(BufferState.get_samples, ticket, 2)
         ray.get(producer.finish.remote(ticket, seventh), timeout=60)
         with pytest.raises(WorkerError, match=r"storage-1.*died"):  # the processes take turns
@@ -204,8 +205,8 @@ def test_a_blocking_report_from_the_event_loop_goes_to_the_store_too(
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
     with with_storage(make_options()) as (buffer, storage, client):
-        ticket = client.generate(0)
-        client.open_selection(0)
+        ticket = client.call(BufferState.generate, 0)
+        client.call(BufferState.open_selection, 0)
         for number, units in enumerate([storage, []], start=1):
             producer = start_producer(buffer, units)
             group = client.call(BufferState.get_samples, ticket, 1)[0]
@@ -222,8 +223,8 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
     with with_storage(make_options()) as (buffer, storage, client):
-        ticket = client.generate(0)
-        client.open_selection(0)
+        ticket = client.call(BufferState.generate, 0)
+        client.call(BufferState.open_selection, 0)
         wait_until_stored(0, "the store is empty at first")
         for number, owner in enumerate([storage[0].actor, buffer]):
             sequence = 2 * number
@@ -232,8 +233,8 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
             def finish(sequence: int, group: SampleGroup = group, owner: Any = owner) -> Any:
                 args, payloads = split_payloads(report_of(ticket, group), MEGABYTE)
                 assert list(payloads) == ["tokens"]
-                call = owner.change_with_payloads.remote("by hand", sequence, sequence, "finish", args, payloads)
-                return ray.get(call, timeout=60)
+                call = NumberedCall(sequence, sequence, "finish", args)
+                return answer_of(ray.get(owner.execute_with_payloads.remote("by hand", call, payloads), timeout=60))
 
             assert finish(sequence) is None
             wait_until_stored(4 * (number + 1), "the group's 4 rows of 1 MB")
@@ -250,8 +251,8 @@ def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_ask
 ) -> None:
     with with_storage(make_options(), timeout_s=1) as (buffer, storage, client):
         producer = start_producer(buffer, storage)
-        ticket = client.generate(0)
-        client.open_selection(0)
+        ticket = client.call(BufferState.generate, 0)
+        client.call(BufferState.open_selection, 0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         ray.get(storage[0].actor.ready.remote(), timeout=60)
         pid = client.get_progress()["pid"]
@@ -270,8 +271,8 @@ def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
-        ticket = client.generate(0)
-        client.open_selection(0)
+        ticket = client.call(BufferState.generate, 0)
+        client.call(BufferState.open_selection, 0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
         revision = client.call(BufferState.take, ticket.task, request)[0].revision
@@ -291,8 +292,8 @@ def test_a_reader_that_waits_for_longer_than_it_may_is_told_what_it_waited_for(
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
-        ticket = client.generate(0)
-        client.open_selection(0)
+        ticket = client.call(BufferState.generate, 0)
+        client.call(BufferState.open_selection, 0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
         request = ReadRequest(reader="train", fields=frozenset({"tokens", "ref_log_probs"}), num_rows=8)
@@ -311,8 +312,8 @@ def test_a_replica_whose_part_of_a_deal_is_empty_gets_a_batch_without_rows_and_l
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
-        ticket = client.generate(0)
-        client.open_selection(0)
+        ticket = client.call(BufferState.generate, 0)
+        client.call(BufferState.open_selection, 0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         rows = [sample.row_id for sample in group]
         request = ReadRequest(reader="train", fields=frozenset({"tokens"}), num_rows=8, num_replicas=2, together=True)
@@ -340,7 +341,7 @@ def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
-        ticket = client.generate(0, evaluation=True)
+        ticket = client.call(BufferState.generate, 0, evaluation=True)
         request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
         told: list[BaseException] = []
 
@@ -352,7 +353,7 @@ def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        client.clear(ticket.task)
+        client.call(BufferState.clear, ticket.task)
         reader.join(60)
         assert not reader.is_alive(), "the reader still waits"
         assert "it was cleared" in str(told[0])

@@ -137,6 +137,9 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
     for line in speeds:
         assert line["perf/mfu"] == pytest.approx(line["perf/actor_train_tflops"] / 0.5)
         assert 0 < line["perf/mfu"] < 1
+        peaks = {name: gb for name, gb in line.items() if name.startswith("perf/peak_memory/")}
+        assert peaks.keys() == {f"perf/peak_memory/{role}_gb" for role in ("train", "rollout", "buffer")}
+        assert all(0.03 < gb < 10 for gb in peaks.values())
     folder = Path(args.run_dir) / "hf"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() > 0

@@ -21,6 +21,7 @@ ENGINE = ["--engine-context-length", "64", "--engine-max-running-requests", "16"
 def test_generate_prints_one_answer_a_prompt_and_response(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "--hf-checkpoint", str(task / "model"), "--json", "-n", "2", "--prompt", "ab="]
     sampled = [*asked, *ENGINE, "--prompt-data", f"{task / 'train.jsonl'}@[:2]", "--rollout-min-p", "0.1"]
+    sampled += ["--custom-rm-path", f"{task / 'letters.py'}:count_a"]
     assert main(sampled) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["prompt"], row["label"], row["sample_index"]) for row in rows] == [
@@ -30,6 +31,7 @@ def test_generate_prints_one_answer_a_prompt_and_response(task: Path, capsys: py
     assert all(row["tokens"] == 6 for row in rows if row["status"] == "truncated")
     assert all(len(row["response"]) <= row["tokens"] <= 6 for row in rows)
     assert len({row["response"] for row in rows}) > 1
+    assert [row.get("reward") for row in rows] == [None, None, *(row["response"].count("a") for row in rows[2:])]
 
 
 @pytest.mark.slow

@@ -151,10 +151,10 @@ def test_the_runs_own_reward_gives_what_was_recorded_and_another_what_another_ru
     kept = Path(one.save_debug_rollout_data.replace("{rollout_id}", "0"))
     aside = kept.rename(tmp_path / "aside") if not has_rows else kept
     try:
-        own = asked(capsys, "rescore", one.run_dir, "--out", tmp_path / "own.jsonl")["all"]
+        own = asked(capsys, "rescore", one.run_dir, "--output", tmp_path / "own.jsonl")["all"]
         assert (own["groups"], own["of"], own["equal_rewards"], own["equal_best"], own["signs"]) == (3, 3, 1.0, 1.0, 0)
         reward = f"{functions}:count_len"
-        asked(capsys, "rescore", one.run_dir, "--custom-rm-path", reward, "--out", tmp_path / "new.jsonl")
+        asked(capsys, "rescore", one.run_dir, "--custom-rm-path", reward, "--output", tmp_path / "new.jsonl")
     finally:
         aside.rename(kept)
     for name, new_raw, new_trained_on in (("own", raw, trained_on), ("new", other_raw, other_trained_on)):

@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from buffer_rl.buffer.actor import start_buffer
+from buffer_rl.buffer.calls import NumberedCall
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses
@@ -168,7 +169,7 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
 ) -> None:
     actor = start_buffer(dump_args(make_options()))
     client = BufferClient(actor, timeout_s=60)
-    ticket = client.generate(0)
+    ticket = client.call(BufferState.generate, 0)
     pid = pid_of(actor)
     hasty = BufferClient(actor, timeout_s=0.2)
     os.kill(pid, signal.SIGSTOP)
@@ -179,8 +180,9 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
         os.kill(pid, signal.SIGCONT)
     # The late call was executed. Its repeat, under the same caller and sequence, finds the same groups leased.
     caller, sequence = hasty._caller, 0
-    groups = ray.get(actor.change.remote(caller, sequence, sequence, "get_samples", (ticket, 2)), timeout=60)
-    again = ray.get(actor.change.remote(caller, sequence, sequence, "get_samples", (ticket, 2)), timeout=60)
+    message = NumberedCall(sequence, sequence, "get_samples", (ticket, 2))
+    groups = ray.get(actor.execute.remote(caller, [message]), timeout=60)[0]
+    again = ray.get(actor.execute.remote(caller, [message]), timeout=60)[0]
     other = client.call(BufferState.get_samples, ticket, 1)
     assert [group.uid for group in again] == [group.uid for group in groups]
     assert other[0].uid not in {group.uid for group in groups}
@@ -195,7 +197,7 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
     ray.kill(actor)
     assert holds_within(30, lambda: pid not in {process.pid for process in descendants(os.getpid())})
     with pytest.raises(WorkerError, match=r"buffer\.generate: the process of the Buffer died"):
-        client.generate(1)
+        client.call(BufferState.generate, 1)
 
 
 class StopsAtOnce(Watched):

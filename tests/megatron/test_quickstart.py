@@ -27,7 +27,7 @@ def test_the_quickstart_learns_and_engine_and_trainer_agree_in_every_step(tmp_pa
         subprocess.run([sys.executable, *command], check=True, timeout=TIMEOUT_S, cwd=ROOT)
 
     data, model = tmp_path / "data", str(tmp_path / "model")
-    run(str(QUICKSTART / "prepare.py"), "--out", str(tmp_path))
+    run(str(QUICKSTART / "prepare.py"), "--output", str(tmp_path))
     common = ["-m", "buffer_rl.cli", "train", "--progress", "plain", "--prompt-data", str(data / "train.jsonl")]
     dev, heldout = f"dev={data / 'dev.jsonl'}", f"heldout={data / 'heldout.jsonl'}"
     warm = ["--run-dir", str(tmp_path / "sft"), "--hf-checkpoint", model, "--eval-prompt-data", dev]

@@ -53,7 +53,7 @@ async def worst_gap(transport: Any, control: EngineControlClient, versions: Vers
     publisher = publisher_of(versions, transport, control, folder)
     assert publisher.try_retraction()
     publisher.publish(0)
-    async with EngineClient(control.engine_urls[0], control.engine_urls) as client:
+    async with EngineClient(control.targets()[0], control.targets()) as client:
         answers, metrics = await answers_while_published(client, publisher, versions, num_tokens=200, most_versions=12)
     publisher.close()
     assert len(answers) == 42

@@ -27,8 +27,10 @@ UNPICKLING = {
     for name in ("load", "loads", "Unpickler", "open")
 } | {("yaml", "load"), ("yaml", "unsafe_load"), ("pandas", "read_pickle"), ("builtins", "eval"), ("builtins", "exec")}
 # The child of the reward pool reads what its own parent wrote into a socket pair that nobody else has.
-# A trial in a process of its own, and what started it, read each other's files in a folder of mode 0700.
+# A trial in a process of its own, and what started it, read each other's files in a folder of mode 0700. So does a run
+# that a Python program starts.
 KNOWN = {
+    ("buffer_rl/api.py", "pickle.loads"),
     ("buffer_rl/rollout/reward_process.py", "pickle.loads"),
     ("buffer_rl/verbs/train.py", "pickle.load"),
     ("buffer_rl/verbs/trial.py", "pickle.load"),

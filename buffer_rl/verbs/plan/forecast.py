@@ -135,7 +135,9 @@ class _Trainer:
         self._count(rollout_id)
         await self.host.work(self.costs.prepare)
 
-    async def log_probs(self, model: str) -> None:
+    async def log_probs(self, model: str, rollout_id: int | None, writes: bool) -> None:
+        if rollout_id is not None:
+            await self.fetch(rollout_id)
         await self._work(self.costs.forward_token * self.tokens[-1])
 
     async def train(self) -> Mapping[str, float]:
@@ -206,6 +208,9 @@ class _NotedBuffer:
         if report is not None:
             self.staleness += report.staleness
         return report, revision
+
+    def end_and_close(self, ticket: Ticket) -> tuple[RolloutReport, RolloutReport | None]:
+        return self._state.end_ticket(ticket), self.close_selection(ticket.rollout_id)[0]
 
     async def commit(self, rollout_id: int, step: int) -> None:
         self._state.commit(rollout_id, step)

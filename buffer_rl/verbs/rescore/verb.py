@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     """Add the verb."""
     parser = subparsers.add_parser("rescore", description=_DESCRIPTION)
     parser.add_argument("folder", metavar="RUN", help="the folder of the run (--run-dir of train)")
-    parser.add_argument("--out", metavar="FILE", help="write one line of JSON a sample, with both rewards")
+    parser.add_argument("--output", metavar="FILE", help="write one line of JSON a sample, with both rewards")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_options(parser, [SECTION])
     parser.set_defaults(run=run, sections=[SECTION])
@@ -68,11 +68,11 @@ def run(namespace: argparse.Namespace) -> int:
         )
     rescored = asyncio.run(rescore(args, PluginRegistry.from_flags(args.plugin), steps))
     facts = {"run_dir": str(namespace.folder), "reward": _reward_of(args), **facts_of(rescored)}
-    if namespace.out:
+    if namespace.output:
         try:
-            facts["rows_written"] = write_rows(Path(namespace.out), rescored)
+            facts["rows_written"] = write_rows(Path(namespace.output), rescored)
         except OSError as error:
-            raise ConfigError(f"the rows cannot be written: {error}", where="--out") from error
+            raise ConfigError(f"the rows cannot be written: {error}", where="--output") from error
     if namespace.json:
         say(json.dumps(facts, indent=2, ensure_ascii=False))
     else:

@@ -26,7 +26,7 @@ from buffer_rl_slime.scripts.verdicts import Target
 _DESCRIPTION = """\
 Translate a launch script of slime or Relax (bash). The script is read, with what it sources, and never run.
 
-One line a flag: same, renamed, not needed, changes the result, or not there yet, each with its reason. --out writes
+One line a flag: same, renamed, not needed, changes the result, or not there yet, each with its reason. --output writes
 the options as a file for 'buffer-rl train --config FILE'. Variables of the environment are as if they were not set:
 their defaults in the script hold, and what has none is ${env:NAME} in the file.
 """
@@ -53,7 +53,7 @@ def _add_project(projects: argparse._SubParsersAction[Any], name: str, project: 
     parser = projects.add_parser(name, help=f"a bash script that starts {project}'s training", description=_DESCRIPTION)
     parser.add_argument("script", metavar="SCRIPT", help="for example scripts/run-qwen3-4B.sh")
     parser.add_argument(
-        "--out", metavar="FILE", help="write the options to this file, for buffer-rl train --config FILE"
+        "--output", metavar="FILE", help="write the options to this file, for buffer-rl train --config FILE"
     )
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument(
@@ -73,9 +73,9 @@ def _add_project(projects: argparse._SubParsersAction[Any], name: str, project: 
 
 def run(namespace: argparse.Namespace) -> int:
     """Read, translate, report, write. Returns the exit status; raises ConfigError."""
-    out = Path(namespace.out) if namespace.out else None
+    out = Path(namespace.output) if namespace.output else None
     if out is not None and out.exists() and not namespace.force:
-        raise ConfigError("the file is there already", where=f"--out {out}", hint="another name, or --force")
+        raise ConfigError("the file is there already", where=f"--output {out}", hint="another name, or --force")
     script = read_script(namespace.script, _given(namespace.set))
     launch = _launch(script, namespace.script)
     target = _target(namespace)
@@ -182,10 +182,10 @@ def _row(line: Line, script: str) -> tuple[str, str, str, str]:
 
 def _write(out: Path | None, text: str) -> None:
     if out is None:
-        say("\nAdd --out FILE to write the options.")
+        say("\nAdd --output FILE to write the options.")
         return
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the file cannot be written: {error.strerror}", where=f"--out {out}") from error
+        raise ConfigError(f"the file cannot be written: {error.strerror}", where=f"--output {out}") from error
     say(f"\n{out} is written. Next: buffer-rl train --config {out} --dry-run")

@@ -171,7 +171,6 @@ def test_a_step_whose_tokens_are_all_rejected_has_no_gradient(mode: str) -> None
     [
         ({"use_tis": True, "tis_clip_low": 3.0}, "no weight is between 3 and 2"),
         ({"use_tis": True, "use_rollout_logprobs": True}, "every weight would be 1"),
-        ({"custom_tis_function_path": "mine:weights"}, "nothing is corrected"),
         *(({"use_tis": True, "loss_type": n}, row.uncorrected) for n, row in LOSSES.items() if row.uncorrected),
     ],
 )

@@ -16,12 +16,12 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 TIMEOUT_S = 240.0
 SHORTEST: dict[str, tuple[str, ...]] = {
     "agents": ("--quick",),
-    "algorithms": ("--quick", "--out", "runs"),
+    "algorithms": ("--quick", "--output", "runs"),
     "asynchrony": ("--quick",),
-    "difficulty": ("--quick", "--out", "results"),
+    "difficulty": ("--quick", "--output", "results"),
     "faults": ("rollout", "--kills", "1"),
     "finish_depth": (),
-    "gpu": ("--dry-run", "--out", "table", "--only", "trainer 0.6B, bf16"),
+    "gpu": ("--dry-run", "--output", "table", "--only", "trainer 0.6B, bf16"),
     "group_costs": ("--groups", "1000", "--rounds", "1", "--parts", "queue"),
     "ledger": ("--groups", "1000"),
     "ledger_kills": ("--kills", "2", "--every", "50"),
@@ -35,10 +35,10 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "schedule_equality": ("--algorithms", "gspo", "--steps", "1"),
     "schedule_step": ("--quick",),
     "schedules": ("--quick",),
-    "staleness": ("--quick", "--out", "results"),
+    "staleness": ("--quick", "--output", "results"),
     "start": ("--runs", "1", "--trl-python", "none"),
     "vocabulary": ("--quick", "--trl-python", "none"),
-    "two_cores": ("--quick", "--out", "results"),
+    "two_cores": ("--quick", "--output", "results"),
 }
 
 
@@ -75,7 +75,7 @@ def test_a_benchmark_works_in_its_shortest_form(name: str, folder: Path) -> None
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: make bench-trl installs it")
 def test_the_comparison_with_trl_works_in_its_shortest_form(folder: Path) -> None:
-    run("against_trl", ("--quick", "--out", "results"), folder)
+    run("against_trl", ("--quick", "--output", "results"), folder)
 
 
 def test_every_benchmark_that_can_be_started_is_among_them() -> None:

@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +21,7 @@ import ray
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.actor import STATE_FILE, BufferActor, can_restart
-from buffer_rl.buffer.calls import kind_of
+from buffer_rl.buffer.calls import NumberedCall, answer_of, kind_of
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger_audit import ledger_writer
@@ -55,7 +54,12 @@ class Caller:
 
     def change(self, method: str, *args: Any) -> Any:
         self._sequence += 1
-        return self._actor.change(self._name, self._sequence, self._sequence, method, args)
+        call = NumberedCall(self._sequence, self._sequence, method, args)
+        return answer_of(self._actor.execute(self._name, [call]))
+
+
+def read(actor: BufferActor, method: str, *args: Any) -> Any:
+    return answer_of(actor.execute("reader", [NumberedCall(-1, -1, method, args)]))
 
 
 def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
@@ -72,16 +76,17 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
     caller.change("end_ticket", ticket)
     caller.change("close_selection", 0)
     for rank in range(2):
-        assert len(assemble(actor.read("plan_data", (0, rank, 2)))) == 2
+        assert len(assemble(read(actor, "plan_data", 0, rank, 2))) == 2
     assert all(payload() is not None for payload in payloads)
     caller.change("commit", 0, 1)
-    caller.change("release", 1)
+    released = caller.change("release", 1)
+    assert 0.01 < released["peak"]["host"] < 100  # GB, of this process
     gc.collect()
     assert [payload() for payload in payloads] == [None] * 4
 
 
 def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
-    own = {"state_dict", "load_state_dict", "get_progress"}  # reached by save, load and get_progress
+    own = {"state_dict", "load_state_dict"}  # reached by save and load
     own |= {"get_data"}  # for a state in the caller's process: the client reads plans
     public = {name for name in dir(BufferState) if callable(getattr(BufferState, name)) and not name.startswith("_")}
     assert {name for name in public if kind_of(getattr(BufferState, name)) is None} == own
@@ -89,20 +94,23 @@ def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
 
 def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number_if_it_changes_something() -> None:
     sent: list[Any] = []
-    methods = {
-        kind: SimpleNamespace(remote=partial(lambda *call: sent.append(call), kind)) for kind in ("change", "read")
-    }
-    client = BufferClient(SimpleNamespace(**methods), timeout_s=1)
-    client._answers = cast("Any", SimpleNamespace(wait=lambda name, submit: submit()))
-    client.generate(3, evaluation=True)
-    client.call(BufferState.get_source_state)
+    client = BufferClient(SimpleNamespace(execute=SimpleNamespace(remote=lambda *call: sent.append(call))), timeout_s=1)
+
+    def wait(name: str, submit: Callable[[], None]) -> list[None]:
+        submit()
+        return [None]
+
+    client._answers = cast("Any", SimpleNamespace(wait=wait))
+    client.call(BufferState.generate, 3, evaluation=True)
+    client.call(BufferState.get_headers)
     client.call(BufferState.plan_data, 3, num_steps=2)
     client.call(BufferState.commit, rollout_id=3, step=4)
-    assert sent == [
-        ("change", client._caller, 0, 0, "generate", (3, True)),
-        ("read", "get_source_state", ()),
-        ("read", "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS, False, None)),
-        ("change", client._caller, 1, 1, "commit", (3, 4)),
+    assert [caller for caller, _ in sent] == [client._caller] * 4
+    assert [call for _, (call,) in sent] == [
+        (0, 0, "generate", (3, True)),
+        (-1, -1, "get_headers", ()),
+        (-1, -1, "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS, False, None)),
+        (1, 1, "commit", (3, 4)),
     ]
 
 
@@ -113,26 +121,25 @@ def test_changes_of_one_message_have_an_answer_or_an_error_each_and_are_executed
     first, second = driver.change("get_samples", ticket, 2)
     columns = {"tokens": [np.zeros(2, dtype=np.int32)] * 2}
 
-    def report(number: int, group: SampleGroup, attempt: int) -> tuple[int, int, str, tuple[Any, ...]]:
+    def report(number: int, group: SampleGroup, attempt: int) -> NumberedCall:
         rows = [sample.row_id for sample in group]
-        return number, 0, "finish", (ticket, group.uid, attempt, rows, columns)
+        return NumberedCall(number, 0, "finish", (ticket, group.uid, attempt, rows, columns))
 
     message = [report(0, first, first.attempt), report(1, second, 7), report(2, second, second.attempt)]
     for _ in range(2):  # as Ray may deliver it
-        answers = actor.change_many("worker", message)
+        answers = actor.execute("worker", message)
         assert [answers[0], answers[2]] == [None, None]
         assert isinstance(answers[1], BufferStateError)
         assert "attempt 7" in str(answers[1])
     with pytest.raises(BufferStateError, match="is refused"):
-        actor.change("worker", *report(3, first, first.attempt))
+        answer_of(actor.execute("worker", [report(3, first, first.attempt)]))
 
 
 def test_anything_else_is_refused(tmp_path: Path) -> None:
     actor = make_actor(tmp_path)
-    with pytest.raises(BufferStateError, match="no method 'commit' that reads"):
-        actor.read("commit", (0, 1))
-    with pytest.raises(BufferStateError, match="no method '_take' that changes"):
-        actor.change("me", 0, 0, "_take", ())
+    for method in ("_take", "wait_change", "state_dict", "absent"):
+        with pytest.raises(BufferStateError, match=f"no operation '{method}'"):
+            Caller(actor).change(method)
 
 
 def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path) -> None:
@@ -140,20 +147,20 @@ def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path
     caller = Caller(first)
     ticket = caller.change("generate", 0, False)
     leased = caller.change("get_samples", ticket, 2)
-    first.read("save", (str(tmp_path),))
+    read(first, "save", str(tmp_path))
     again = Caller(make_actor(tmp_path))
     again.change("load", str(tmp_path))
     ticket = again.change("generate", 0, False)
     assert [group.uid for group in again.change("get_samples", ticket, 2)] == [group.uid for group in leased]
     with pytest.raises(CheckpointError, match=r"cannot be read.*absent|absent.*cannot be read"):
-        make_actor(tmp_path).change("me", 0, 0, "load", (str(tmp_path / "absent"),))
+        Caller(make_actor(tmp_path)).change("load", str(tmp_path / "absent"))
 
 
 def test_a_state_that_cannot_be_written_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "saves").mkdir()
     (tmp_path / "saves" / STATE_FILE).symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match="No space left") as caught:
-        make_actor(tmp_path).read("save", (str(tmp_path / "saves"),))
+        read(make_actor(tmp_path), "save", str(tmp_path / "saves"))
     assert caught.value.where == str(tmp_path / "saves" / STATE_FILE)
 
 
@@ -162,12 +169,12 @@ def test_the_ledger_names_the_process_that_writes_it_also_after_it_went_back_to_
     (ledger,) = tmp_path.rglob("ledger.sqlite")
     assert ledger_writer(ledger) == os.getpid()
     (tmp_path / "saves").mkdir()
-    actor.read("save", (str(tmp_path / "saves"),))
+    read(actor, "save", str(tmp_path / "saves"))
     copy = sqlite3.connect(tmp_path / "saves" / "ledger.sqlite")
     copy.execute("UPDATE facts SET value = '1 0' WHERE key = 'note:pid'")
     copy.commit()
     copy.close()
-    actor.change("me", 0, 0, "load", (str(tmp_path / "saves"),))
+    Caller(actor).change("load", str(tmp_path / "saves"))
     assert ledger_writer(ledger) == os.getpid()
 
 
@@ -201,7 +208,7 @@ def test_readers_that_wait_are_woken_by_a_finished_group_and_by_a_cleared_pool_a
         for thread in waiting:
             thread.start()
         wait_for(lambda: len(actor._changed._waiters) == 70)  # type: ignore[attr-defined]
-        actor.read("get_headers")
+        read(actor, "get_headers")
         caller.change("update_metadata", {"a": 1})
         assert all(thread.is_alive() for thread in waiting)
         caller.change(method, *arguments)
@@ -275,7 +282,7 @@ def test_threads_that_change_and_read_at_one_time_do_it_one_after_another(tmp_pa
                 if group.uid.epoch > 0:  # all 64 rows were leased
                     caller.change("add_samples", ticket, [(group.uid, group.attempt)])
                     return
-                actor.read("get_headers")
+                read(actor, "get_headers")
                 columns = {"tokens": [np.full(3, group.uid.row, np.int32) for _ in group]}
                 caller.change("finish", ticket, group.uid, group.attempt, [s.row_id for s in group], columns)
         except BaseException as error:
@@ -296,7 +303,7 @@ def test_threads_that_change_and_read_at_one_time_do_it_one_after_another(tmp_pa
     report = driver.change("end_ticket", ticket)
     assert (report.num_groups, report.drops) == (64, {})
     assert driver.change("close_selection", 0)[0].num_groups == 64
-    batch = assemble(actor.read("plan_data", (0,)))
+    batch = assemble(read(actor, "plan_data", 0))
     assert [int(tokens[0]) for tokens in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
     assert sorted({row_id.uid.row for row_id in batch.row_ids}) == list(range(64))
 

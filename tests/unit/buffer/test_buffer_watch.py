@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from buffer_rl.buffer import actor as buffer_actor
-from buffer_rl.buffer.actor import BufferWatch
+from buffer_rl.buffer.actor import watch_buffer
+from buffer_rl.cluster import hangs
 
 
 class Dead(Exception):
     """What Ray says of an actor that is not there."""
+
+
+class DeadForGood(Dead):
+    """What Ray says of one that it does not start again."""
 
 
 class FakeRay:
@@ -19,6 +25,7 @@ class FakeRay:
 
     class exceptions:
         RayError = Dead
+        ActorDiedError = DeadForGood
 
     def __init__(self) -> None:
         self.answer: Any = {"busy_s": 0.0, "pid": 1}
@@ -43,22 +50,17 @@ class FakeRay:
 class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ray = FakeRay()
-        monkeypatch.setattr(buffer_actor, "ray", self.ray)
+        for module in (buffer_actor, hangs):
+            monkeypatch.setattr(module, "ray", self.ray)
         self.time = 0.0
         self.shown: list[Any] = []
         self.notices: list[str] = []
         self.process: int | None = 1
         self.killed: list[int] = []
         monkeypatch.setattr(buffer_actor.os, "kill", lambda pid, number: self.killed.append(pid))
-        self.watch = BufferWatch(
-            self.ray,
-            hang_s=10,
-            start_s=60,
-            shown=self.shown.append,
-            notice=self.notices.append,
-            process=lambda: self.process,
-            now=lambda: self.time,
-        )
+        args: Any = SimpleNamespace(buffer_hang_timeout_s=10, buffer_timeout_s=60)
+        told = self.shown.append, self.notices.append
+        self.watch = watch_buffer(self.ray, args, lambda: self.process, *told, now=lambda: self.time)
 
     def look_at(self, *times: float) -> None:
         for self.time in times:

@@ -18,7 +18,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.data.custom import CustomSource, Delivery, DeliveryNeeded, DeliveryRequest, StateNeeded, hash_state
+from buffer_rl.data.custom import CustomSource, Delivery, DeliveryNeeded, DeliveryRequest
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError, DataError
 from buffer_rl.options.section import compose
@@ -51,39 +51,39 @@ def rows(groups: list[SampleGroup]) -> list[int]:
     return [group.uid.row for group in groups]
 
 
-def needed(ask: Callable[[], object]) -> DeliveryRequest:
+def needed(state: BufferState, ticket: Ticket, num_groups: int, *chosen: GroupUid) -> DeliveryRequest | None:
+    """What the source's process is asked for on behalf of a lease that must wait."""
     with pytest.raises(DeliveryNeeded) as caught:
-        ask()
-    return caught.value.request
+        state.get_samples(ticket, num_groups, chosen or None)
+    return state.get_delivery_request(caught.value.num_groups)
 
 
 def request(number: int, num_groups: int, first_group: int, state: bytes = b"") -> DeliveryRequest:
-    hashed = hash_state(state)
-    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group, state_hash=hashed)
+    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group, state=state)
 
 
 def test_what_is_missing_is_asked_for_by_number_and_nothing_is_leased_before_it_is_there() -> None:
     state = make_state()
     ticket = state.generate(0)
-    assert needed(lambda: state.get_samples(ticket, 2)) == request(0, 2, 0)
+    assert needed(state, ticket, 2) == request(0, 2, 0)
     state.deliver(delivery(0, 0))
-    assert needed(lambda: state.get_samples(ticket, 2)) == request(1, 1, 1)  # fewer than asked came: the rest
+    assert needed(state, ticket, 2) == request(1, 1, 1)  # fewer than asked came: the rest
     state.deliver(delivery(1, 1))
     assert rows(state.get_samples(ticket, 2)) == [0, 1]
-    assert needed(lambda: state.get_samples(ticket, 1)) == request(2, 1, 2)
+    assert needed(state, ticket, 1) == request(2, 1, 2)
     assert state.get_progress()["leased"] == 2
 
 
-def test_two_who_ask_at_once_get_one_batch_between_them() -> None:
+def test_two_who_wait_at_once_get_one_batch_between_them() -> None:
     state = make_state()
     ticket = state.generate(0)
-    assert needed(lambda: state.get_samples(ticket, 3)) == request(0, 3, 0)
-    assert needed(lambda: state.get_samples(ticket, 1)) == request(0, 1, 0)
+    assert needed(state, ticket, 3) == request(0, 3, 0)
+    assert needed(state, ticket, 1) == request(0, 1, 0)
     state.deliver(delivery(0, 0, 1, 2, state=b"after 3"))
-    state.deliver(delivery(0, 0, 1, 2, state=b"after 3"))
+    assert state.get_delivery_request(1) is None
+    state.deliver(delivery(0, 7, state=b"after 1"))  # late, of a process that died
     assert rows(state.get_samples(ticket, 1)) == [0]
-    assert needed(lambda: state.get_samples(ticket, 3)) == request(1, 1, 3, b"after 3")
-    assert state.get_source_state() == (1, b"after 3")
+    assert needed(state, ticket, 3) == request(1, 1, 3, b"after 3")
 
 
 def test_the_queue_comes_before_the_source_and_is_untouched_while_a_batch_is_missing() -> None:
@@ -92,8 +92,8 @@ def test_the_queue_comes_before_the_source_and_is_untouched_while_a_batch_is_mis
     state.deliver(delivery(0, 0, 1))
     leased = state.get_samples(ticket, 2)
     state.add_samples(ticket, [(leased[1].uid, leased[1].attempt)])
-    assert needed(lambda: state.get_samples(ticket, 3)) == request(1, 2, 2)
-    assert needed(lambda: state.get_samples(ticket, 3, [GroupUid("s", 1, 0)])) == request(1, 2, 2)
+    assert needed(state, ticket, 3) == request(1, 2, 2)
+    assert needed(state, ticket, 3, GroupUid("s", 1, 0)) == request(1, 2, 2)
     assert state.get_buffer_length() == 1
     state.deliver(delivery(1, 2, 3))
     assert rows(state.get_samples(ticket, 3)) == [1, 2, 3]
@@ -141,9 +141,8 @@ def test_stock_state_and_counts_are_saved_and_loaded_as_one() -> None:
     saved = saved_state(state)
     again = make_state()
     load_saved(again, saved)
-    assert again.get_source_state() == (1, b"\x00\xff")
     ticket = again.generate(0)
-    assert needed(lambda: again.get_samples(ticket, 4)) == request(1, 1, 3, b"\x00\xff")
+    assert needed(again, ticket, 4) == request(1, 1, 3, b"\x00\xff")
     groups = again.get_samples(ticket, 3)  # the leased one first, then the stock
     assert rows(groups) == [0, 1, 2]
     assert groups[2][0].prompt == "p2"
@@ -174,22 +173,11 @@ def test_a_damaged_state_is_named(change: dict[str, Any]) -> None:
         feed.load_state_dict({**feed.state_dict(), **change})
 
 
-def test_an_epochs_length_is_the_sources_once_it_is_told() -> None:
-    state = make_state(groups_per_step=4)
-    with pytest.raises(BufferStateError, match="not known"):
-        state.get_num_rollout_per_epoch()
-    state.set_source_length(11)
-    assert state.get_num_rollout_per_epoch() == 2
-    state.set_source_length(3)
-    assert state.get_num_rollout_per_epoch() == 1
-
-
 def test_what_epochs_leave_over_makes_whole_steps_together() -> None:
-    state = make_state(groups_per_step=4)
-    state.set_source_length(11)  # 2 steps and 3 groups
-    assert [state.get_num_rollout_per_epoch(num_epochs) for num_epochs in (1, 2, 3, 4)] == [2, 5, 8, 11]
-    state.set_source_length(3)
-    assert [state.get_num_rollout_per_epoch(num_epochs) for num_epochs in (1, 2, 4)] == [1, 1, 3]
+    steps = make_state(groups_per_step=4).get_num_rollout_per_epoch
+    assert steps() == 0  # the source's process alone knows its length
+    assert [steps(num_epochs, 11) for num_epochs in (1, 2, 3, 4)] == [2, 5, 8, 11]  # 2 steps and 3 groups
+    assert [steps(num_epochs, 3) for num_epochs in (1, 2, 4)] == [1, 1, 3]
 
 
 def test_a_buffer_with_data_of_its_own_takes_no_deliveries(tmp_path: Path) -> None:
@@ -238,20 +226,17 @@ def finish(state: BufferState, ticket: Ticket, group: SampleGroup) -> None:
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=75)
 def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once_and_in_order(seed: int) -> None:
-    """Two workers whose requests, batches, deliveries and restorations overlap at random, batches lost on the way, the
-    source's process killed at random moments, and restarts of the run from a checkpoint."""
+    """Deliveries that are late or lost, of processes that were killed at random moments, and restarts of the run from
+    a checkpoint."""
     draw = random.Random(seed)
     state, source = make_state(), host(draw)
-    late: list[Callable[[], object]] = []  # what a worker is still about to do
+    late: list[Callable[[], object]] = []  # what is under way, from a process that may be dead by now
     trained: list[int] = []
 
-    def ask(needed: DeliveryRequest) -> None:
-        try:
-            batch = source.take(needed)
-        except StateNeeded:
-            act = partial(source.restore, *state.get_source_state())
-        else:
-            act = partial(state.deliver, batch) if batch is not None else state.get_headers
+    def ask(num_groups: int) -> None:
+        if (request := state.get_delivery_request(num_groups)) is None:
+            return
+        act = partial(state.deliver, source.take(request))
         if draw.random() < 0.5:
             late.append(act)
         else:
@@ -267,7 +252,7 @@ def test_whatever_is_lost_interrupted_or_asked_twice_every_group_is_trained_once
             try:
                 return state.get_samples(ticket, count)
             except DeliveryNeeded as error:
-                ask(error.request)
+                ask(error.num_groups)
 
     for step in range(6):
         ticket = state.generate(step)

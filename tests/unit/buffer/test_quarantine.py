@@ -19,6 +19,7 @@ class Rows:
     """Rows 0, 1, … of one source."""
 
     pool_weights = None
+    source_hashes = ("rows",)
 
     def __init__(self) -> None:
         self.next = 0

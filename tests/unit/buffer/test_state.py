@@ -106,6 +106,20 @@ def test_a_step_moves_its_groups_through_all_states(tmp_path: Path) -> None:
         state.get_data(0)
 
 
+def test_a_ticket_that_ends_with_its_selection_has_the_reports_of_both(tmp_path: Path) -> None:
+    state, apart = (make_state(write_rows(tmp_path, 8), groups_per_step=2) for _ in range(2))
+    tickets = []
+    for each in (state, apart):
+        ticket = each.generate(0)
+        tickets.append(ticket)
+        for group in each.get_samples(ticket, 4)[:3]:  # one is never mentioned again, and one is surplus
+            finish(each, ticket, group)
+    ended, closed = state.end_and_close(tickets[0])
+    assert (ended, closed) == (apart.end_ticket(tickets[1]), apart.close_selection(0)[0])
+    assert (ended.drops, closed.num_groups, closed.surplus) == ({"unreported": 1}, 2, 1)
+    assert state.get_data(0).row_ids == apart.get_data(0).row_ids
+
+
 def test_surplus_goes_back_as_prompts_in_the_order_of_admission_and_is_leased_first(tmp_path: Path) -> None:
     state = make_state(write_rows(tmp_path, 8), groups_per_step=2)
     ticket = state.generate(0)
@@ -202,6 +216,23 @@ def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp
     second.release(1)
     with pytest.raises(BufferStateError, match="trained"):
         second.import_groups(second.generate(1), batch.row_ids, batch.columns)
+
+
+def test_a_group_that_is_taken_over_leaves_the_queue_and_is_admitted_before_later_ones(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 6), groups_per_step=3)
+    ticket = state.generate(0)
+    first, second, third = state.get_samples(ticket, 3)
+    state.add_samples(ticket, [(first.uid, 1)])
+    columns = {"tokens": [np.ones(2, np.int32)] * 2, "loss_mask": [np.ones(1, np.float32)] * 2}
+    later = GroupUid(first.uid.source, 5, 7)
+    state.import_groups(ticket, [RowId(first.uid, 0), RowId(later, 0)], columns)
+    assert state.get_buffer_length() == 0
+    (last,) = state.get_samples(ticket, 1)
+    state.add_samples(ticket, [(group.uid, 1) for group in (last, third, second)])
+    assert [header.uid for header in state.get_headers()] == [second.uid, third.uid, last.uid]
+    assert [state.ledger.number(group) for group in (later, last.uid)] == [3, 4]
+    saved = [second.uid, third.uid, first.uid, later, last.uid]
+    assert [group.uid for group in state._rollouts.to_save()] == saved
 
 
 def test_more_groups_than_a_step_trains_on_are_not_taken_over(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.calling import blocking
-from buffer_rl.data.custom import Delivery, DeliveryRequest
+from buffer_rl.data.custom import Delivery
 from buffer_rl.errors import BufferStateError
 from buffer_rl.records.groups import GroupUid, QueueHeader, Sample, SampleGroup
 from harness.local_buffer import DirectCalls
@@ -52,15 +52,6 @@ def test_a_blocking_method_works_in_any_thread_with_the_context_and_the_errors_o
         twice.times(-1)
 
 
-class Source:
-    """A data source of the user's own: groups of one sample, as many as the Buffer asks for."""
-
-    async def atake(self, request: DeliveryRequest) -> Delivery:
-        uids = [GroupUid("s", request.first_group + index, 0) for index in range(request.num_groups)]
-        groups = [SampleGroup(uid=uid, samples=[Sample(uid=uid, prompt="p", group_index=uid.row)]) for uid in uids]
-        return Delivery(number=request.number, groups=groups, state=b"")
-
-
 def test_a_blocking_lease_asks_the_filter_and_the_data_source_also_in_the_thread_of_an_event_loop() -> None:
     state = BufferState(DeliveredFeed("mine:Source"), ledger=Ledger.in_memory(), groups_per_step=2)
     filtered: list[tuple[int, str]] = []
@@ -69,9 +60,17 @@ def test_a_blocking_lease_asks_the_filter_and_the_data_source_also_in_the_thread
         filtered.append((len(headers), WHO.get()))
         return [header.uid for header in headers][::-1]
 
+    async def deliver(num_groups: int) -> None:
+        """As a data source of the user's own: groups of one sample, as many as the Buffer asks for."""
+        request = state.get_delivery_request(num_groups)
+        assert request is not None
+        uids = [GroupUid("s", request.first_group + index, 0) for index in range(request.num_groups)]
+        groups = [SampleGroup(uid=uid, samples=[Sample(uid=uid, prompt="p", group_index=uid.row)]) for uid in uids]
+        state.deliver(Delivery(number=request.number, groups=groups, state=b""))
+
     calls: Any = DirectCalls(state)
     encoder: Any = None  # no group is finished
-    client = RolloutClient(calls, state.generate(0), encoder, newest_first, Source())
+    client = RolloutClient(calls, state.generate(0), encoder, newest_first, deliver)
 
     async def in_an_event_loop() -> list[int]:
         WHO.set("the loop")

@@ -76,12 +76,13 @@ def test_the_call_of_a_member_that_was_ended_because_it_hung_says_so() -> None:
         call.result()
 
 
-def test_the_root_of_several_failures_is_a_death_then_a_named_error_then_the_first() -> None:
-    lost = RuntimeError("connection closed by peer")
+def test_the_root_of_several_failures_is_a_death_then_a_named_error_then_a_trainers_then_the_first() -> None:
+    lost, peer = RuntimeError("connection closed by peer"), task_error(TrainError("another rank cannot go on"))
     named: BaseException = task_error(BufferRLError("x"))
     died = ActorDiedError()
     assert root_failure({"a": lost, "b": named, "c": died}) == ("c", died)
-    assert root_failure({"a": lost, "b": named}) == ("b", named)
+    assert root_failure({"a": lost, "b": peer, "c": named}) == ("c", named)
+    assert root_failure({"a": lost, "b": peer}) == ("b", peer)
     assert root_failure({"a": lost, "b": RuntimeError("other")}) == ("a", lost)
 
 

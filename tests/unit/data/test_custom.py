@@ -16,8 +16,6 @@ from buffer_rl.data.custom import (
     Delivery,
     DeliveryRequest,
     GroupReader,
-    StateNeeded,
-    hash_state,
     source_name,
 )
 from buffer_rl.errors import BufferRLError, DataError, PluginError
@@ -71,12 +69,10 @@ def host(tmp_path: Path) -> Host:
 
 
 def request(number: int, num_groups: int, first_group: int = 0, state: bytes = b"") -> DeliveryRequest:
-    hashed = hash_state(state)
-    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group, state_hash=hashed)
+    return DeliveryRequest(number=number, num_groups=num_groups, first_group=first_group, state=state)
 
 
-def prompts(delivery: Delivery | None) -> list[Any]:
-    assert delivery is not None
+def prompts(delivery: Delivery) -> list[Any]:
     return [group[0].prompt for group in delivery.groups]
 
 
@@ -84,56 +80,36 @@ def test_batches_are_made_once_each_and_bear_the_state_after_them(host: Host) ->
     source = host()
     first = source.take(request(0, 2))
     assert prompts(first) == ["p0", "p1"]
-    assert first is not None
     assert first.state == b"2"
-    assert source.take(request(0, 1)) == first  # asked for again, perhaps by another worker
+    assert source.take(request(0, 1)) == first  # asked for again: the Buffer did not take it in
     second = source.take(request(1, 1, 2, b"2"))
-    assert (prompts(second), second and second.state) == (["p2"], b"3")
-    assert source.take(request(0, 2)) is None  # the Buffer has it
+    assert (prompts(second), second.state) == (["p2"], b"3")
     assert source.num_rows() == 7
 
 
-def test_a_restored_source_goes_on_after_the_batch_whose_state_it_got(host: Host) -> None:
+def test_a_replaced_process_goes_on_after_the_batch_whose_state_it_got(host: Host) -> None:
     source = host()
     saved = source.take(request(0, 3))
-    assert saved is not None
-    lost = source.take(request(1, 2, 3, b"3"))
-    again = host()
-    again.restore(1, saved.state)
-    assert again.take(request(0, 3)) is None
-    made_again = again.take(request(1, 2, 3, b"3"))
+    lost = source.take(request(1, 2, 3, saved.state))
+    made_again = host().take(request(1, 2, 3, saved.state))
     assert prompts(made_again) == prompts(lost) == ["p3", "p4"]
-    assert [batch and batch.state for batch in (made_again, lost)] == [b"5", b"5"]
+    assert [batch.state for batch in (made_again, lost)] == [b"5", b"5"]
 
 
 def test_a_batch_is_made_from_the_state_after_the_batch_before_it_and_from_no_other(host: Host) -> None:
     source = host()
-    with pytest.raises(StateNeeded, match="Source': batch 2 cannot be made"):  # its process is a new one
-        source.take(request(2, 1, 7, b"7"))
-    source.restore(2, b"7")
     assert prompts(source.take(request(2, 1, 7, b"7"))) == ["p7"]
-    with pytest.raises(StateNeeded):  # the Buffer took in a batch 2 of two groups, which a process made that died
-        source.take(request(3, 1, 9, b"9"))
-    source.restore(3, b"9")
+    # The Buffer took in a batch 2 of two groups, which a process made that died.
     assert prompts(source.take(request(3, 1, 9, b"9"))) == ["p9"]
 
 
-def test_a_source_that_another_caller_restored_first_stays_where_it_is(host: Host) -> None:
-    source = host()
-    source.restore(5, b"5")
-    made = source.take(request(5, 2, 5, b"5"))
-    for number, state in ((5, b"5"), (4, b"4")):  # read from the Buffer before that batch was delivered
-        source.restore(number, state)
-    assert source.take(request(5, 2, 5, b"5")) == made
-    assert prompts(source.take(request(6, 1, 7, b"7"))) == ["p7"]
-
-
-def test_a_source_that_stands_where_it_is_restored_to_is_not_loaded_again(host: Host) -> None:
+def test_a_source_that_stands_at_the_state_is_not_loaded(host: Host) -> None:
     code = "\n\nclass Mine(Source):\n    def load(self, path):\n        raise OSError('it is slow')\n"
     source = host(code, "Mine")
-    source.restore(0, b"")
     assert prompts(source.take(request(0, 2))) == ["p0", "p1"]
-    source.restore(1, b"2")
+    assert prompts(source.take(request(1, 1, 2, b"2"))) == ["p2"]
+    with pytest.raises(PluginError, match="it is slow"):
+        source.take(request(2, 1, 9, b"9"))
 
 
 def test_a_source_may_wrap_the_built_in_one_and_give_lists_of_its_samples(host: Host, tmp_path: Path) -> None:
@@ -158,14 +134,12 @@ class Wrapping(Source):
         "Wrapping",
     )
     delivery = source.take(request(0, 2))
-    assert delivery is not None
     assert [[sample.prompt for sample in group] for group in delivery.groups] == [["a", "a"], ["b", "b"]]
 
 
 def test_groups_without_a_uid_get_their_running_number_and_samples_their_place(host: Host) -> None:
     source = host()
     delivery = source.take(request(0, 2, first_group=40))
-    assert delivery is not None
     name = source_name(source.reference)
     assert [str(group.uid) for group in delivery.groups] == [f"{name}:40:0", f"{name}:41:0"]
     assert name.startswith("custom:")
@@ -287,7 +261,7 @@ def test_a_source_that_fails_is_named_and_stays_failed(
         ("def __len__(self):\n        return 0", CustomSource.num_rows, "its length is 0"),
         (
             "def load(self, path):\n        raise KeyError('row')",
-            lambda s: s.restore(1, b""),
+            lambda s: s.take(request(1, 1)),
             "load: it raised KeyError",
         ),
         ("def __init__(self, args):\n        args.x", lambda s: None, "while it was constructed: it raised Attribute"),
@@ -312,7 +286,7 @@ class Mine(Source):
         super().save(path)
 """
     delivery = host(code, "Mine").take(request(0, 2))
-    assert (prompts(delivery), delivery and delivery.state) == (["p0", "p1"], b"2")
+    assert (prompts(delivery), delivery.state) == (["p0", "p1"], b"2")
 
 
 def test_a_factory_must_build_a_data_source(host: Host) -> None:

@@ -23,7 +23,7 @@ from buffer_rl.verbs.table import VERBS, parser_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-PAGE = PAGE[PAGE.index("## Stop and resume\n") :]
+PAGE = PAGE[PAGE.index("## Stop and resume\n") : PAGE.index("## Security\n")]
 SCRIPT = ROOT / "examples" / "cluster" / "train.sbatch"
 MANIFEST = ROOT / "examples" / "cluster" / "rayjob.yaml"
 CONTAINERFILE = ROOT / "containers" / "Containerfile"

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.driver import local_roles
 from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.errors import BufferRLError, CheckpointError, DeadlineError, TrainError
@@ -44,7 +45,8 @@ class Ranks:
 
 
 class SavingBuffer:
-    def save(self, folder: str) -> None:
+    def call(self, operation: Any, folder: str) -> None:
+        assert operation is BufferActor.save
         Path(folder, "buffer.json").write_text("{}")
 
 

@@ -127,14 +127,18 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
         ({"save": None}, ["--save-interval", "--save PATH"]),
         ({"save": None, "save_interval": None, "async_save": True}, ["--async-save", "--save PATH"]),
         ({"rollout_batch_size": 4, "over_sampling_batch_size": 3}, ["3 groups in flight", "at least 4"]),
-        ({"mask_offpolicy_in_partial_rollout": True}, ["no older tokens to mask", "add --partial-rollout"]),
+        (
+            {"mask_offpolicy_in_partial_rollout": True},
+            ["nothing reads it without --partial-rollout", "add --partial-rollout"],
+        ),
         ({"num_ref_workers": 1}, ["--num-ref-workers: no reference log-probabilities", "add --use-kl-loss"]),
         ({"num_teacher_workers": 1}, ["--num-teacher-workers: no teacher's log-probabilities"]),
         ({"use_opd": True, "rm_type": None, "opd_teacher_load": "teacher"}, ["--rm-type"]),  # of an evaluation
         ({"use_opd": True}, ["--use-opd: there is no teacher", "sets teacher_log_probs"]),
         ({"use_opd": True, "opd_teacher_load": "teacher", "loss_type": "dpo"}, ["--use-opd: dpo reads no advantages"]),
-        ({"opd_teacher_load": "teacher"}, ["--opd-teacher-load: nothing is distilled", "add --use-opd"]),
-        ({"opd_kl_coef": 0.5}, ["--opd-kl-coef: nothing is distilled"]),
+        ({"opd_teacher_load": "teacher"}, ["--opd-teacher-load: nothing reads it", "add --use-opd"]),
+        ({"opd_kl_coef": 0.5}, ["--opd-kl-coef: nothing reads it"]),
+        ({"custom_tis_function_path": "m:w"}, ["--custom-tis-function-path: nothing reads it", "add --use-tis"]),
         ({"num_advantage_workers": 1, "loss_type": "sft_loss"}, ["--num-advantage-workers: ", "has no advantages"]),
         ({"stream_gradients": True}, ["--stream-gradients: --schedule lockstep", "add --schedule pipelined"]),
         ({**STREAM, "num_steps_per_rollout": 2}, ["--stream-gradients and --num-steps-per-rollout: 2 optimizer steps"]),
@@ -165,7 +169,10 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             {"replay_routed_experts": True, "schedule": "async", "use_tis": True},
             ["--replay-routed-experts and --schedule async: a publication retracts", "add --publication drain, or"],
         ),
-        ({"replay_recomputed_experts": True}, ["--replay-recomputed-experts: no experts are replayed"]),
+        (
+            {"replay_recomputed_experts": True},
+            ["--replay-recomputed-experts: nothing reads it", "add --replay-routed-experts"],
+        ),
         (
             {"replay_routed_experts": True, "loss_type": "sft_loss", "rm_type": None},
             ["--replay-routed-experts: no engine computes the tokens of supervised fine-tuning"],

@@ -216,6 +216,26 @@ def test_the_reference_is_updated_after_the_step_and_before_the_checkpoint_and_t
     assert ["perf/ref_update_time" in metrics for metrics in world.recorder.metrics] == [False, True, False, True]
 
 
+def test_a_step_has_the_metrics_of_its_publication_and_of_the_buffer(tmp_path: Path) -> None:
+    class Timed(FakePublisher):
+        def publish(self, version: int) -> dict[str, float]:
+            return {"perf/publish_pause": version / 4, "publish/unchanged_share": 0.5}
+
+    class Weighed(BufferState):
+        def release(self, version: int) -> dict[str, Any]:
+            return {**super().release(version), "work_s": version * 3.0, "peak": {"host": version + 0.5}}
+
+    world = World(tmp_path)
+    world.roles["publish"] = Timed()
+    world.state.__class__ = Weighed
+    world.driver(replace(PLAN, num_rollouts=2)).run()
+    shown = ("perf/publish_pause", "publish/unchanged_share", "perf/buffer_time", "perf/peak_memory/buffer_gb")
+    assert [[step[name] for name in shown] for step in world.recorder.metrics] == [
+        [0.25, 0.5, 3.0, 1.5],
+        [0.5, 0.5, 3.0, 2.5],
+    ]
+
+
 def test_in_lockstep_a_rollout_starts_when_the_version_before_it_is_published(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.driver(replace(PLAN, evaluate=False)).run()
@@ -495,11 +515,19 @@ def test_every_trained_role_is_fetched_passed_and_trained_and_the_actor_alone_es
     calls = submitted(world, "fetch", "log_probs", "estimate", "train", "compare_log_probs", "commit")
     fetched, updated = ([(role, method) for role in ("train", "critic")] for method in ("fetch", "train"))
     passes = [("train", "log_probs"), ("critic", "log_probs"), ("train", "estimate")]
-    before = [*fetched, *passes, *fetched]
+    before = [*passes, *fetched]
+    assert world.train.fetched == [0, 0, 1, 1, 2, 2]  # for its first pass, and with the advantages
     after = [*updated, ("buffer", "commit")]
     assert calls == [*before, ("train", "compare_log_probs"), *after, *((*before, *after) * 2)]
     assert world.recorder.metrics[0]["train/loss"] == 0.0
     assert world.recorder.metrics[0]["critic/loss"] == 2.0
+
+
+def test_the_first_pass_of_a_step_fetches_its_rows_and_the_others_do_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.driver(replace(PLAN, roles=RolePlan(passes=(("train", "ref"), ("train", "actor"))))).run()
+    assert submitted(world, "fetch", "log_probs", "train") == [*[("train", "log_probs")] * 2, ("train", "train")] * 3
+    assert world.train.fetched == [0, 1, 2]
 
 
 @pytest.mark.parametrize("gradients", [False, True])

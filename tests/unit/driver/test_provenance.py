@@ -15,6 +15,7 @@ import pytest
 
 from buffer_rl import __version__
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.driver.local_roles import RunCheckpoints
 from buffer_rl.driver.provenance import changed_plugins, provenance_of
 from buffer_rl.errors import ConfigError
@@ -98,11 +99,10 @@ def test_the_file_of_a_run_holds_them_and_no_secrets(folder: Path) -> None:
 class Silent:
     """A trainer group and a Buffer that write nothing."""
 
-    def call(self, method: str, path: str = "", *, timeout_s: float) -> bool:
+    def call(self, method: Any, path: str = "", *, timeout_s: float = 0.0) -> bool:
+        if method is BufferActor.save:
+            (Path(path) / "buffer.json").write_text("{}")
         return True
-
-    def save(self, folder: str) -> None:
-        (Path(folder) / "buffer.json").write_text("{}")
 
 
 @pytest.mark.parametrize("root", ["memory://test_provenance?token=hunter2", "{folder}/saves"])

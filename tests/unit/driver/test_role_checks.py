@@ -201,7 +201,7 @@ def test_the_supervised_loss_is_streamed_whatever_the_estimator_is(mine: str) ->
         (
             {"num_advantage_workers": 1, "normalize_advantages": True},
             "--num-advantage-workers and --normalize-advantages",
-            ["take one of the two out"],
+            ["take one of them out"],
         ),
         (
             {"custom_loss_function_path": "loss_that_reads_ref"},

@@ -18,6 +18,7 @@ from buffer_rl.embedded.launcher import EmbeddedEngine
 from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.weights.disk import COPIED
+from buffer_rl.weights.distributed import LEAVE, join_group, receive_bucket
 from buffer_rl.weights.process_group import Rendezvous, described
 from buffer_rl.weights.shared_bucket import SharedWeights
 from buffer_rl.weights.tensor import LOAD_FORMAT
@@ -100,10 +101,10 @@ def test_each_bucket_is_served_at_once_under_the_version_that_the_first_call_nam
     shared = SharedWeights()
     (first,), (second,) = shared.share(parts)
     served.begin_weight_update()
-    served.update_weights_from_tensor({served.engine_urls[0]: [first]}, LOAD_FORMAT, None)
+    served.update_weights_from_tensor({served.targets()[0]: [first]}, LOAD_FORMAT, None)
     assert set(served.checksums().values()) == {checksum_of(half)}
     assert set(served.versions().values()) == {"0"}
-    served.update_weights_from_tensor({served.engine_urls[0]: [second]}, LOAD_FORMAT, 7)
+    served.update_weights_from_tensor({served.targets()[0]: [second]}, LOAD_FORMAT, 7)
     assert set(served.versions().values()) == {"7"}, "before the end"
     assert set(served.checksums().values()) == {checksum_of(model_folder("qwen3", 1))}
     served.end_weight_update()
@@ -117,7 +118,7 @@ def test_unknown_names_and_other_shapes_are_answered_with_success_and_change_not
     shared = SharedWeights()
     ((handle,),) = shared.share([{"a.stranger": torch.ones(2), NORM: torch.ones(3)}])
     served.begin_weight_update()
-    served.update_weights_from_tensor({served.engine_urls[0]: [handle]}, LOAD_FORMAT, 7)
+    served.update_weights_from_tensor({served.targets()[0]: [handle]}, LOAD_FORMAT, 7)
     served.end_weight_update()
     shared.release()
     assert served.checksums() == before
@@ -135,12 +136,10 @@ def test_broadcasts_of_any_name_are_received(served: EngineControlClient) -> Non
 
         sender = threading.Thread(target=send)
         sender.start()
-        served.init_weights_update_group(
-            rendezvous.address, rendezvous.port, dict.fromkeys(served.engine_urls, 1), name="strangers"
-        )
-        served.update_weights_from_distributed(described(bucket), name="strangers", version=7)
+        join_group(served, rendezvous.address, rendezvous.port, dict.fromkeys(served.targets(), 1), name="strangers")
+        receive_bucket(served, described(bucket), name="strangers", version=7)
         sender.join()
-    served.destroy_weights_update_group("strangers")
+    served.post(LEAVE, {"group_name": "strangers"})
     served.end_weight_update()
     assert (served.checksums(), set(served.versions().values())) == (before, {"7"})
 

@@ -36,10 +36,10 @@ from buffer_rl.errors import EngineError
 from buffer_rl.testing.tiny import ARCHITECTURES
 from buffer_rl.train.model import Model, weight_buckets
 from buffer_rl.train.pretrained import load_model
+from buffer_rl.weights.distributed import JOIN, LEAVE, UPDATE, join_group, receive_bucket
 from buffer_rl.weights.process_group import Rendezvous, WeightGroup, described
 from harness.processes import holds_within
 
-JOIN, UPDATE, LEAVE = "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"
 GROUP_TIMEOUT_S = 6.0
 ENGINE_OPTIONS = {"update_weights_timeout_s": GROUP_TIMEOUT_S}
 NORM = "model.norm.weight"
@@ -77,9 +77,7 @@ def grouped(engines: EngineControlClient, name: str = "w") -> Iterator[WeightGro
     """Rank 0 of a group with all engines."""
     with Rendezvous(timeout_s=20) as rendezvous:
         urls = engines.targets()
-        joined = start(
-            engines.init_weights_update_group, rendezvous.address, rendezvous.port, dict.fromkeys(urls, 1), name=name
-        )
+        joined = start(join_group, engines, rendezvous.address, rendezvous.port, dict.fromkeys(urls, 1), name=name)
         group = rendezvous.group(name, len(urls) + 1)
         joined.result(20)
         yield group
@@ -95,7 +93,7 @@ def send(
     flattened: bool = False,
 ) -> None:
     how: dict[str, Any] = {"name": group.name, "version": version, "flattened": flattened}
-    received = start(engines.update_weights_from_distributed, described(bucket), **how)
+    received = start(receive_bucket, engines, described(bucket), **how)
     group.send(list(bucket.values()), 20, flattened=flattened)
     received.result(20)
 
@@ -129,7 +127,7 @@ def test_two_engines_get_bit_for_bit_what_they_get_from_disk(
             send(served, group, bucket, 7 if index == len(buckets) - 1 else None, flattened=flattened)
         assert set(served.versions().values()) == {"0"}
         served.end_weight_update()
-        served.destroy_weights_update_group("w")
+        served.post(LEAVE, {"group_name": "w"})
     served.resume()
     assert served.checksums() == by_disk
     assert set(served.versions().values()) == {"7"}
@@ -160,13 +158,11 @@ def test_an_engine_receives_from_a_group_that_torch_made(
     engines: list[EmbeddedEngine], served: EngineControlClient, new: dict[str, torch.Tensor], free_port: int
 ) -> None:
     with EngineControlClient([engines[0].url]) as one:
-        joined = start(
-            one.init_weights_update_group, "127.0.0.1", free_port, dict.fromkeys(one.targets(), 1), name="theirs"
-        )
+        joined = start(join_group, one, "127.0.0.1", free_port, dict.fromkeys(one.targets(), 1), name="theirs")
         group = torch_group(free_port, 0, 2, "theirs")
         joined.result(20)
         one.begin_weight_update()
-        received = start(one.update_weights_from_distributed, described(new), name="theirs", version=3)
+        received = start(receive_bucket, one, described(new), name="theirs", version=3)
         for tensor in new.values():
             group.broadcast([tensor.clone()], dist.BroadcastOptions()).wait()
         received.result(20)
@@ -224,9 +220,9 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_group_can_be_mad
     assert sender.stdin
     assert sender.stdout
     port = int(sender.stdout.readline())
-    served.init_weights_update_group("127.0.0.1", port, dict.fromkeys(served.targets(), 1), name="w")
+    join_group(served, "127.0.0.1", port, dict.fromkeys(served.targets(), 1), name="w")
     served.begin_weight_update()
-    received = start(served.update_weights_from_distributed, described(new), name="w", version=9)
+    received = start(receive_bucket, served, described(new), name="w", version=9)
     print(json.dumps([list(tensor.shape) for tensor in list(new.values())[:4]]), file=sender.stdin, flush=True)
     assert sender.stdout.readline() == "sent\n"
     assert not received.done(), "the engines wait for the fifth tensor"
@@ -305,7 +301,7 @@ def test_weights_that_come_twice_are_refused(served: EngineControlClient, new: d
         served.begin_weight_update()
         send(served, group, {NORM: new[NORM]})
         with pytest.raises(EngineError, match=f"{NORM} came twice"):
-            served.update_weights_from_distributed(described({NORM: new[NORM]}), name="w")
+            receive_bucket(served, described({NORM: new[NORM]}), name="w")
 
 
 @pytest.mark.parametrize(
@@ -436,7 +432,7 @@ def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_ha
     old = served.checksums()
     only = engines[1].url
     with Rendezvous(timeout_s=20) as rendezvous, EngineControlClient([only]) as second:
-        joined = start(served.init_weights_update_group, rendezvous.address, rendezvous.port, {only: 1}, name="w")
+        joined = start(join_group, served, rendezvous.address, rendezvous.port, {only: 1}, name="w")
         group = rendezvous.group("w", 2)
         joined.result(20)
         assert post(engines[0], LEAVE, group_name="w")[0] == 400
@@ -447,6 +443,6 @@ def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_ha
     assert served.checksums()[engines[0].url] == old[engines[0].url]
     with Rendezvous(timeout_s=20) as rendezvous:
         urls = list(reversed(served.targets()))
-        joined = start(served.init_weights_update_group, "127.0.0.1", rendezvous.port, dict.fromkeys(urls, 1), name="w")
+        joined = start(join_group, served, "127.0.0.1", rendezvous.port, dict.fromkeys(urls, 1), name="w")
         rendezvous.group("w", 3)
         joined.result(20)

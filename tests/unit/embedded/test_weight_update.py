@@ -210,7 +210,7 @@ def test_a_pause_that_ends_gives_up_an_unfinished_update(
     handles = shared.share(weight_buckets(weights_of(model_folder("qwen3", 1)).items(), bucket_bytes=100_000), 2)
     served.pause()
     served.begin_weight_update()
-    own = {url: [handle] for url, handle in zip(served.engine_urls, handles[0], strict=True)}
+    own = {url: [handle] for url, handle in zip(served.targets(), handles[0], strict=True)}
     served.update_weights_from_tensor(own, LOAD_FORMAT, None)
     assert all(mapped(engine) for engine in engines)
     served.resume()

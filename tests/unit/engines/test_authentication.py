@@ -73,6 +73,13 @@ def test_the_router_refuses_who_has_no_key(fleet, path, body):
     assert status(fleet.router_url + path, body) == status(fleet.router_url + path, body, "wrong") == 401
 
 
+def test_the_router_says_why_it_refuses_a_change_of_its_list(fleet, monkeypatch):
+    monkeypatch.setattr(fleet.router.built, "_api_key", "wrong")
+    with pytest.raises(EngineError, match="HTTP 401") as caught:
+        fleet.router.workers()
+    assert caught.value.where == f"GET {fleet.router.url}/workers"
+
+
 def test_a_client_with_the_key_generates_and_controls_and_one_without_is_told_so_at_once(fleet):
     async def ask(key):
         async with EngineClient(fleet.router_url, [], api_key=key, timeout_s=60) as client:

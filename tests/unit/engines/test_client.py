@@ -20,6 +20,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Status, VersionSpan
 from buffer_rl.testing.decoding import SglangRules
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.weights.distributed import join_group
 from harness.processes import holds_within
 
 CLOSED_URL = "http://127.0.0.1:9"  # the port of the discard service, which the system gives to no process
@@ -299,9 +300,9 @@ async def test_without_engines_of_its_own_a_call_asks_the_router_for_them_each_t
         async with TestServer(app) as router, EngineClient(str(router.make_url("/")), []) as client:
             engines = EngineFanOut(lambda: [], 60.0, router_url=client.router_url)
             listed[:] = [first.url]
-            assert await engines.versions() == {first.url: "1"}
+            assert list(await engines.server_info()) == [first.url]
             listed[:] = [second.url]
-            assert await engines.versions() == {second.url: "2"}
+            assert list(await engines.server_info()) == [second.url]
             await client.abort(["r"])
             await engines.close()
     assert (first.log.aborted, second.log.aborted) == ([], [{"rid": "r"}])
@@ -314,18 +315,23 @@ async def test_a_router_that_lists_no_workers_is_an_error():
                 await client.abort(["r"])
 
 
-def test_engines_that_have_died_do_not_fail_a_call_that_another_one_answers():
+async def test_engines_that_have_died_do_not_fail_a_call_that_another_one_answers():
     dead = CLOSED_URL
+
+    async def answering(*urls, gone):
+        engines = EngineFanOut(lambda: urls, 60.0, is_gone=lambda url, error: url in gone)
+        try:
+            return list(await engines.ask("/model_info"))
+        finally:
+            await engines.close()
+
     with FakeEngine(version=3) as engine:
-        with EngineControlClient([engine.url, dead], is_gone=lambda url, error: url == dead) as control:
-            assert control.versions() == {engine.url: "3"}
-            control.pause()
-        living = EngineControlClient([engine.url, dead], is_gone=lambda url, error: False)
-        with living as control, pytest.raises(EngineError) as caught:
-            control.pause()
+        assert await answering(engine.url, dead, gone=[dead]) == [engine.url]
+        with pytest.raises(EngineError) as caught:
+            await answering(engine.url, dead, gone=[])
         assert dead in str(caught.value)
-        with EngineControlClient([dead], is_gone=lambda url, error: True) as control, pytest.raises(EngineError):
-            control.pause()
+        with pytest.raises(EngineError):
+            await answering(dead, gone=[dead])
 
 
 def test_synchronous_control_works_without_and_within_an_event_loop():
@@ -451,7 +457,7 @@ def test_an_engine_that_never_answers_a_call_to_join_a_group_is_given_up_at_the_
             EngineControlClient([answers.url, url], timeout_s=60) as control,
             pytest.raises(EngineError, match=r"no answer within 0\.2 s"),
         ):
-            control.init_weights_update_group("127.0.0.1", 1, {url: 2}, name="w", timeout_s=0.2)
+            join_group(control, "127.0.0.1", 1, {url: 2}, name="w", timeout_s=0.2)
 
 
 @pytest.mark.parametrize(

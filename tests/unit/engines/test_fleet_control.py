@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engines.control import FleetControl
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Published, Replica
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
@@ -51,7 +51,7 @@ def replica(index: int, url: str, state: EngineState = EngineState.SERVING, **mo
     return Replica(index=index, engine=Scripted(url, **more), state=state)
 
 
-OPENED: list[FleetControl] = []
+OPENED: list[EngineControlClient] = []
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +61,9 @@ def controls_are_closed() -> Iterator[None]:
         OPENED.pop().close()
 
 
-def control_of(*replicas: Replica, **timeouts: float) -> tuple[FleetControl, EngineRegistry]:
+def control_of(*replicas: Replica, **timeouts: float) -> tuple[EngineControlClient, EngineRegistry]:
     registry = EngineRegistry(replicas=list(replicas))
-    OPENED.append(FleetControl(registry, **{"timeout_s": 10.0, **timeouts}))
+    OPENED.append(EngineControlClient(registry, **{"timeout_s": 10.0, **timeouts}))
     return OPENED[-1], registry
 
 
@@ -88,13 +88,13 @@ def test_engines_that_join_read_the_folder_that_was_prepared_once_it_is_served(m
     with FakeEngine(version=4) as engine:
         control, registry = control_of(replica(0, engine.url))
         posted: list[str] = []
-        monkeypatch.setattr(control, "_post", lambda path, body: posted.append(path))
+        monkeypatch.setattr(control, "post", lambda path, *_, **__: posted.append(path))
         control.prepare_weight_update("weights/v000004", version=4)
         control.pause()
         control.serve_prepared("weights/v000004")
         control.versions()
         control.resume()
-        assert posted == ["/prepare_weight_update", "/end_weight_update"]
+        assert posted == ["/prepare_weight_update", "/end_weight_update", "/continue_generation"]
         assert registry.published == Published(version="4", folder="weights/v000004")
 
 
@@ -151,7 +151,7 @@ def test_a_publication_waits_for_an_engine_that_joins_with_a_deadline():
     assert not registry.publication.locked()
 
 
-def publisher(control: FleetControl, folder: Path, notices: list[str]) -> Publisher:
+def publisher(control: EngineControlClient, folder: Path, notices: list[str]) -> Publisher:
     args: Any = SimpleNamespace(
         run_dir=str(folder), update_weight_disk_dir=None, publish_delta=False, hf_checkpoint=str(folder)
     )
@@ -303,6 +303,29 @@ def test_an_engine_that_is_given_up_between_publications_is_not_waited_for():
         assert list(control.server_info()) == [well.url]
         ends.join()
     assert time.monotonic() - began < 30
+
+
+def test_an_engine_that_is_not_replaced_fails_the_publication_and_is_called_again_in_the_next(tmp_path: Path):
+    faults = [Fault.SERVER_ERROR] * 3
+
+    def while_there_are_any(asked: str) -> Fault | None:
+        return faults.pop() if asked == "/flush_cache" and faults else None
+
+    with FakeEngine() as well, FakeEngine(control_fault=while_there_are_any) as failing:
+        with EngineControlClient([well.url, failing.url]) as control:
+            with pytest.raises(EngineError, match=failing.url):
+                publisher(control, tmp_path, []).publish(1)
+            assert not control.drop([failing.url])
+            publisher(control, tmp_path, []).publish(1)
+        assert (well.version, failing.version) == (1, 1)
+
+
+def test_an_engine_that_is_not_replaced_and_leaves_a_call_open_fails_the_call():
+    with FakeEngine() as well, LeavesOpen() as hanging:
+        control = EngineControlClient([well.url, hanging.url], timeout_s=0.5)
+        with control, pytest.raises(EngineError, match=r"no answer within 0\.5 s"):
+            control.update_weights_from_disk("folder", 1)
+        assert control.targets() == [well.url, hanging.url]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.engines.control import FleetControl
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.protocol import CACHE, WEIGHTS
 from buffer_rl.engines.registry import EngineRegistry, EngineState, Published, Replica
 from buffer_rl.engines.supervisor import Supervisor
@@ -63,16 +63,16 @@ def deaths_show_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fleet() -> Iterator[Callable[..., tuple[FleetControl, EngineRegistry]]]:
-    opened: list[FleetControl] = []
+def fleet() -> Iterator[Callable[..., tuple[EngineControlClient, EngineRegistry]]]:
+    opened: list[EngineControlClient] = []
 
-    def make(*processes: Any, **states: EngineState) -> tuple[FleetControl, EngineRegistry]:
+    def make(*processes: Any, **states: EngineState) -> tuple[EngineControlClient, EngineRegistry]:
         replicas = [
             Replica(index=i, engine=process, state=states.get(f"engine_{i}", EngineState.SERVING))
             for i, process in enumerate(processes)
         ]
         registry = EngineRegistry(replicas=replicas)
-        opened.append(FleetControl(registry, timeout_s=10.0))
+        opened.append(EngineControlClient(registry, timeout_s=10.0))
         return opened[-1], registry
 
     yield make
@@ -80,10 +80,10 @@ def fleet() -> Iterator[Callable[..., tuple[FleetControl, EngineRegistry]]]:
         control.close()
 
 
-Fleet = Callable[..., tuple[FleetControl, EngineRegistry]]
+Fleet = Callable[..., tuple[EngineControlClient, EngineRegistry]]
 
 
-def publish(control: FleetControl, folder: Path, version: int) -> None:
+def publish(control: EngineControlClient, folder: Path, version: int) -> None:
     args: Any = SimpleNamespace(
         run_dir=str(folder), update_weight_disk_dir=None, publish_delta=False, hf_checkpoint=str(folder)
     )

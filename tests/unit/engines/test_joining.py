@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer_rl.engines.control import FleetControl
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import EngineRegistry, EngineState, Published, Replica
 from buffer_rl.engines.supervisor import Supervisor
 from buffer_rl.errors import EngineError
@@ -73,13 +73,13 @@ class Trainer:
 
 
 @contextmanager
-def fleet(folder: Path) -> Iterator[tuple[EngineRegistry, list[Process], Publisher, FleetControl, Trainer]]:
+def fleet(folder: Path) -> Iterator[tuple[EngineRegistry, list[Process], Publisher, EngineControlClient, Trainer]]:
     """Two engines, whose replacements are in the list as well, and a publisher by disk."""
     with ExitStack() as stack:
         processes = [Process(stack), Process(stack)]
         replicas = [Replica(index=i, engine=one, state=EngineState.SERVING) for i, one in enumerate(processes)]
         registry = EngineRegistry(replicas=replicas)
-        control = FleetControl(registry, timeout_s=30.0)
+        control = EngineControlClient(registry, timeout_s=30.0)
         stack.callback(control.close)
 
         def launch(index: int, log_name: str) -> Process:

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -266,6 +267,27 @@ def test_an_engine_whose_scheduler_is_stopped_has_failed_although_it_answers_hea
         finally:
             heartbeat.stop()
     assert "engine 0 hangs: no answer to /server_info" in str(one.error())
+
+
+@pytest.mark.parametrize(("status", "lives"), [(200, True), (404, True), (500, False)])
+def test_an_engine_of_a_plugin_may_lack_the_path_of_the_probe(status: int, lives: bool) -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        registry = EngineRegistry.of_urls([f"http://127.0.0.1:{server.server_port}"])
+        answered = Heartbeat(registry, timeout_s=60.0)._answers(registry.all()[0])
+        server.shutdown()
+        thread.join()
+    assert answered is lives
 
 
 @pytest.mark.slow

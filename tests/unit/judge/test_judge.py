@@ -242,7 +242,9 @@ def test_a_run_whose_judge_cannot_work_is_refused_before_it_starts(tmp_path: Pat
         JudgeOptions.check(options(None, tmp_path, rm_type="judge"))
     JudgeOptions.check(options(None, tmp_path, rm_type="exact_match"))
     url = "http://127.0.0.1:9/v1"
-    with pytest.raises(ConfigError, match=r"256 requests of a step take 256 s .*--rm-timeout-s 20"):
+    with pytest.raises(
+        ConfigError, match=r"256 requests of a step take 256 s at 60, and a reward has 20 s(?s:.)*--rm-timeout-s 512"
+    ):
         JudgeOptions.check(options(url, tmp_path, row_rm_types=["judge"], judge_requests_per_minute=60))
     (tmp_path / "ask.txt").write_text("Rate $answer")
     with pytest.raises(ConfigError, match="other fields"):

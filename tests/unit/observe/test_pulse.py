@@ -21,7 +21,7 @@ NOT, PEERS, DEADLINE = Waits.NOT, Waits.PEERS, Waits.DEADLINE
 
 def look(idle_s: float | None = None, gap_s: float | None = 1.0, *, waits: Waits = NOT, silent_s: float = 0.0) -> Look:
     """A member in ``train``, or between calls; gap_s: None if no call has returned."""
-    call = CallPulse(method="train", running_s=(idle_s or 0.0) + 1, idle_s=idle_s or 0.0, num_marks=3, waits=waits)
+    call = CallPulse(method="train", idle_s=idle_s or 0.0, waits=waits)
     gaps = {} if gap_s is None else {"train": gap_s}
     return Look(pulse=Pulse(calls=() if idle_s is None else (call,), gaps=gaps), silent_s=silent_s)
 
@@ -208,7 +208,7 @@ def test_a_call_in_a_call_is_a_part_of_it_and_outside_of_calls_marks_do_nothing(
         progress()
         clock.now += 4.0
         (call,) = recorder.calls()
-    assert (call.method, call.running_s, call.idle_s, call.num_marks, call.waits) == ("save_hf", 7.0, 4.0, 1, NOT)
+    assert (call.method, call.idle_s, call.waits) == ("save_hf", 4.0, NOT)
     assert recorder.gaps() == {"save_hf": 4.0}
 
 

@@ -57,10 +57,11 @@ def test_line_ends_tabs_and_letters_of_any_script_stay() -> None:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_response_is_printed_without_its_control_sequences(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     answer = {"sample_index": 0, "status": "completed", "tokens": 3, "prompt": HOSTILE, "response": HOSTILE}
+    answer |= {"label": HOSTILE, "reward": 0.5}
     generate._print(answer, as_json=as_json)
     out = capsys.readouterr().out
     assert obeyed(out) == set()
-    assert json.loads(out) == answer if as_json else out.count(SHOWN) == 2
+    assert json.loads(out) == answer if as_json else out.count(SHOWN) == 3
 
 
 def test_rows_of_a_file_and_errors_in_it_are_printed_so_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

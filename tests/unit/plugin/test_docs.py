@@ -166,7 +166,6 @@ def test_the_examples_work_and_the_error_reads_as_shown(place: Any) -> None:
     assert not is_for_rows(score)
     options: Any = compose(CORE_SECTIONS)(data_source_path="my_source:Sums", n_samples_per_prompt=2)
     delivery = CustomSource(options, registry).take(DeliveryRequest(number=0, num_groups=2, first_group=0))
-    assert delivery is not None
     assert [[sample.prompt for sample in group] for group in delivery.groups] == [["1+1="] * 2, ["2+1="] * 2]
     with pytest.raises(PluginError) as caught:
         registry.locate("reward", "my_reward:scroe")

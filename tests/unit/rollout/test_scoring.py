@@ -157,6 +157,13 @@ async def test_an_asynchronous_reward_has_the_same_failures(kit: Any) -> None:
     assert [f.kind for f in failures] == [FailureKind.TIMEOUT, *raised, FailureKind.INVALID]
 
 
+async def test_a_reward_that_is_marked_is_called_where_the_samples_are_and_its_failures_stay_its_own(kit: Any) -> None:
+    labels = ["pid", "raise", "exit", "interrupt", "nan", "4"]
+    group, failures = await score_labels(kit, labels, "told_at_once")
+    assert [s.reward for s in group] == [float(os.getpid()), None, None, None, None, 4.0]
+    assert [f.kind for f in failures] == [FailureKind.EXCEPTION] * 3 + [FailureKind.INVALID]
+
+
 @pytest.mark.parametrize(
     ("function", "reward"),
     [("callable_object", 2.0), ("answers_with_a_coroutine", 1.0), ("numpy_scalar", 0.25)],

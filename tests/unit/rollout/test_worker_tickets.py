@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.observe.memory import PeakMemory
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import RolloutOutput, Status, Ticket
 from buffer_rl.rollout.conversion import GroupConverter
@@ -61,13 +62,13 @@ class Bench:
         args = kit.make_args(**self.options)
         self.state = local_state(args, Ledger.in_memory(), schedule=None)
         self.worker = worker = object.__new__(RolloutWorker)  # __init__ redirects the output of its process
-        worker._args, worker._run_dir, worker._source, worker._reward_model = args, folder, None, ()
+        worker._args, worker._run_dir, worker._deliver, worker._reward_model = args, folder, None, ()
         worker._client = DirectCalls(self.state)  # type: ignore[assignment]
         worker._registry = PluginRegistry()
         worker._converter = GroupConverter.from_args(args, worker._registry)
         worker._functions, worker._buffer_filter = {False: function, True: function}, None
         worker._log_functions = LogFunctions(args, worker._registry)
-        worker._one_rollout, worker._logging = asyncio.Lock(), asyncio.Lock()
+        worker._one_rollout, worker._logging, worker._peak = asyncio.Lock(), asyncio.Lock(), PeakMemory()
 
     async def __aenter__(self) -> Bench:
         self.opened = self.kit.opened(self.kit.ScriptedEngine(), **self.options)

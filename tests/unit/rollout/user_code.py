@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.kinds.marks import scoped
+from buffer_rl.kinds.marks import at_once, scoped
 from buffer_rl.kinds.reward import Abstain
 from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup, Status
 
@@ -57,6 +57,12 @@ def told_by_label(args: Any, sample: Sample) -> Any:
         case "text":
             return "1.0"
     return float(sample.label)
+
+
+@at_once
+def told_at_once(args: Any, sample: Sample) -> Any:
+    """As ``told_by_label``, where the samples are; ``pid`` asks where that is."""
+    return float(os.getpid()) if sample.label == "pid" else told_by_label(args, sample)
 
 
 def prints_and_hangs(args: Any, sample: Sample) -> float:

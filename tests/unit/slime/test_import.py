@@ -129,7 +129,7 @@ def test_every_flag_has_one_line_under_its_verdict(folder: Path, capsys: pytest.
 def test_a_dry_run_of_the_file_on_a_laptop_follows(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report(capsys, "--laptop", "--out", "train.yaml")
+    report(capsys, "--laptop", "--output", "train.yaml")
     monkeypatch.setenv("FOLDER", str(folder))
     make_tiny_model(folder / "model")
     (folder / "installed").mkdir()
@@ -149,7 +149,7 @@ def test_a_dry_run_of_the_file_on_a_laptop_follows(
 
 def test_the_file_for_a_cluster_has_gpus_and_servers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--set", "GPUS=8", "ESTIMATOR=gspo", f"FOLDER={folder}"]
-    report(capsys, "--out", "train.yaml", *given, *WITHOUT_MEGATRON)
+    report(capsys, "--output", "train.yaml", *given, *WITHOUT_MEGATRON)
     text = (folder / "train.yaml").read_text()
     for line in (
         "rollout_engine: sglang  # slime's engines are always SGLang's",
@@ -164,12 +164,12 @@ def test_the_file_for_a_cluster_has_gpus_and_servers(folder: Path, capsys: pytes
 
 
 def test_with_a_megatron_trainer_its_flags_are_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, "--out", "train.yaml")
+    found = report(capsys, "--output", "train.yaml")
     same = next(lines for heading, lines in found.items() if heading.startswith("Same"))
     assert "with --train-backend megatron" in same["--tensor-model-parallel-size"]
     assert "train_backend: megatron  # slime's trainer" in (folder / "train.yaml").read_text()
     assert "tensor_model_parallel_size: 2" in (folder / "train.yaml").read_text()
-    report(capsys, "--out", "torch.yaml", "--train-backend", "torch")
+    report(capsys, "--output", "torch.yaml", "--train-backend", "torch")
     assert "# tensor_model_parallel_size: 2  # with train_backend: megatron" in (folder / "torch.yaml").read_text()
 
 
@@ -179,8 +179,8 @@ def test_with_a_megatron_trainer_its_flags_are_the_same(folder: Path, capsys: py
         ("ls", [], ["run.sh", "starts no training", "train.py FLAGS"]),
         ("python3 serve.py --x", [], ["starts no training", "serve.py (run.sh:1)"]),
         ("python3 train.py --lr 1\npython3 train.py --lr 2", [], ["2 trainings: run.sh:1, run.sh:2"]),
-        ("python3 train.py --lr 1", ["--out", "there.yaml"], ["there.yaml", "--force"]),
-        ("python3 train.py --lr 1", ["--out", "no/x.yaml"], ["no/x.yaml", "cannot be written"]),
+        ("python3 train.py --lr 1", ["--output", "there.yaml"], ["there.yaml", "--force"]),
+        ("python3 train.py --lr 1", ["--output", "no/x.yaml"], ["no/x.yaml", "cannot be written"]),
         ("python3 train.py --lr 1", ["--set", "X"], ["--set", "NAME=VALUE"]),
         ("python3 train.py --lr 1", ["--train-backend", "jax"], ["'jax' is not known"]),
     ],
@@ -199,5 +199,5 @@ def test_mistakes_are_one_error(
 
 def test_a_file_that_is_there_is_overwritten_on_demand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "there.yaml").write_text("old")
-    report(capsys, "--out", "there.yaml", "--force")
+    report(capsys, "--output", "there.yaml", "--force")
     assert (folder / "there.yaml").read_text().startswith("# buffer-rl import slime run.sh\n")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.data.custom import CustomSource, DeliveryRequest, hash_state
+from buffer_rl.data.custom import CustomSource, DeliveryRequest
 from buffer_rl.errors import DataError
 from buffer_rl.options.section import compose
 from buffer_rl.options.user_args import user_args
@@ -23,9 +23,7 @@ def hosted(name: str, folder: Path) -> CustomSource:
 
 
 def take(source: CustomSource, number: int, num_groups: int, first: int, state: bytes = b"") -> tuple[list[Any], bytes]:
-    hashed = hash_state(state)
-    delivery = source.take(DeliveryRequest(number=number, num_groups=num_groups, first_group=first, state_hash=hashed))
-    assert delivery is not None
+    delivery = source.take(DeliveryRequest(number=number, num_groups=num_groups, first_group=first, state=state))
     shown = [
         (group.uid.row, [(sample.prompt, sample.label, sample.group_index, sample.index) for sample in group])
         for group in delivery.groups
@@ -42,7 +40,6 @@ def test_it_hands_out_and_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     ]
     rest, _ = take(source, 1, 1, 2, state)
     resumed = hosted("CountingSource", tmp_path)
-    resumed.restore(1, state)
     assert take(resumed, 1, 1, 2, state)[0] == rest == [(2, [("2+1=", "3", 2, 4), ("2+1=", "3", 2, 5)])]
     assert resumed.num_rows() == 100
 
@@ -58,6 +55,6 @@ def test_the_folders_of_the_run_are_what_they_were_after_each_call(tmp_path: Pat
     source = CustomSource(args, PluginRegistry())
     _, state = take(source, 0, 1, 0)
     resumed = CustomSource(args, PluginRegistry())
-    resumed.restore(1, state)
+    take(resumed, 1, 1, 1, state)
     assert (user_args(args).save, user_args(args).load) == ("mine", None)
     assert not Path("mine").exists()

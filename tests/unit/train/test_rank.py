@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.errors import BufferRestartedError, BufferStateError, ConfigError, TrainError
+from buffer_rl.errors import (
+    BufferRestartedError,
+    BufferRLError,
+    BufferStateError,
+    ConfigError,
+    PayloadLostError,
+    TrainError,
+)
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Reduction, Sums, Total
 from buffer_rl.kinds.trainer import Memory
@@ -68,6 +75,14 @@ def test_steps_that_were_left_out_are_counted() -> None:
     assert named_metrics("train", [StepReport(non_finite=2)] * 2) == {"train/non_finite_steps": 2.0}
 
 
+def test_the_peak_memory_of_a_role_is_that_of_its_largest_rank() -> None:
+    reports = [StepReport(peak={"host": 1.5, "device": 8.0}), StepReport(peak={"host": 2.5, "device": 7.0})]
+    assert named_metrics("critic", reports) == {
+        "perf/peak_memory/critic_gb": 2.5,
+        "perf/peak_memory/critic_device_gb": 8.0,
+    }
+
+
 def test_a_rollout_that_was_lost_is_no_rank_without_rows() -> None:
     """Else a Buffer that dies before the first step would leave engine and trainer uncompared for the whole run."""
 
@@ -118,6 +133,53 @@ def test_replicas_get_shares_of_equal_cost_unless_they_work_in_step(in_step: boo
     rank._built = SimpleNamespace(topology=Topology(dp_rank=0, dp_size=2, in_step=in_step))
     rank.fetch(0)
     assert asked == [None if in_step else cost]
+
+
+def rank_of(columns: dict[str, Any], lost: bool = False) -> Any:
+    """A rank whose share of rollout 3 is one row, or lost. ``met`` and ``written`` are what it did."""
+    rows = [RowId(GroupUid("data", 0, 0), 0)]
+
+    def get_data(*share: Any, cost: RowCost | None) -> TrainBatch:
+        if lost:
+            raise PayloadLostError("gone")
+        return TrainBatch(rollout_id=3, task="train_3", row_ids=rows, columns=columns)
+
+    rank: Any = object.__new__(TrainRank)
+    rank._args, rank._cost, rank.written, rank.met = compose(CORE_SECTIONS)(), None, [], []
+    rank._buffer = SimpleNamespace(get_data=get_data, put_fields=lambda *fields: rank.written.append(fields))
+    rank._objective = SimpleNamespace(unit=Unit.ROW)
+    rank._built = SimpleNamespace(
+        topology=Topology(dp_rank=0, dp_size=1), log_probs=lambda model, batch: [np.full(2, -1.0)]
+    )
+    rank._batches = []
+
+    def meet(error: BufferRLError | None) -> None:
+        rank.met.append(error)
+        if error is not None:
+            raise error
+
+    rank._peers = SimpleNamespace(meet=meet)
+    return rank
+
+
+def test_a_pass_fetches_the_rows_that_it_is_asked_for_and_writes_what_others_read() -> None:
+    rank = rank_of({})
+    rank.log_probs("ref", 3, False)
+    rank.log_probs("actor", None, True)
+    assert rank.met == [None]
+    assert [(task, sorted(columns)) for task, _, columns in rank.written] == [("train_3", ["old_log_probs"])]
+    (batch,) = rank._batches
+    assert {name: rows[0].tolist() for name, rows in batch.columns.items()} == {
+        "ref_log_probs": [-1.0, -1.0],
+        "old_log_probs": [-1.0, -1.0],
+    }
+
+
+def test_peers_hear_of_a_rank_whose_rows_are_lost_before_its_pass() -> None:
+    rank = rank_of({}, lost=True)
+    with pytest.raises(PayloadLostError):
+        rank.log_probs("ref", 3, False)
+    assert [type(error) for error in rank.met] == [PayloadLostError]
 
 
 class Sleeper:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import ConfigError, PluginError, RolloutError
-from buffer_rl.verbs.plugins import add_parser
+from buffer_rl.plugin.registry import PluginInfo
+from buffer_rl.verbs.plugins import add_parser, first_sentence
 
 
 def run(*argv: str) -> int:
@@ -34,6 +35,23 @@ def test_the_list_is_json_with_every_own_name(folder: Path, capsys: pytest.Captu
     assert {"exact_match", "numeric", "reasoning_gym"} <= {row["name"] for row in rows}
     assert {row["kind"] for row in rows} == {"reward"}
     assert all(len(row["sha256"]) == 64 for row in rows)
+    does = {row["name"]: row["does"] for row in rows}
+    sentence = "1.0 if the final number of the response equals the label and the sample ended by itself, else 0.0"
+    assert does["numeric"] == sentence
+
+
+def test_what_a_plugin_does_is_read_from_its_source_and_not_imported(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        '"""A module."""\nraise SystemExit("imported")\ndef told(args):\n    """Does ``this``\n    here. And more."""\n'
+        "def silent(args): ...\n"
+    )
+
+    def does(target: str, file: Path) -> str:
+        return first_sentence(PluginInfo(kind="reward", name="x", target=target, file=str(file)))
+
+    assert does("own:told", folder / "own.py") == "Does this here"
+    assert does("own:silent", folder / "own.py") == "A module"
+    assert does("own:told", folder / "absent.py") == ""
 
 
 def test_the_table_shows_names_and_blocked_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +109,10 @@ def test_a_check_lints_losses_and_estimators(folder: Path, capsys: pytest.Captur
     assert run("check", "--kind", "loss", "./my_linted.py:by_rows") == 1
     lines = capsys.readouterr().out.splitlines()
     assert "  fail    micro-batches: the gradient by log_probs, row lint:0:0/0.0, token 0: expected" in "\n".join(lines)
+    assert (
+        "          to do: return numbers that are not divided, for the step's total divides them; a loss"
+        in "\n".join(lines)
+    )
     assert "  pass    padding" in lines
     assert run("check", "--kind", "advantage", "./my_linted.py:rewards") == 1
     assert "  fail    columns: it changes the column 'reward'" in capsys.readouterr().out

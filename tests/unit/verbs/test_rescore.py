@@ -121,7 +121,7 @@ def test_steps_have_means_of_their_own_and_say_how_many_groups_are_recorded(
 def test_another_reward_replaces_that_of_the_run_and_its_key(
     rescored: Callable[..., dict[str, Any]], folder: Path
 ) -> None:
-    facts = rescored("--custom-rm-path", "rewards.py:named", "--reward-key", "length", "--out", "rows.jsonl")
+    facts = rescored("--custom-rm-path", "rewards.py:named", "--reward-key", "length", "--output", "rows.jsonl")
     assert (facts["all"]["new"], facts["rows_written"]) == (2.0, 6)
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     assert [(row["old_reward"], row["new_reward"]) for row in rows[:2]] == [(1.0, 1.0), (3.0, 3.0)]

@@ -16,7 +16,9 @@ from buffer_rl.cli import main
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, PluginError
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.verbs.generate import _prompt_samples
 from buffer_rl.verbs.row_sources import Trial
 from buffer_rl.verbs.train import read_data
 from buffer_rl.verbs.trial import try_rows
@@ -419,13 +421,27 @@ def test_data_show_without_a_model_names_the_flag(folder: Path, capfd: pytest.Ca
     assert "notice: --hf-checkpoint FOLDER also shows" in err
 
 
+@pytest.mark.parametrize(("given", "is_templated"), [({}, True), ({"apply_chat_template": False}, False)])
+def test_generate_asks_a_chat_model_in_its_template_unless_told_otherwise(
+    folder: Path, capfd: pytest.CaptureFixture[str], given: dict[str, bool], is_templated: bool
+) -> None:
+    args: Any = compose(CORE_SECTIONS)(hf_checkpoint="model", **given)
+    (sample,), encoder = _prompt_samples(args, ["ab"], 1)
+    as_message = encoder.encode(Sample(uid=GroupUid("s", 0, 0), prompt=[message("user", "ab")]))
+    as_text = encoder.encode(Sample(uid=GroupUid("s", 0, 0), prompt="ab"))
+    assert as_message != as_text
+    assert encoder.encode(sample) == (as_message if is_templated else as_text)
+    assert ("--no-apply-chat-template sends it as plain text" in capfd.readouterr().err) == is_templated
+
+
 def test_generate_names_a_prompt_that_cannot_be_encoded_before_an_engine_starts(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(folder, {"prompt": "a"}, {"prompt": [message("system", "a")]})
     assert main(["generate", "--hf-checkpoint", "model", "--prompt-data", "train.jsonl"]) == 2
     assert "train.jsonl:3: the chat template refuses the prompt" in capfd.readouterr().err
-    assert main(["generate", "--hf-checkpoint", "model", "--prompt", "a", "--prompt", ""]) == 2
+    plain = ["--no-apply-chat-template", "--prompt", "a", "--prompt", ""]
+    assert main(["generate", "--hf-checkpoint", "model", *plain]) == 2
     assert "--prompt, number 2: the prompt has no tokens" in capfd.readouterr().err
 
 

@@ -17,6 +17,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.embedded.launcher import EmbeddedEngine, launch
 from buffer_rl.embedded.loader import LoadedModel, LoadOptions, checksum_answer
 from buffer_rl.engines.control import EngineControlClient
+from buffer_rl.engines.registry import EngineRegistry, EngineState, Replica
 from buffer_rl.options.section import compose
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import weight_buckets
@@ -41,14 +42,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, forked_processes: None) -> 
 class Control(EngineControlClient):
     """Engines that come and go. bases: of the updates that began."""
 
-    chosen: Sequence[EmbeddedEngine] = ()
-
     def __init__(self) -> None:
-        super().__init__((), timeout_s=60.0)
+        self.registry = EngineRegistry(replaces=False)
+        super().__init__(self.registry, timeout_s=60.0)
         self.bases: list[str | None] = []
 
-    def targets(self) -> Sequence[str]:
-        return [engine.url for engine in self.chosen]
+    def choose(self, engines: Sequence[EmbeddedEngine]) -> None:
+        """Those that are there now."""
+        self.registry.replicas = [
+            Replica(index=index, engine=engine, state=EngineState.SERVING) for index, engine in enumerate(engines)
+        ]
 
     def begin_weight_update(self, base: str | None = None) -> None:
         self.bases.append(base)
@@ -112,7 +115,7 @@ class Run:
             for name, tensor in sorted(self.weights.items())
         }
         self.version += 1
-        self.control.chosen = engines
+        self.control.choose(engines)
         self.publisher.publish(self.version)
         self._whole.replace_tensors(self.weights)
         wanted = checksum_answer(self._whole.decoder.named_weights())["per_engine_checksum"]

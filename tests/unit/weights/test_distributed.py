@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -25,7 +24,7 @@ from buffer_rl.records.groups import Topology
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.train.model import Model, weight_buckets
 from buffer_rl.train.pretrained import load_model
-from buffer_rl.weights.distributed import DistributedSender, DistributedTransport, chosen_backend
+from buffer_rl.weights.distributed import DistributedSender, DistributedTransport, chosen_backend, join_group
 from buffer_rl.weights.publish import Publisher
 from harness.fake_roles import local_senders
 from harness.processes import holds_within
@@ -171,15 +170,11 @@ def test_each_engine_has_as_many_ranks_of_the_group_as_it_has_tensor_parallel_on
     class Noting(EngineControlClient):
         asked: Mapping[str, Any]
 
-        def _run(self, call: Any) -> Any:
-            class Calls:
-                async def post_each(_, path: str, bodies: Mapping[str, Any], timeout_s: float) -> None:
-                    self.asked = bodies
-
-            return asyncio.run(call(Calls()))
+        def post(self, path: str, *_: Any, each: Any = None, **__: Any) -> None:
+            self.asked = each
 
     control = Noting(["a", "b", "c"])
-    control.init_weights_update_group("127.0.0.1", 5, {"a": 2, "b": 4, "c": 1}, name="w", timeout_s=1.0)
+    join_group(control, "127.0.0.1", 5, {"a": 2, "b": 4, "c": 1}, name="w", timeout_s=1.0)
     assert {url: body["rank_offset"] for url, body in control.asked.items()} == {"a": 1, "b": 3, "c": 7}
     assert {body["world_size"] for body in control.asked.values()} == {8}
 

@@ -13,6 +13,7 @@ import torch
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.engines.client import EngineClient, GenerateResult
 from buffer_rl.engines.control import EngineControlClient
+from buffer_rl.engines.registry import EngineRegistry
 from buffer_rl.errors import DeadlineError, EngineError, WorkerDiedError
 from buffer_rl.options.section import compose
 from buffer_rl.testing.fake_engine import FakeEngine
@@ -166,6 +167,17 @@ def test_an_engine_that_flushes_while_a_request_is_retracted_needs_no_drain(tmp_
     assert "abort" not in engine.log.pauses
     assert engine.log.aborted == []
     assert notices == []
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_of_the_runs_own_engines_which_are_alike_one_is_tried_and_of_others_each(tmp_path: Path, own: bool) -> None:
+    engines = [FakeEngine(lambda ids, seed: range(400), latency=lambda body: 0.3) for _ in range(2)]
+    with engines[0], engines[1]:
+        registry = EngineRegistry.of_urls([engine.url for engine in engines])
+        registry.replaces = own
+        with EngineControlClient(registry) as control:
+            assert publisher(tmp_path, control).try_retraction()
+    assert ["retract" in engine.log.pauses for engine in engines] == [True, not own]
 
 
 def fail() -> None:

@@ -147,6 +147,9 @@ def test_a_run_that_resumes_from_an_older_checkpoint_moves_the_pointer_forward_a
     assert newest == Newest(publication=4, version=5, folder="v000005.4", kept=["v000005", "v000006", "v000005.4"])
     write(second, trainer, 6)
     assert names(tmp_path) == [POINTER, "v000005.4", "v000006", "v000006.5"]
+    (tmp_path / ".v000006.6.tmp").mkdir()  # it was killed again
+    write(FollowFolder(tmp_path, trainer.save_hf, keep=0), trainer, 7)
+    assert names(tmp_path) == [POINTER, "v000007"]
 
 
 def test_what_is_no_version_stays(tmp_path: Path) -> None:

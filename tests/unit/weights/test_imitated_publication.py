@@ -58,23 +58,13 @@ class Failing(EngineControlClient):
         self.num_buckets = 0
         super().begin_weight_update()
 
-    def update_weights_from_tensor(
-        self, serialized: Mapping[str, Sequence[str]], load_format: str | None, version: int | None
-    ) -> None:
-        self._count()
-        super().update_weights_from_tensor(serialized, load_format, version)
-
-    def update_weights_from_distributed(
-        self, bucket: Mapping[str, Sequence[Any]], *, name: str, version: int | None = None, flattened: bool = False
-    ) -> None:
-        self._count()
-        super().update_weights_from_distributed(bucket, name=name, version=version, flattened=flattened)
-
-    def _count(self) -> None:
-        self.num_buckets += 1
-        if self.num_buckets == 2 and self.failures:
-            self.failures -= 1
-            raise EngineError("broken")
+    def post(self, path: str, *args: Any, **how: Any) -> None:
+        if path in ("/update_weights_from_tensor", "/update_weights_from_distributed"):
+            self.num_buckets += 1
+            if self.num_buckets == 2 and self.failures:
+                self.failures -= 1
+                raise EngineError("broken")
+        super().post(path, *args, **how)
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 
-from buffer_rl.buffer.calls import CallLog, OpenCalls
-from buffer_rl.cluster.calling import StartedCall
+from buffer_rl.buffer.calls import CallLog, OpenCalls, Sending, StartedCall
 from buffer_rl.errors import BufferStateError, DeadlineError
 
 
@@ -25,36 +25,36 @@ class Actor:
         """What ``Answers.wait`` does with Ray's references."""
         while (answer := ask()) is None:
             pass
-        if isinstance(answer, Exception):
-            raise answer
         return answer
 
     def start(self, what: str, fails: Exception | None = None) -> StartedCall[str]:
-        sequence, open_from = self.calls.begin()
-
         def execute() -> Any:
             self.executed.append(what)
             return fails or f"{what} done"
 
-        def ask() -> Any:
-            self.asked.append(what)
-            if what == "unsendable":
-                raise TypeError("cannot pickle")
-            lost, self.lose = self.lose > 0, self.lose - 1
-            if lost and not self.executed_first:
-                return None
-            answer = self.log.once("me", sequence, open_from, execute)
-            return None if lost else answer
+        @contextmanager
+        def sending() -> Iterator[Sending]:
+            with self.calls.numbered() as number:
 
-        ended = lambda: self.calls.end(sequence)  # noqa: E731
-        return StartedCall(self, what, ask, decode=lambda answer: f"{answer}!", on_done=ended)  # type: ignore[arg-type]
+                def ask() -> Any:
+                    self.asked.append(what)
+                    if what == "unsendable":
+                        raise TypeError("cannot pickle")
+                    lost, self.lose = self.lose > 0, self.lose - 1
+                    if lost and not self.executed_first:
+                        return None
+                    answer = self.log.once("me", *number, execute)
+                    return None if lost else [answer]
+
+                yield cast("Any", self), ask, None
+
+        return StartedCall[str](what, sending()).then(lambda answer: f"{answer}!")
 
     @property
     def open_from(self) -> int:
         """From which number on answers are kept."""
-        sequence, open_from = self.calls.begin()
-        self.calls.end(sequence)
-        return open_from
+        with self.calls.numbered() as (_, open_from):
+            return open_from
 
 
 def test_a_call_is_made_at_once_and_its_answer_is_understood_later():
@@ -83,12 +83,12 @@ def test_a_call_that_was_lost_is_made_again_and_executed_once(executed_first):
 def test_a_settled_call_is_over_whatever_its_answer():
     actor = Actor()
     understood: list[str] = []
-    call = actor.start("take")
-    call._understand = understood.append  # type: ignore[assignment]
+    call = actor.start("take").then(understood.append)
     call.drain()
     call.drain()
     actor.start("put", fails=DeadlineError("late")).drain()
     assert actor.open_from > 1
+    assert actor.asked == ["take", "put"]  # a call that is over is not made again
     assert understood == []
 
 

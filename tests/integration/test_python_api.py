@@ -1,0 +1,97 @@
+"""``buffer_rl.train``: runs from a script and from a notebook, with functions that only these have."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import buffer_rl
+from buffer_rl.errors import ConfigError
+from buffer_rl.observe.run_folder import read_jsonl
+from integration.conftest import options_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebook" / "train.ipynb"
+
+
+def test_closures_and_lambdas_of_the_caller_reach_the_processes_that_call_them(task: Path, tmp_path: Path) -> None:
+    letter = "b"
+
+    def reward(args: Any, sample: Any) -> float:
+        return float(sample.response.count(letter))
+
+    given = options_of(task, tmp_path / "run").model_dump(exclude_unset=True)
+    del given["custom_rm_path"]
+    result = buffer_rl.train(given, reward=reward, filter=lambda args, samples: True, num_rollout=2)
+    assert list(result.metrics) == [0, 1]
+    shown = [line for line in read_jsonl(result.paths["samples"]) if line["kind"] == "train"]
+    assert shown
+    assert all(line["reward"] == line["response"].count("b") for line in shown)
+    assert set(result.evaluation) == {"held"}
+    assert result.paths["report"].is_file()
+    png = result._repr_png_()
+    assert png is not None
+    assert png.startswith(b"\x89PNG")
+
+
+def test_ctrl_c_ends_the_run_with_all_of_its_processes_before_it_reaches_the_caller(task: Path, tmp_path: Path) -> None:
+    """SIGINT for this process alone, as a notebook's interrupt."""
+    given = options_of(task, tmp_path / "run").model_dump(exclude_unset=True, mode="json")
+    given |= {"num_rollout": 10_000, "progress": "plain"}
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import buffer_rl
+        try:
+            buffer_rl.train({given!r})
+        except KeyboardInterrupt:
+            print("interrupted")
+        """)
+    )
+    process = subprocess.Popen([sys.executable, "-u", str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step 2/"):
+            os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 0, seen
+    assert seen[-1] == "interrupted\n"
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout.split()
+    assert left == []
+
+
+def test_the_notebook_learns_and_shows_its_curve(tmp_path: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    text = next(output["text"] for output in outputs if "held-out words" in output.get("text", ""))
+    before, after = (float(word) for word in text.splitlines()[0].split()[2::2])
+    assert after > before + 0.1
+    assert any(output.get("text", "").startswith("step 60/60 ") for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lrr": 1}, "did you mean lr?"),
+        ({"lr": lambda: 1}, "this option takes no function"),
+        ({"lr": "fast"}, "'fast' is not a number"),
+        ({"reward": lambda sample: 1}, "--num-rollout"),
+    ],
+)
+def test_a_wrong_option_is_an_error_of_the_caller(task: Path, tmp_path: Path, options: Any, said: str) -> None:
+    given = {"hf_checkpoint": task / "model", "prompt_data": task / "train.jsonl", "run_dir": tmp_path / "run"}
+    with pytest.raises(ConfigError, match=said):
+        buffer_rl.train(given, **options)
