@@ -23,8 +23,9 @@ import cloudpickle
 from buffer_rl.cluster.process import PARENT_FD_FLAG, exit_with_parent
 from buffer_rl.errors import BufferRLError, ConfigError, WorkerError
 from buffer_rl.observe.curve import CURVE_FILE
-from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.observe.report import EvalGain, eval_gains, run_files, steps_of
+from buffer_rl.observe.gains import EvalGain, eval_gains
+from buffer_rl.observe.metrics import read_metrics, steps_of
+from buffer_rl.observe.report import run_files
 from buffer_rl.options.section import compose, plugin_kind_of
 from buffer_rl.options.sources import resolve
 from buffer_rl.verbs.train import sections_of

@@ -204,7 +204,7 @@ class Driver:
             await self._publish()
             await self._evaluate()
             await self._evaluated()
-        self._result.stopped_early = True
+        self._result.stopped_early, self._result.why = True, str(why)
 
     async def _prepared(self, rollout_id: int) -> dict[str, float]:
         """Wait for the groups of a step and for all fields of its optimizer step. What is lost is produced again."""
@@ -420,8 +420,8 @@ class Driver:
         self._observer.evaluation(version, metrics)
         stop = self._plan.early_stop
         if stop is not None and stop.met(metrics):
-            self._result.stopped_early = True
             found = f"{stop.metric} is {metrics[stop.metric]:g}"
+            self._result.stopped_early, self._result.why = True, f"--early-stop {stop}: {found}"
             self._observer.notice(
                 f"--early-stop: the run ends after {self._version} steps: {found}, and the condition is {stop}"
             )

@@ -137,6 +137,7 @@ def launch_training(
             return result
 
         result = run_with_restarts(args, checkpoint, session.observer, attempt)
+        session.observer.ended(result)
     if result.signal is not None:
         raise Stopped(result.signal, result.steps)
     return result

@@ -10,8 +10,14 @@ timeline        spans of work of all roles, their clocks, and trace.json
 timeline_stats  idle shares, waits, overlap and lower bound of a step, from its spans
 costs           seconds of engines, rewards and trainer, fitted from a run's timeline and metrics
 curve           the learning curve, as a picture and as a line of text
+gains           first against last evaluation, as a table of the terminal
 svg_chart       line charts, stacked bars and the spans of a step as SVG
+figures         the pictures of a report: curves, times of phases, timelines, dropped groups
+sample_groups   the samples of a report, by prompt, and evaluation prompts over the steps
+checks          the five lines at the top of a report: prompts, tokens, weights, rewards, scale
 pulse           the pulse of a process: its calls and their progress; which members of a role hang
 startup         when each part of a run was ready
-report          the HTML report, whose page is in templates/; what a run learned, for the terminal at its end
+page            a self-contained page from a template in templates/
+report          the HTML report of a run; what a run learned, for the terminal at its end
+comparison      several runs on one page
 """

@@ -37,6 +37,11 @@ class Series:
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Step and value."""
+        return list(zip(map(float, self.steps), self.values, strict=True))
+
 
 @dataclass(slots=True, kw_only=True)
 class Curves:

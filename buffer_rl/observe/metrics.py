@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ METRICS_FILE = "metrics.jsonl"
 DROP_PREFIX = "rollout/drop_"
 PARTS_OF_ROLLOUTS = ("rollout", "production")
 """What metrics of rollouts are named by: at a staleness of 0 the first alone, else the second for what tickets did."""
+# The trainer's passes for log-probabilities are inside the phase ``train``; the rollout worker's own times
+# (generate, reward) overlap each other and are no phases.
+_INSIDE_TRAIN = ("ref_log_probs", "teacher_log_probs", "old_log_probs", "values")
+PHASES = ("rollout", *_INSIDE_TRAIN, "train", "save", "publish")
+"""The phases of a step, in their order."""
 _NUMBER_AT_END = re.compile(r"^(.+?)[_ :=]-?\d+(\.\d+)?(e[+-]?\d+)?$", re.DOTALL)
 _log = logging.getLogger(__name__)
 
@@ -111,6 +116,27 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     file = Path(path)
     return read_jsonl(file / METRICS_FILE if file.is_dir() else file)
+
+
+def steps_of(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """The metrics of each training step, ascending; evaluations are left out, and so are null values.
+
+    Where a step occurs twice (after a resume) the later line counts.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for record in records:
+        if record.get("kind") != "eval":
+            numbers = {name: value for name, value in record.items() if "/" in name and value is not None}
+            steps.setdefault(int(record["step"]), {}).update(numbers)
+    return dict(sorted(steps.items()))
+
+
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase of one step; together they are the step. ``other`` is what no phase was measured for."""
+    times = {name: float(metrics.get(f"perf/{name}_time", 0.0)) for name in PHASES}
+    times["train"] = max(0.0, times["train"] - sum(times[name] for name in _INSIDE_TRAIN))
+    times["other"] = max(0.0, float(metrics.get("perf/step_time", 0.0)) - sum(times.values()))
+    return times
 
 
 def drop_metrics(drops: Mapping[str, int], prefix: str = DROP_PREFIX) -> dict[str, float]:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from buffer_rl.args import Args
+from buffer_rl.errors import EndedBySignal
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import ROLLOUT_PHASES, Progress
 from buffer_rl.observe.run_folder import SampleDump, add_facts, write_facts
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, Spans, spans_after, step_metrics
+from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Options
 from buffer_rl.plan.roles import ACTOR, CRITIC
-from buffer_rl.plan.schedule import Schedule
+from buffer_rl.plan.schedule import RunResult, Schedule
 from buffer_rl.plugin.calls import construct
 from buffer_rl.plugin.registry import PluginRegistry
 
 FIRST_REQUEST = "first request"
+FAILED, STOPPED = "failed", "stopped"
+MAX_REASON = 2000  # characters of an error in run.json
 
 
 class RunObserver:
@@ -42,7 +48,7 @@ class RunObserver:
     ) -> None:
         self._run_dir = run_dir = str(args.run_dir)
         if isinstance(args, Options):
-            write_facts(run_dir, args, provenance)
+            write_facts(run_dir, args, provenance, startup.command if startup else ())
         loggers = {
             name: construct("logger", name, registry.resolve("logger", name), args, run_dir) for name in args.logger
         }
@@ -58,6 +64,7 @@ class RunObserver:
         title = f"buffer-rl · {Path(run_dir).name}"
         self._progress = Progress(args.progress, args.num_rollout, title=title, startup=self._startup)
         self._incidents = Incidents(run_dir)
+        self._end = ("done", "")
         self._stack = ExitStack()
 
     def planned(self, total_steps: int) -> None:
@@ -72,9 +79,19 @@ class RunObserver:
         self._stack.enter_context(self._progress)
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._say(self._incidents.summary())
-        self._stack.__exit__(*raised)
+        how, why = self._end if error is None else _end_by(error)
+        with suppress(OSError, ValueError):  # neither of which may take the place of the run's own error
+            add_facts(self._run_dir, end={"how": how, "why": why, "at": datetime.now(UTC).isoformat("T", "seconds")})
+        self._stack.__exit__(kind, error, trace)
+
+    def ended(self, result: RunResult) -> None:
+        """How the run ended, if no error does. ``run.json`` has it, and the report shows it."""
+        if result.signal is not None:
+            self._end = (STOPPED, signal.Signals(result.signal).name)
+        elif result.stopped_early:
+            self._end = ("stopped early", result.why)
 
     def went_back(self, step: int | None) -> None:
         """The run goes on from the checkpoint after ``step`` steps, or from the start (None), and does again what came
@@ -159,6 +176,12 @@ class RunObserver:
     def _say(self, lines: Sequence[str]) -> None:
         for line in lines:
             self._progress.notice(line)
+
+
+def _end_by(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, EndedBySignal):
+        return STOPPED, signal.Signals(error.number).name
+    return FAILED, mask_url(f"{type(error).__name__}: {error}")[:MAX_REASON]
 
 
 class Incidents:

@@ -22,13 +22,17 @@ import jsonlines
 from buffer_rl import __version__
 from buffer_rl.args import Args
 from buffer_rl.errors import DataError
-from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.options.redaction import mask_command, mask_secrets
 from buffer_rl.options.section import flag_of
+from buffer_rl.plan.algorithm import loss_of
+from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Sample
 
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
 QUARANTINE_FILE = "quarantine.jsonl"
+MAX_MESSAGE, MAX_MESSAGES = 2000, 40
+"""Of an agent's transcript in a sample's record: characters of a message, and messages."""
 SURROGATES = "backslashreplace"
 """How files of JSON are written: a lone surrogate in a text becomes its escape, from which it is read again."""
 
@@ -126,9 +130,11 @@ def _keep_records(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None
 def sample_record(sample: Sample) -> dict[str, Any]:
     """The readable part of a sample, as JSON values.
 
-    ``versions`` lists ``[version, start, end]``: response tokens start to end were sampled by that version.
+    ``versions`` lists ``[version, start, end]``: response tokens start to end were sampled by that version. ``masked``
+    is there for a sample that is not trained on, ``transcript`` for one that an agent played: ``[role, text]`` of each
+    message (``transcript_of``).
     """
-    return {
+    record = {
         "uid": None if sample.uid is None else str(sample.uid),
         "sample_index": sample.sample_index,
         "prompt": sample.prompt,
@@ -138,6 +144,40 @@ def sample_record(sample: Sample) -> dict[str, Any]:
         "status": str(sample.status),
         "versions": [[span.version, span.start, span.end] for span in sample.weight_versions],
     }
+    if sample.remove_sample:
+        record["masked"] = True
+    if messages := sample.__dict__.get("messages"):
+        record["transcript"] = transcript_of(messages)
+    return record
+
+
+def transcript_of(messages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """``[role, text]`` of each message, calls of tools as JSON below its text. Of a longer text than
+    ``MAX_MESSAGE`` characters the rest is left out, and of more than ``MAX_MESSAGES`` the middle ones."""
+    head, tail = messages[: MAX_MESSAGES // 2], messages[max(MAX_MESSAGES // 2, len(messages) - MAX_MESSAGES // 2) :]
+    shown = [[str(message.get("role", "")), cut_text(_text_of(message), MAX_MESSAGE)] for message in [*head, *tail]]
+    if left_out := len(messages) - len(shown):
+        shown.insert(len(head), ["", f"… {left_out} more messages"])
+    return shown
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    texts = [content if isinstance(content, str) else "" if content is None else _as_json(content)]
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list | tuple) else ():
+        texts.append(_as_json(call.get("function", call) if isinstance(call, Mapping) else call))
+    return "\n".join(filter(None, texts))
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def cut_text(text: str, limit: int) -> str:
+    """``text``, or its first ``limit`` characters and the number of those that were left out."""
+    more = len(text) - limit
+    return text[:limit] + (f" … {more} more characters" if more > 0 else "")
 
 
 class SampleDump:
@@ -173,17 +213,34 @@ def _plain(value: Any) -> Any:
 class RunFacts:
     """Facts of a run, as in ``run.json``; all empty where there is no such file.
 
-    started: UTC, ISO 8601. start: seconds from the command until each part was ready. changed:
-    the options that differ from their defaults, by flag. data: use, path, number of rows and source hash of each
-    data source. cores: that the driver's processes may use; None if the run did not note it.
+    started: UTC, ISO 8601. start: seconds from the command until each part was ready. command: the words that started
+    it, without secrets. changed: the options that differ from their defaults, by flag; options: all of them, empty if
+    the run did not note them. data: use, path, number of rows and source hash of each data source. cores: that the
+    driver's processes may use; None if the run did not note it. end: ``how`` the run ended, ``why``, and ``at`` which
+    time; empty while it is at work, and after a kill. loss: its name or path. max_staleness: the schedule's bound; None
+    if it was not noted.
     """
 
     started: str = ""
+    command: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    end: Mapping[str, str] = field(default_factory=dict)
+    loss: str = ""
+    max_staleness: int | None = None
     start: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
     changed: Mapping[str, Any] = field(default_factory=dict)
     data: Sequence[Mapping[str, Any]] = ()
     cores: int | None = None
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether responses are the data's own."""
+        return "sft_loss" in (self.loss, self.option("--loss-type"))
+
+    def option(self, flag: str, default: Any = None) -> Any:
+        """An option's value, or ``default`` if the run noted neither it nor all options."""
+        return self.options.get(flag, self.changed.get(flag, default))
 
 
 def changed_options(args: Args) -> dict[str, Any]:
@@ -197,16 +254,22 @@ def changed_options(args: Args) -> dict[str, Any]:
     }
 
 
-def write_facts(run_dir: str | Path, args: Args, provenance: Mapping[str, Any] | None = None) -> Path:
+def write_facts(
+    run_dir: str | Path, args: Args, provenance: Mapping[str, Any] | None = None, command: Sequence[str] = ()
+) -> Path:
     """Write ``run_dir/run.json`` in place of an earlier one. Raises ``OSError``.
 
-    provenance: what code and data the run is made of, as JSON values."""
+    provenance: what code and data the run is made of, as JSON values. command: the words that started the run."""
     path = Path(run_dir) / RUN_FILE
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
+        "command": mask_command(command),
         "cores": len(os.sched_getaffinity(0)),
+        "loss": loss_of(args),
+        "max_staleness": Schedule.of(args).max_staleness,
         "changed": changed_options(args),
+        "options": {flag_of(name): mask_secrets(v, name) for name, v in args.model_dump(mode="json").items()},
         **(provenance or {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,6 +296,11 @@ def read_facts(run_dir: str | Path) -> RunFacts:
         return RunFacts(
             started=started,
             start=dict(found.get("start", {})),
+            command=tuple(map(str, found.get("command", ()))),
+            options=dict(found.get("options", {})),
+            end={str(key): str(value) for key, value in dict(found.get("end", {})).items()},
+            loss=str(found.get("loss", "")),
+            max_staleness=found.get("max_staleness"),
             version=version,
             changed=dict(found["changed"]),
             data=tuple(dict(source) for source in found.get("data", ())),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from buffer_rl.observe.terminal import printable
@@ -13,7 +13,7 @@ class StartUp:
     """The start of a run: ``checks 0.8 s · Ray 1.9 s · engine 3.1 s · trainer 3.4 s · first request 3.8 s``.
 
     title: what the line begins with. began: when the command began, by ``clock``; now if None. out: where the line
-    grows; nowhere if None.
+    grows; nowhere if None. command: what the run was started with, program included; empty if no command did.
     """
 
     def __init__(
@@ -22,7 +22,9 @@ class StartUp:
         began: float | None = None,
         out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        command: Sequence[str] = (),
     ) -> None:
+        self.command = tuple(command)
         self.times: dict[str, float] = {}
         self._title = title
         self._began = clock() if began is None else began

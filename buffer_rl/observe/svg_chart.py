@@ -1,7 +1,8 @@
 """Line charts, stacked bars, and the picture of a step with one lane for each role, as inline SVG: plain text from
 numbers, coloured by the classes of the page's style.
 
-Colours are the classes ``c0`` to ``c7``, so that one picture serves a light and a dark page.
+Colours are the classes ``c0`` to ``c13``, so that one picture serves a light and a dark page. A phase or a role has
+the same one in every picture of every run (``PHASE_COLOURS``); curves take the first eight in turn.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from pathlib import Path
 
 from buffer_rl.observe.timeline import WorkSpan, in_order
 from buffer_rl.observe.timeline_stats import PHASES_OF_OTHERS, Spans, StepStats
-from buffer_rl.plan.roles import DEDICATED, ROLES
+from buffer_rl.plan.roles import CRITIC, DEDICATED, FIELD_OF_MODEL, ROLES
 
 TEMPLATES = Path(__file__).with_name("templates")
 COLOURS = 8
+NARROW = 240
+"""Height in pixels of the picture that a narrow page shows in place of a wide one, as wide as a small chart."""
 MAX_POINTS = 400  # points of a line, and bars of a stack; more are averaged, so that a long run's page stays small
 MAX_BARS = 80
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 24
@@ -98,12 +101,13 @@ def stacked_bars(
     *,
     label: str,
     share: bool = False,
+    colours: Mapping[str, int] | None = None,
     width: int = 460,
     height: int = 200,
 ) -> str:
     """A bar a step (or a few steps, then their mean), one layer for each entry of ``stacks`` (``[num_steps]``).
 
-    share: each bar is scaled to 1. An empty text where every value is 0.
+    share: each bar is scaled to 1. colours: of the layers by name; in turn if None. An empty text if every value is 0.
     """
     if not any(value > 0 for layer in stacks.values() for value in layer):
         return ""
@@ -120,12 +124,13 @@ def stacked_bars(
         left, right = frame.x(steps[start] - 0.5), frame.x(steps[end - 1] + 0.5)
         span = f"step {steps[start]}" + (f" to {steps[end - 1]}" if end - start > 1 else "")
         base = 0.0
-        for colour, (name, value) in enumerate(zip(names, bar, strict=True)):
+        for number, (name, value) in enumerate(zip(names, bar, strict=True)):
             if value > 0:
+                colour = number % COLOURS if colours is None else colours[name]
                 shown = f"{value:.0%}" if share else format_number(value)
                 upper, lower = frame.y(base + value), frame.y(base)
                 parts.append(
-                    f'<rect class="bar c{colour % COLOURS}" x="{left:.1f}" y="{upper:.1f}"'
+                    f'<rect class="bar c{colour}" x="{left:.1f}" y="{upper:.1f}"'
                     f' width="{max(right - left - 0.6, 0.6):.1f}" height="{lower - upper:.1f}">'
                     f"<title>{escape(name)}, {span}: {shown}</title></rect>"
                 )
@@ -217,18 +222,28 @@ _LANE, _GAP = 22, 8
 # Work that is none of a role's stream: its label and colour.
 _OTHER_WORK = {
     "train_log_probs": ("log-probabilities by the trainer", 2),
-    "values": ("values by the critic", 2),
+    "values": ("values by the critic", ROLES[CRITIC].colour),
     "update": ("update", 3),
-    "evaluate": ("evaluation", 4),
-    "pause": ("engines paused", 6),
+    "evaluate": ("evaluation", 10),
+    "pause": ("engines paused", 12),
 }
+_OTHER = 13  # work of roles that the user adds, and time that no phase was measured for
+PHASE_COLOURS = {
+    "rollout": ROLES["rollout"].colour,
+    **{FIELD_OF_MODEL[role.model]: role.colour for role in ROLES.values() if role.model and role.fields},
+    "train": _OTHER_WORK["update"][1],
+    "save": ROLES["save"].colour,
+    "publish": ROLES["publish"].colour,
+    "other": _OTHER,
+}
+"""The colour of each phase of a step: that of the same work on the timeline."""
 _LABELS = {name: role.title for name, role in ROLES.items()} | {kind: work[0] for kind, work in _OTHER_WORK.items()}
 _COLOURS = {name: role.colour for name, role in ROLES.items()} | {kind: work[1] for kind, work in _OTHER_WORK.items()}
 _SAME = {role.fields[0]: name for name, role in DEDICATED.items() if role.model}
 
 
 def headline(stats: StepStats) -> str:
-    """One line: how long it took, the overlap that it reached and its distance from the bound."""
+    """One line: how long it took, the overlap that it reached, and how many times its bound it took."""
     parts = [f"{format_seconds(stats.wall)}, {stats.kind}"]
     if stats.overlap_share is not None:
         parts.append(
@@ -236,7 +251,7 @@ def headline(stats: StepStats) -> str:
             f"({stats.overlap_share:.0%})"
         )
     if stats.wall_to_bound is not None:
-        parts.append(f"wall/bound {stats.wall_to_bound:.2f}")
+        parts.append(f"{stats.wall_to_bound:.2f}× the minimum")
     return " · ".join(parts)
 
 
@@ -333,4 +348,4 @@ def _kind(span: WorkSpan) -> str:
 
 
 def _colour(kind: str) -> int:
-    return _COLOURS.get(kind, 7)
+    return _COLOURS.get(kind, _OTHER)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 MASK = "***"
@@ -40,6 +42,28 @@ def holds_credentials(text: str) -> bool:
     if any(user and (":" in user or scheme in ("http", "https")) for scheme, user in userinfo):
         return True
     return any(is_secret(name) or _SIGNATURE.search(name) for name in _QUERY_VALUE.findall(text))
+
+
+def mask_command(command: Sequence[str]) -> list[str]:
+    """The words of a command line without secrets: those of URLs and of JSON, and the values of flags whose name says
+    that they are secret, as ``--engine-api-key KEY`` or ``--engine-api-key=KEY``."""
+    masked, hides = [], False
+    for word in command:
+        name, equals, value = word.partition("=")
+        is_flag, secret = word.startswith("--"), is_secret(name.removeprefix("--"))
+        if equals and (secret or is_flag):
+            masked.append(f"{name}={MASK if secret else _mask_word(value)}")
+        else:
+            masked.append(MASK if hides and not is_flag else _mask_word(word))
+        hides = is_flag and secret and not equals
+    return masked
+
+
+def _mask_word(word: str) -> str:
+    if word.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            return json.dumps(mask_secrets(json.loads(word)), ensure_ascii=False)
+    return mask_url(word)
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:

@@ -34,13 +34,23 @@ class Algorithm:
     critic: bool = False
 
 
+class Divisor(StrEnum):
+    """What a step's loss is divided by: tokens or samples, as ``--loss-agg-mode`` says; samples, for a loss that is a
+    number for each row; the sum of the loss's own weights."""
+
+    BY_MODE = "by_mode"
+    SAMPLES = "samples"
+    OWN_WEIGHTS = "own_weights"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """function: the loss. uncorrected: why ``--use-tis`` has no meaning for it, and tokens of older weights are no
-    error; empty for a loss with a ratio to the old policy."""
+    error; empty for a loss with a ratio to the old policy. divisor: of a step."""
 
     function: str
     uncorrected: str = ""
+    divisor: Divisor = Divisor.BY_MODE
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -77,18 +87,19 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 LOSSES: Mapping[str, Loss] = {
     "policy_loss": Loss(function="buffer_rl.algo.losses:policy_loss"),
     "sft_loss": Loss(function="buffer_rl.algo.losses:sft_loss", uncorrected="has no ratios"),
-    "gspo": Loss(function="buffer_rl.algo.gspo:gspo"),
+    "gspo": Loss(function="buffer_rl.algo.gspo:gspo", divisor=Divisor.SAMPLES),
     "gspo_token": Loss(function="buffer_rl.algo.gspo:gspo_token"),
     "cispo": Loss(function="buffer_rl.algo.cispo:cispo"),
     "decoupled_ppo": Loss(
         function="buffer_rl.algo.decoupled:decoupled_ppo",
         uncorrected="has the weights from the engine to the trainer in itself",
     ),
-    "gmpo": Loss(function="buffer_rl.algo.gmpo:gmpo"),
+    "gmpo": Loss(function="buffer_rl.algo.gmpo:gmpo", divisor=Divisor.SAMPLES),
     "sapo": Loss(function="buffer_rl.algo.sapo:sapo"),
     "dpo": Loss(
         function="buffer_rl.algo.dpo:dpo",
         uncorrected="compares responses with the reference, not with the policy that sampled them",
+        divisor=Divisor.OWN_WEIGHTS,
     ),
 }
 

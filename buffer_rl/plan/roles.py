@@ -60,7 +60,7 @@ ROLES = {
         Role(
             name="reward",
             title="scores of the reward model",
-            colour=3,
+            colour=11,
             model="reward",
             workers="num_reward_workers",
             asked_by="rm_model",
@@ -77,7 +77,7 @@ ROLES = {
         Role(
             name="teacher",
             title="teacher's log-probabilities",
-            colour=1,
+            colour=8,
             model="teacher",
             fields=("teacher_log_probs",),
             workers="num_teacher_workers",
@@ -100,7 +100,7 @@ ROLES = {
         Role(
             name=CRITIC,
             title="forward and backward of finished groups by the critic",
-            colour=4,
+            colour=9,
             model="critic",
             fields=("values",),
             restart=Restart.GLOBAL,

@@ -342,12 +342,13 @@ class RunPlan:
 
 @dataclass(slots=True, kw_only=True)
 class RunResult:
-    """How a run ended: trained steps, the newest evaluation, whether ``--early-stop`` ended it, and the number of the
-    signal that did."""
+    """How a run ended: trained steps, the newest evaluation, whether ``--early-stop`` or a lack of prompts ended it,
+    and why; the number of the signal that did."""
 
     steps: int
     evaluation: dict[str, float] = field(default_factory=dict)
     stopped_early: bool = False
+    why: str = ""
     signal: int | None = None
 
 

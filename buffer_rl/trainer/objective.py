@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 LOG_PROB_GAP = "train_rollout_logprob_abs_diff"
 
-OWN_METRICS = frozenset({"loss", "kl_loss", "grad_norm", "lr", "kl_coef", MEASURED_KL})
+OWN_METRICS = frozenset(
+    {"loss", "kl_loss", "grad_norm", "lr", "kl_coef", "divisor", "loss_tokens", "loss_samples", MEASURED_KL}
+)
 """Names of metrics that a loss cannot give."""
 
 

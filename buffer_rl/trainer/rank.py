@@ -58,6 +58,7 @@ from buffer_rl.trainer.steps import (
     KLControl,
     NonFiniteGuard,
     StepReport,
+    loss_size,
     require_old_log_probs,
     row_cost,
     take_step,
@@ -107,7 +108,7 @@ class TrainRank(Member):
         self._batches: list[TrainBatch] = []
         self._rendezvous = Rendezvous()
         self._streamed = 0
-        self._sums = Sums()
+        self._sums, self._size = Sums(), (0.0, 0.0)
         self._calls_objective = True
         self._cost: RowCost | None = None
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
@@ -241,7 +242,7 @@ class TrainRank(Member):
         ``external_fields`` that other roles add; ``finish_stream`` then takes the step."""
         place = self._trainer.topology
         if gradients:
-            self._streamed, self._sums = rollout_id, Sums()
+            self._streamed, self._sums, self._size = rollout_id, Sums(), (0.0, 0.0)
             stage = gradient_stage(
                 self._role,
                 self._trainer,
@@ -267,6 +268,8 @@ class TrainRank(Member):
         It reports no work: a device's passes may end after the calls that began them, during waits for rows."""
         report = StepReport()
         take_step(self._trainer, self._sums, self._guard, report, lambda: self._share(self._streamed), 0)
+        if report.sums:
+            report.sizes.append(self._size)
         return self._ended(report)
 
     @dispatch(collect=named_metrics)
@@ -384,9 +387,10 @@ class TrainRank(Member):
         place = self._trainer.topology
         return self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size)
 
-    def _accumulated(self, sums: Sums) -> None:
+    def _accumulated(self, sums: Sums, batch: TrainBatch) -> None:
         if self._trainer.topology.is_head:
-            self._sums += sums
+            (tokens, samples), (more_tokens, more_samples) = self._size, loss_size(batch)
+            self._sums, self._size = self._sums + sums, (tokens + more_tokens, samples + more_samples)
 
     def _fetched(self) -> list[TrainBatch]:
         if not self._batches:

@@ -40,9 +40,12 @@ class StepReport:
     """One rank's account of its optimizer steps: its own sums of each that was taken, and metrics that are alike on
     every rank. non_finite: steps that the run has left out so far. kl_coef: that of the steps, if it is adapted;
     measured_kl: what is compared with ``--kl-target`` after them, of all ranks. work: what they computed, if the model
-    is one whose FLOPs are known. peak: memory of the rank since its report before (see ``PeakMemory``)."""
+    is one whose FLOPs are known. peak: memory of the rank since its report before (see ``PeakMemory``). sizes: unmasked
+    response tokens and samples of its rows in each step that was taken, counted on the rows, apart from the divisors in
+    ``sums``."""
 
     sums: list[Sums] = field(default_factory=list)
+    sizes: list[tuple[float, float]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     non_finite: int = 0
     kl_coef: float | None = None
@@ -53,15 +56,17 @@ class StepReport:
     @staticmethod
     def metrics_of(reports: Sequence[StepReport]) -> dict[str, float]:
         """All ranks' metrics, as means over the steps that were taken; ``lr`` is that of the last step, ``ref_kl`` the
-        mean over the tokens of all of them."""
+        mean over the tokens of all of them. ``divisor`` is the sum of the steps' divisors, ``loss_tokens`` and
+        ``loss_samples`` count the rows that they are of, over all ranks."""
         metrics = reports[0].metrics
-        taken = [
-            reduce(Sums.__add__, parts).means() | same
-            for *parts, same in zip(*(report.sums for report in reports), metrics, strict=True)
-        ]
+        sums = [reduce(Sums.__add__, parts) for parts in zip(*(report.sums for report in reports), strict=True)]
+        taken = [of_step.means() | same for of_step, same in zip(sums, metrics, strict=True)]
         found = {name: fmean(step[name] for step in taken if name in step) for step in taken for name in step}
         if taken:
             found["lr"] = metrics[-1]["lr"]
+            found["divisor"] = sum(float(of_step.divisor) for of_step in sums)
+        if sizes := [size for report in reports for size in report.sizes]:
+            found["loss_tokens"], found["loss_samples"] = (sum(numbers) for numbers in zip(*sizes, strict=True))
         if reports[0].non_finite:
             found["non_finite_steps"] = float(reports[0].non_finite)
         if reports[0].kl_coef is not None:
@@ -84,7 +89,16 @@ def train_steps(
         if objective is not None:
             objective.compute_advantages(batch)
         take_step(trainer, trainer.accumulate(batch), guard, report, lambda batch=batch: batch, part)  # type: ignore[misc]
+        if trainer.topology.is_head and len(report.sizes) < len(report.sums):
+            report.sizes.append(loss_size(batch))
     return report
+
+
+def loss_size(batch: TrainBatch) -> tuple[float, float]:
+    """The sum of the loss mask over all response tokens, and the number of samples, of which a part is a fraction."""
+    tokens = sum(float(np.sum(mask, dtype=np.float64)) for mask in batch.columns.get("loss_mask", ()))
+    parts = np.asarray(batch.columns.get("sample_parts", np.ones(len(batch))), dtype=np.float64)
+    return tokens, float(np.sum(1 / parts))
 
 
 def take_step(

@@ -269,7 +269,7 @@ def gradient_stage(
     objective: Objective,
     models: Mapping[str, Callable[[TrainBatch], list[np.ndarray] | None]],
     external_fields: Iterable[str],
-    accumulated: Callable[[Sums], None],
+    accumulated: Callable[[Sums, TrainBatch], None],
     *,
     writes: bool = True,
 ) -> Stage:
@@ -277,7 +277,7 @@ def gradient_stage(
 
     role: the trained role; a critic gives its values, and the advantages that it computes of them, to the actor.
     models: what the trainer computes itself. external_fields: fields that other roles add, waited for. accumulated:
-    receives the sums of each batch. writes: as in ``log_prob_stage``."""
+    receives the sums of each batch, and the batch. writes: as in ``log_prob_stage``."""
     produces = ADVANTAGE_FIELDS | {FIELD_OF_MODEL[CRITIC]} if objective.critic else frozenset()
 
     def compute(batch: TrainBatch) -> Mapping[str, Column]:
@@ -286,7 +286,7 @@ def gradient_stage(
         if None not in computed.values():  # else the rank does not call the objective
             batch.columns.update(cast("dict[str, Column]", computed))
             objective.compute_advantages(batch)
-        accumulated(trainer.accumulate(batch))
+        accumulated(trainer.accumulate(batch), batch)
         added = sorted(batch.columns.keys() - before) if produces and writes else []
         return {name: batch.columns[name] for name in added}
 

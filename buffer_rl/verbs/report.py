@@ -1,34 +1,98 @@
-"""``buffer-rl report RUN_DIR``: one HTML page of a run, finished or not."""
+"""``buffer-rl report RUN_DIR``: one HTML page of a run, finished or not. ``report RUN1 RUN2 …`` compares runs."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.buffer.ledger_tables import GroupState
+from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.observe.checks import LedgerFacts
+from buffer_rl.observe.run_folder import QUARANTINE_FILE, read_jsonl
 from buffer_rl.observe.terminal import say
+from buffer_rl.records.groups import GroupUid
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "report",
-        description="Write one HTML page of a run: curves, evaluation, timing, dropped groups, samples. It needs\n"
-        "no network and may be written while the run is still at work.",
+        description="Write one HTML page of a run: five checks, curves, evaluation, timing, dropped groups, samples.\n"
+        "Of several runs: one page that compares them. It needs no network and may be written while a run is at work.",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run (--run-dir of train)")
-    parser.add_argument("--output", metavar="FILE", help="where to write it (default: RUN_DIR/report.html)")
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run (--run-dir of train); several are compared"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="where to write it (default: RUN_DIR/report.html, of several runs comparison.html here)",
+    )
     parser.add_argument("--title", metavar="TEXT", default="", help="the heading (default: the folder's name)")
     parser.set_defaults(run=run)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Write the page and say where it is. Raises ConfigError or DataError."""
-    from buffer_rl.observe.report import write_report
+    from buffer_rl.observe.report import read_report, write_report
 
-    if not Path(namespace.run_dir).is_dir():
-        raise ConfigError(f"there is no folder {namespace.run_dir!r}", where="RUN_DIR", expected="a run's folder")
-    say(write_report(namespace.run_dir, namespace.output, namespace.title))
+    for folder in namespace.run_dirs:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"there is no folder {folder!r}", where="RUN_DIR", expected="a run's folder")
+    if len(namespace.run_dirs) == 1:
+        (folder,) = namespace.run_dirs
+        say(write_report(folder, namespace.output, namespace.title, ledger_facts(folder)))
+        return 0
+    from buffer_rl.observe.comparison import COMPARISON_FILE, render_comparison
+    from buffer_rl.observe.page import write_page
+
+    reports = [read_report(folder, folder, ledger_facts(folder)) for folder in namespace.run_dirs]
+    say(write_page(render_comparison(reports, namespace.title), Path(namespace.output or COMPARISON_FILE)))
     return 0
+
+
+def report_run(run_dir: str | Path, console: Console | None = None) -> None:
+    """What a run shows at its end: the page, with what its ledger says, and a summary in the terminal."""
+    from buffer_rl.observe.report import run_report
+
+    run_report(run_dir, console, ledger=ledger_facts(run_dir))
+
+
+def ledger_facts(run_dir: str | Path) -> LedgerFacts:
+    """What the ledger in a run's folder says for the report's checks. One that is damaged is a fault."""
+    path, quarantine = Path(run_dir, FILE_NAME), Path(run_dir, QUARANTINE_FILE)
+    if not path.is_file():
+        return LedgerFacts(unread=f"the folder has no {FILE_NAME}")
+    try:
+        audit = LedgerAudit(path)
+        try:
+            counts = dict.fromkeys(map(str, GroupState), 0)
+            for epoch in audit.epochs():
+                for state, count in epoch.counts.items():
+                    counts[str(state)] += count
+            named = {str(line.get("uid")) for line in read_jsonl(quarantine)} if quarantine.is_file() else set()
+            return LedgerFacts(
+                faults=audit.faults(),
+                commits=audit.commits(),
+                counts=counts,
+                quarantined_trained=[uid for uid in sorted(named) if _is_trained(audit, uid)],
+            )
+        finally:
+            audit.close()
+    except CheckpointError as error:  # damaged, which is no lack of knowledge
+        return LedgerFacts(faults=[str(error)])
+
+
+def _is_trained(audit: LedgerAudit, uid: str) -> bool:
+    try:
+        entry = audit.entry(GroupUid.parse(uid))
+    except ValueError:  # a uid of another form names no group of the ledger
+        return False
+    return entry is not None and entry.state is GroupState.TRAINED

@@ -25,7 +25,7 @@ VERBS = {
     "plugins": "list, check and begin plugins",
     "data": "validate, show and count data files",
     "plan": "predict the speed of a run on other devices and schedules",
-    "report": "write one HTML page of a run",
+    "report": "write one HTML page of a run, or compare runs",
     "ledger": "where each group of a run is, and whether it adds up",
     "why": "what became of a group and why, or where a step's time went",
     "rescore": "score the samples of a run by another reward",

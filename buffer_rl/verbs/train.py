@@ -307,14 +307,15 @@ def _launch(
     arguments: Sequence[str],
 ) -> int:
     title = f"buffer-rl · {Path(args.run_dir).name}"
-    startup = StartUp(title, began, None if args.progress == "none" else sys.stdout)
+    out = None if args.progress == "none" else sys.stdout
+    startup = StartUp(title, began, out, command=["buffer-rl", *arguments])
     startup.ready("checks")
     with ExitStack() as stack:
         stack.callback(startup.end_line)
         from buffer_rl.cluster.environment import direct_variables, variables
         from buffer_rl.cluster.session import ray_session
         from buffer_rl.driver.launch import launch_training
-        from buffer_rl.observe.report import run_report
+        from buffer_rl.verbs.report import report_run
 
         _check_locks(args)
         if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
@@ -332,9 +333,9 @@ def _launch(
         except Stopped as stopped:
             stopped.text = f"{stopped.steps} steps are done; {_resume_hint(args, arguments)}"
             if stopped.steps > 0:
-                run_report(args.run_dir)
+                report_run(args.run_dir)
             raise
-    run_report(args.run_dir)
+    report_run(args.run_dir)
     return 0
 
 

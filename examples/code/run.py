@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from buffer_rl.observe.gains import EvalGain, eval_gains
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.observe.report import EvalGain, eval_gains
 
 HERE = Path(__file__).resolve().parent
 TRAIN = [sys.executable, "-m", "buffer_rl.cli", "train", "--config"]

@@ -16,8 +16,8 @@ import sysconfig
 import time
 from pathlib import Path
 
+from buffer_rl.observe.gains import EvalGain, eval_gains
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.observe.report import EvalGain, eval_gains
 
 HERE = Path(__file__).resolve().parent
 MIN_GAIN = 0.25

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from buffer_rl.observe.gains import eval_gains
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.observe.report import eval_gains
 
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"

@@ -38,7 +38,7 @@ _GIVERS = (
     ("buffer_rl/trainer/routing_replay.py", "sums", "train"),
     ("plugins/buffer_rl_rollout_service/rollout.py", "metrics", "rollout"),
 )
-_OF_BOTH_ROLES = ("loss", "grad_norm", "lr", "non_finite_steps")
+_OF_BOTH_ROLES = ("loss", "grad_norm", "lr", "divisor", "loss_tokens", "loss_samples", "non_finite_steps")
 _NO_METRICS = {
     *("rollout/<>", "production/<>", "rollout/agent/<>", "train/mismatch/<>", "perf/<>_time"),  # a part for given names
     "rollout/agent/samples",  # what the other counts are divided by

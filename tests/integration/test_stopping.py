@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import read_manifest
+from buffer_rl.observe.run_folder import read_facts
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -125,6 +126,8 @@ def test_a_run_that_a_signal_ends_is_saved_and_resumed_ends_as_one_that_nothing_
         train(make_options(**options))
     assert (stopped.value.number, stopped.value.code, stopped.value.steps) == (number, 128 + number, steps)
     assert signal.getsignal(number) == handler
+    end = read_facts(tmp_path / "run").end
+    assert (end["how"], end["why"]) == ("stopped", number.name)
     assert [path.name for path in saved.glob("step_*")] == [f"step_{steps:06d}"]
     assert read_manifest(str(saved)).step == steps
     resumed = make_options(**options, load=str(saved))

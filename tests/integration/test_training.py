@@ -17,6 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer_rl.errors import CheckpointError, RolloutError, WorkerError
 from buffer_rl.files.checkpoint import folder_at, held_checkpoints
+from buffer_rl.observe.checks import Check, State, checks_of
+from buffer_rl.observe.report import read_report
+from buffer_rl.observe.run_folder import read_facts
+from buffer_rl.verbs.report import ledger_facts
 from harness.processes import descendants, holds_within
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -149,6 +153,13 @@ def test_a_run_trains_evaluates_calls_hooks_and_leaves_a_model_that_transformers
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 4}
 
 
+def wrong_or_unknown(run_dir: str) -> list[Check]:
+    """Of the report's five lines."""
+    checks = checks_of(read_report(run_dir, ledger=ledger_facts(run_dir)).evidence)
+    assert len(checks) == 5
+    return [check for check in checks if check.state is not State.RIGHT]
+
+
 @pytest.mark.slow
 def test_equal_seeds_give_equal_metrics_and_parameters(train: Run, make_options: MakeOptions, whole_run: Any) -> None:
     again = make_options(deterministic=True, num_rollout=4, **SCHEDULE)
@@ -174,6 +185,8 @@ def test_a_resumed_run_ends_with_the_metrics_and_parameters_of_an_uninterrupted_
     assert metrics_of(tail.run_dir) == metrics_of(whole_run.run_dir)
     steps = [line["step"] for line in metrics_of(tail.run_dir) if line["kind"] == "train"]
     assert steps == [0, 1, 2, 3]
+    assert wrong_or_unknown(whole_run.run_dir) == wrong_or_unknown(tail.run_dir) == []
+    assert read_facts(tail.run_dir).end["how"] == "done"
 
 
 @pytest.mark.slow

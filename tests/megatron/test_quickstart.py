@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from buffer_rl.observe.gains import eval_gains
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.observe.report import eval_gains
 
 pytestmark = [pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(1800)]
 

@@ -54,7 +54,7 @@ class StepLife:
 
 def step_life(records: RunRecords, step: int) -> StepLife:
     """Raises ConfigError for a step that the run has not begun."""
-    from buffer_rl.observe.report import phase_seconds, steps_of
+    from buffer_rl.observe.metrics import phase_seconds, steps_of
 
     events, metrics = records.audit.of_rollout(step), steps_of(records.metrics)
     if not events and step not in metrics:

@@ -16,7 +16,7 @@ from buffer_rl.agents.conversation import Cause, Conversation
 from buffer_rl.agents.tools import ToolAgent
 from buffer_rl.agents.turns import Turn
 from buffer_rl.cli import main
-from buffer_rl.observe.report import EvalGain
+from buffer_rl.observe.gains import EvalGain
 from buffer_rl.records.groups import Sample
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from buffer_rl.cli import main
-from buffer_rl.observe.report import EvalGain
+from buffer_rl.observe.gains import EvalGain
 from buffer_rl.records.groups import Sample, Status
 from buffer_rl_code.reward import score, score_fraction
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer_rl.observe.report import EvalGain
+from buffer_rl.observe.gains import EvalGain
 from buffer_rl.records.groups import Sample, Status
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "quickstart"

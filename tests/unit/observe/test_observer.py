@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.errors import ConfigError, EndedBySignal
 from buffer_rl.observe.metrics import read_metrics
-from buffer_rl.observe.observer import RunObserver
+from buffer_rl.observe.observer import MAX_REASON, RunObserver
 from buffer_rl.observe.progress import Progress
 from buffer_rl.observe.report import write_report
+from buffer_rl.observe.run_folder import read_facts
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.options.section import compose
+from buffer_rl.plan.schedule import RunResult
 from buffer_rl.plugin.registry import PluginRegistry
 
 
@@ -125,3 +130,44 @@ def test_the_progress_of_a_run_that_went_back_is_that_of_its_checkpoint(tmp_path
     assert (board.steps_done, board.rewards) == (3, [0.0, 1.0, 2.0])
     progress.went_back(0)
     assert (board.steps_done, board.rewards) == (0, [])
+
+
+def end_of(folder: Path) -> dict[str, str]:
+    end = dict(read_facts(folder).end)
+    assert datetime.fromisoformat(end.pop("at")).utcoffset() == timedelta(0)
+    return end
+
+
+def test_a_run_notes_how_it_ended(tmp_path: Path) -> None:
+    with observer_of(tmp_path):
+        assert read_facts(tmp_path).end == {}
+    assert end_of(tmp_path) == {"how": "done", "why": ""}
+    with observer_of(tmp_path) as observer:
+        assert read_facts(tmp_path).end == {}  # of the run before
+        observer.ended(RunResult(steps=1, signal=signal.SIGTERM, stopped_early=True, why="no prompts"))
+    assert end_of(tmp_path) == {"how": "stopped", "why": "SIGTERM"}
+    with observer_of(tmp_path) as observer:
+        observer.ended(RunResult(steps=1, stopped_early=True, why="no prompts"))
+    assert end_of(tmp_path) == {"how": "stopped early", "why": "no prompts"}
+    with observer_of(tmp_path) as observer:
+        observer.ended(RunResult(steps=1))
+    assert end_of(tmp_path) == {"how": "done", "why": ""}
+    with pytest.raises(EndedBySignal), observer_of(tmp_path):
+        raise EndedBySignal(signal.SIGINT)
+    assert end_of(tmp_path) == {"how": "stopped", "why": "SIGINT"}
+    with pytest.raises(ValueError, match="s3"), observer_of(tmp_path):
+        raise ValueError("s3://user:secret@bucket")
+    assert end_of(tmp_path) == {"how": "failed", "why": "ValueError: s3://***@bucket"}
+    with pytest.raises(ConfigError), observer_of(tmp_path) as observer:
+        raise ConfigError("x" * 5000, where="--lr")
+    end = end_of(tmp_path)
+    assert end["how"] == "failed"
+    assert end["why"].startswith("ConfigError: ")
+    assert len(end["why"]) == MAX_REASON
+
+
+def test_an_end_that_cannot_be_noted_leaves_the_error_as_it_is(tmp_path: Path) -> None:
+    observer = observer_of(tmp_path)
+    (tmp_path / "run.json").write_text("no JSON")
+    with pytest.raises(ConfigError, match="first"), observer:
+        raise ConfigError("first")

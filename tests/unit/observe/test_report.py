@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,19 @@ import pytest
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import DataError
-from buffer_rl.observe.report import (
+from buffer_rl.observe.metrics import phase_seconds, steps_of
+from buffer_rl.observe.report import Report, render_report, run_files, write_report
+from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
+from buffer_rl.observe.sample_groups import (
     MAX_CHARACTERS,
     MAX_PER_STEP,
     MAX_STEPS,
-    Report,
     chosen_samples,
-    phase_seconds,
     plain_text,
-    render_report,
-    run_files,
     spread,
-    steps_of,
-    write_report,
 )
-from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
+from buffer_rl.observe.svg_chart import names_shown
+from buffer_rl.observe.timeline import WorkSpan
 from buffer_rl.options.section import compose
 
 METRICS: list[dict[str, Any]] = [
@@ -130,12 +129,75 @@ def test_the_page_shows_gains_curves_times_drops_samples_and_files() -> None:
 def test_the_reward_with_dropped_groups_is_on_the_page_where_it_is_another_one() -> None:
     metrics = [*METRICS, {"step": 0, "rollout/raw_reward_all": 0.25}]
     more = {"step": 1, "rollout/raw_reward": 0.5, "rollout/raw_reward_all": 0.25}
-    assert render_report(Report(title="run", metrics=[*metrics, more])).count("stroke-dasharray") == 1
+    assert (
+        render_report(Report(title="run", metrics=[*metrics, more])).count("stroke-dasharray") == 2
+    )  # wide and narrow
     page = render_report(Report(title="run", metrics=metrics))
     assert "training reward with dropped groups" in page
     assert "step 0: 0.25<" in page
     page = render_report(Report(title="run", metrics=[*METRICS, {"step": 0, "rollout/raw_reward_all": 0.5}]))
     assert "with dropped groups" not in page
+
+
+def keys_of(page: str) -> dict[str, str]:
+    """The colour of each phase in the table of times."""
+    return {name: colour for colour, name in re.findall(r'<span class="key c(\d+)"></span>(\w+)</td>', page)}
+
+
+def test_a_phase_has_one_colour_in_every_chart_of_every_run_and_that_of_its_work_on_the_timeline() -> None:
+    few = {"rollout": 3.0, "train": 2.0, "step": 6.0}
+    many = {**few, "ref_log_probs": 0.25, "values": 0.25, "save": 0.25, "publish": 0.25}
+    pages = []
+    for times in (few, many):
+        line = {"step": 0, "kind": "perf", **{f"perf/{name}_time": seconds for name, seconds in times.items()}}
+        pages.append(render_report(Report(title="run", metrics=[line])))
+    first, second = (keys_of(page) for page in pages)
+    assert first == {name: second[name] for name in ("rollout", "train", "other")}
+    assert len(set(second.values())) == len(second) == 7
+    for name, colour in second.items():
+        titles = re.findall(rf'<rect class="bar c(\d+)"[^>]*><title>{name},', pages[1])
+        assert titles == [colour] * 2  # shares and seconds
+    phase_of_work = {"rollout": "rollout", "update": "train", "publish": "publish", "save": "save"}
+    spans = {work: [WorkSpan(name=work, rollout_id=0, start=0.0, end=1.0)] for work in phase_of_work}
+    shown = names_shown(spans)
+    for work, title in zip(phase_of_work, ("generation", "update", "publish", "checkpoint"), strict=True):
+        assert shown[title] == int(second[phase_of_work[work]])
+
+
+def test_what_the_trainer_measures_has_a_chart_where_it_is_measured() -> None:
+    metrics = {
+        "critic/loss": 1.0,
+        "critic/values": 0.5,
+        "critic/explained_variance": 0.5,
+        "train/kl_loss": 0.1,
+        "train/pg_clipfrac": 0.1,
+        "train/train_rollout_logprob_abs_diff": 0.1,
+        "staleness/max": 1.0,
+        "perf/peak_memory/train_gb": 3.0,
+        "perf/peak_memory/rollout_device_gb": 4.0,
+    }
+    page = render_report(Report(title="run", metrics=[{"step": step, "kind": "x", **metrics} for step in range(2)]))
+    for heading in ("Loss", "Critic: values and returns", "KL divergence", "Share of clipped tokens", "Staleness"):
+        assert f"<h3>{heading}" in page
+    assert "<h3>Engine and trainer: difference" in page
+    memory = page[page.index("<h3>Peak memory (GB)") :]
+    assert memory.index("rollout device</li>") < memory.index("train</li>") < memory.index("</figure>")
+    assert "effective sample size" not in page
+
+
+def test_the_copied_command_is_text_and_the_button_is_the_scripts(tmp_path: Path) -> None:
+    facts = RunFacts(command=["buffer-rl", "train", "--title", "a b", NASTY], changed={"--engine-api-key": "***"})
+    page = render_report(Report(title="run", metrics=METRICS, facts=facts))
+    assert "buffer-rl train --title &#39;a b&#39;" in page
+    assert '<button type="button" data-copies="command" hidden>' in page
+    assert "onclick" not in page
+    assert "differ from their defaults" not in page  # a secret is none
+
+
+def test_wide_pictures_have_a_narrow_one_for_narrow_pages() -> None:
+    page = render_report(Report(title="run", metrics=METRICS))
+    wide, narrow = re.findall(r'<div class="for-(?:wide|narrow)"><svg viewBox="0 0 (\d+) \d+"', page)[:2]
+    assert (wide, narrow) == ("1000", "460")
 
 
 def test_a_page_of_almost_nothing_is_a_page() -> None:

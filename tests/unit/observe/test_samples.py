@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from buffer_rl.errors import DataError
-from buffer_rl.observe.run_folder import SampleDump, read_jsonl, sample_record
+from buffer_rl.observe.run_folder import (
+    MAX_MESSAGE,
+    MAX_MESSAGES,
+    SampleDump,
+    read_jsonl,
+    sample_record,
+    transcript_of,
+)
 from buffer_rl.records.groups import GroupUid, Sample, Status, VersionSpan
 
 
@@ -67,3 +74,27 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "samples.jsonl").write_bytes(b'{"a": "\xe2\x80\xa8"}\n{"a": "\xff"}\n')
     with pytest.raises(DataError, match=r"samples\.jsonl:2: not JSON"):
         read_jsonl(tmp_path / "samples.jsonl")
+
+
+def test_the_transcript_of_an_agent_is_recorded_with_its_calls_and_bounded():
+    sample = Sample(prompt="p", response="r", status=Status.FAILED, remove_sample=True)
+    assert "transcript" not in sample_record(sample)
+    call = {"id": "1", "function": {"name": "add", "arguments": "{}"}}
+    sample.messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "é"}]},
+    ]
+    record = sample_record(sample)
+    assert record["masked"] is True
+    assert record["transcript"] == [
+        ["user", "hi"],
+        ["assistant", '{"name": "add", "arguments": "{}"}'],
+        ["tool", '[{"type": "text", "text": "é"}]'],
+    ]
+    long = transcript_of([{"role": "user", "content": f"{number} " + "x" * 3000} for number in range(1000)])
+    assert len(long) == MAX_MESSAGES + 1
+    assert long[MAX_MESSAGES // 2] == ["", "… 960 more messages"]
+    assert [text.split()[0] for _, text in (long[0], long[-1])] == ["0", "999"]
+    assert max(len(text) for _, text in long) < MAX_MESSAGE + 40
+    assert [text for _, text in transcript_of([{"content": 1, "tool_calls": 7}, {}])] == ["1", ""]

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from buffer_rl.cli import main
 from buffer_rl.errors import DataError
+from buffer_rl.observe.gains import EvalGain, gain_table
 from buffer_rl.observe.progress import Progress
-from buffer_rl.observe.report import EvalGain, gain_table
 from buffer_rl.observe.terminal import printable
 from buffer_rl.verbs import generate
 

@@ -62,7 +62,7 @@ def test_each_lane_says_how_idle_its_role_was_and_publishing_is_no_role() -> Non
 def test_the_section_names_overlap_and_distance_from_the_bound() -> None:
     section = timeline_section(SPANS)
     # Generation 8, no tail, update 1, publish 1.
-    assert "Step 0: 10.0 s, pipelined · overlap 4.00 s of 4.00 s (100%) · wall/bound 1.00" in section
+    assert "Step 0: 10.0 s, pipelined · overlap 4.00 s of 4.00 s (100%) · 1.00× the minimum" in section
     assert "<td>rollout</td>" in section
     assert "publish 1.00 s, train 1.00 s" in section or "train 1.00 s, publish 1.00 s" in section
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.options.redaction import holds_credentials, mask_secrets, mask_url
+from buffer_rl.options.redaction import holds_credentials, mask_command, mask_secrets, mask_url
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,33 @@ def test_no_userinfo_comes_through(secret: str) -> None:
 @given(st.text())
 def test_texts_without_an_address_stay_as_they_are(text: str) -> None:
     assert mask_url(text.replace("://", "")) == text.replace("://", "")
+
+
+def test_a_command_line_loses_the_values_of_secret_flags_and_nothing_else() -> None:
+    words = [
+        "train",
+        "--engine-api-key",
+        "one",
+        "--wandb-key=two",
+        "--seed",
+        "3",
+        "--label-key",
+        "answer",
+        "s3://a:b@c/d",
+    ]
+    shown = [
+        "train",
+        "--engine-api-key",
+        "***",
+        "--wandb-key=***",
+        "--seed",
+        "3",
+        "--label-key",
+        "answer",
+        "s3://***@c/d",
+    ]
+    assert mask_command(words) == shown
+    words = ["--train-env-vars", '{"API_KEY": "x", "A": "b"}', '--more={"password": "x"}', "TOKEN=x", "{no json", "a=b"]
+    shown = ["--train-env-vars", '{"API_KEY": "***", "A": "b"}', '--more={"password": "***"}', "TOKEN=***", *words[4:]]
+    assert mask_command(words) == shown
+    assert mask_command(["--engine-api-key", "--seed", "3"]) == ["--engine-api-key", "--seed", "3"]  # it has no value

@@ -172,7 +172,7 @@ def test_every_schedule_and_role_ends_with_the_same_parameters(
         models = {} if dedicated else {"teacher": partial(trainer.log_probs, "teacher")}
         fields = ADVANTAGE_FIELDS if dedicated else frozenset[str]()
         objective: Any = trainer._objective
-        stage = gradient_stage("train", trainer, objective, models, fields, lambda sums: None)
+        stage = gradient_stage("train", trainer, objective, models, fields, lambda *_: None)
         for group in groups_of(make_batch()):
             if dedicated:
                 group.columns.update(role(trainer._args, "teacher").compute(group))

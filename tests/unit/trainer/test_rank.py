@@ -27,7 +27,7 @@ from buffer_rl.records.groups import GroupUid, RowId, Topology, TrainBatch
 from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.trainer.peers import check_topologies
 from buffer_rl.trainer.rank import TrainRank, check_groups, named_metrics, no_rows, streamed_rows
-from buffer_rl.trainer.steps import StepReport, row_cost, train_work
+from buffer_rl.trainer.steps import StepReport, loss_size, row_cost, train_work
 
 
 def report(*sums: Sums) -> StepReport:
@@ -46,9 +46,29 @@ def test_a_steps_metrics_are_those_of_all_ranks_rows_and_a_rollouts_the_means_ov
     second = report(
         sums(8.0, 2.0, ratio=Total(Reduction.MEAN, 2.0, 1.0), largest=Total(Reduction.MAX, 4.0, 1.0)), Sums()
     )
-    expected = {"loss": (12 / 4 + 1 / 1) / 2, "ratio": 8 / 4, "largest": 9.0, "grad_norm": 3.0, "lr": 0.2}
+    expected = {
+        "loss": (12 / 4 + 1 / 1) / 2,
+        "ratio": 8 / 4,
+        "largest": 9.0,
+        "grad_norm": 3.0,
+        "lr": 0.2,
+        "divisor": 5.0,
+    }
     assert named_metrics("train", [first, second]) == {f"train/{name}": value for name, value in expected.items()}
     assert named_metrics("critic", [second, first])["critic/loss"] == 2.0
+
+
+def test_what_the_loss_was_divided_by_stands_beside_a_count_of_the_rows() -> None:
+    """Tokens of 0.5 + 1 and 1, of one sample in two parts and one in a row of its own."""
+    masks = [np.array([1.0, 0.0, 0.5]), np.array([1.0]), np.array([0.0, 0.0])]
+    columns: dict[str, Any] = {"loss_mask": masks, "sample_parts": np.array([2, 2, 1], dtype=np.float32)}
+    rows = [RowId(GroupUid("data", 0, 0), 0, part) for part in range(3)]
+    assert loss_size(TrainBatch(rollout_id=0, task="train_0", row_ids=rows, columns=columns)) == (2.5, 2.0)
+    ranks = [report(sums(4.0, 2.0), sums(1.0, 1.0)) for _ in range(2)]
+    ranks[0].sizes, ranks[1].sizes = [(2.0, 1.0), (1.0, 1.0)], [(2.0, 1.0), (0.5, 1.0)]
+    metrics = named_metrics("train", ranks)
+    found = [metrics[f"train/{name}"] for name in ("divisor", "loss_tokens", "loss_samples")]
+    assert found == [2 * (2.0 + 1.0), 5.5, 4.0]
 
 
 def test_steps_that_were_left_out_are_counted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -282,13 +283,18 @@ def of_converter(store: Store, row: int, **more: list[np.ndarray]) -> GroupUid:
     return uid
 
 
+def keep(found: list[Sums], sums: Sums, batch: TrainBatch) -> None:
+    found.append(sums)
+
+
 def test_streamed_gradients_take_the_advantages_that_came_with_a_group_and_compute_the_others() -> None:
     for given, expected in ((True, [5.0, 7.0]), (False, [1.0, -1.0])):
         store, trainer = Store(), Accumulating()
         uid = of_converter(store, 1) if given else store.add(1)
         store.pool.select([uid])
         sums: list[Sums] = []
-        stage = gradient_stage("train", cast("Any", trainer), objective_of(), {}, frozenset(), sums.append)
+        accumulated = partial(keep, sums)
+        stage = gradient_stage("train", cast("Any", trainer), objective_of(), {}, frozenset(), accumulated)
         run_stage(stage, store, 8)
         assert trainer.used == expected
         assert sums == [Sums(divisor=1.0)]
@@ -301,7 +307,7 @@ def test_a_critic_that_streams_gives_its_values_and_the_advantages_that_it_makes
     store.pool.select([uid])
     objective = objective_of("critic", advantage_estimator="gae", use_critic=True, lambd=0.0)
     models = {"critic": lambda batch: [np.full(len(row), 0.25, dtype=np.float32) for row in batch.columns["loss_mask"]]}
-    stage = gradient_stage("critic", cast("Any", trainer), objective, models, frozenset(), lambda _: None)
+    stage = gradient_stage("critic", cast("Any", trainer), objective, models, frozenset(), lambda *_: None)
     run_stage(stage, store, 8)
     batch = assemble(store.pool.plan())
     assert batch.columns["values"][0].tolist() == [0.25, 0.25]

@@ -51,6 +51,9 @@ def test_steps_equal_those_taken_by_hand_and_metrics_are_their_means(
     assert metrics["loss"] == pytest.approx(np.mean(losses))
     assert metrics["grad_norm"] == pytest.approx(np.mean(norms))
     assert metrics["lr"] == pytest.approx(1e-2 * (1 - 2 / 6))
+    masks = [mask for batch in batches for mask in batch.columns["loss_mask"]]
+    assert metrics["divisor"] == metrics["loss_tokens"] == np.sum(np.concatenate(masks))
+    assert metrics["loss_samples"] == 12
     assert gaps[0] == 0.0
     assert min(gaps[1:]) > 0  # the old log-probabilities are those from before the first step
 
