@@ -157,15 +157,17 @@ def test_the_core_names_no_backend_that_a_plugin_brings():
     assert named == []
 
 
-def test_package_inits_hold_a_docstring_and_at_most_the_version_and_the_finder_of_old_names():
+def test_package_inits_hold_a_docstring_alone_but_for_what_python_programs_call_and_the_finder_of_old_names():
     for path in modules():
         if path.name == "__init__.py":
             body = ast.parse((ROOT / path).read_text()).body
             kept = [ast.unparse(node) for node in body if not isinstance(node, ast.Assign)]
             if path == Path("buffer_rl/__init__.py"):
-                imported, finder, appended = kept[1:]
-                assert (imported, appended) == ("import sys", "sys.meta_path.append(OldNames)")
-                assert finder.startswith("class OldNames:")
+                *imported, for_types, called, finder, appended = kept[1:]
+                known = ["import importlib", "import sys", "from typing import TYPE_CHECKING, Any"]
+                assert (imported, appended) == (known, "sys.meta_path.append(OldNames)")
+                starts = ("if TYPE_CHECKING:", "def __getattr__(name: str)", "class OldNames:")
+                assert all(map(str.startswith, (for_types, called, finder), starts))
                 del kept[1:]
             assert len(kept) == 1, path
             assert isinstance(body[0], ast.Expr), path
