@@ -6,21 +6,25 @@ prints is printed here; an error of the run is raised here; Ctrl-C ends the run 
 
 from __future__ import annotations
 
-import json
+import base64
+import hashlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import yaml
 
-from buffer_rl.cluster.process import PARENT_FD_FLAG, exit_with_parent
+from buffer_rl.cluster.process import PARENT_FD_FLAG
 from buffer_rl.errors import BufferRLError, ConfigError, WorkerError
 from buffer_rl.observe.curve import CURVE_FILE
 from buffer_rl.observe.gains import EvalGain, eval_gains
@@ -38,15 +42,15 @@ SHORT_NAMES: Mapping[str, str] = {
     "filter": "dynamic_sampling_filter_path",
     "loss": "custom_loss_function_path",
 }
-FUNCTIONS = "functions"
-"""The folder of a run's folder with the functions that were passed by value."""
+FOLDER = "from_python"
+"""The folder of a run's folder with the options and the functions that were passed by value."""
 _STUB = '''"""Passed to buffer_rl.train as {name}, by value."""
 
-from pathlib import Path
+import base64
 
 import cloudpickle
 
-{name} = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
+{name} = cloudpickle.loads(base64.b64decode("{data}"))
 '''
 
 
@@ -86,40 +90,59 @@ def train(config: str | Path | Sequence[str | Path] | Mapping[str, Any] = (), **
 
     Raises what ended the run, ConfigError first of all: nothing is started then. KeyboardInterrupt ends the run well.
     """
-    given = dict(config) if isinstance(config, Mapping) else {}
+    given = _named(config) if isinstance(config, Mapping) else {}
     paths = [] if given else [config] if isinstance(config, str | Path) else list(config)
-    given |= options
-    for short in SHORT_NAMES.keys() & given.keys():
-        given[SHORT_NAMES[short]] = given.pop(short)
+    given |= _named(options)
+    if isinstance(given.get("plugin"), str):
+        given["plugin"] = [given["plugin"]]
+    plugins = list(given.get("plugin") or ())
+    plain = {key: _text_of(value) for key, value in given.items() if not _is_by_value(value)}
     with tempfile.TemporaryDirectory(prefix="buffer_rl_train_") as name:
         file = Path(name, "options.yaml")
-        files = [*map(str, paths), str(file)]
-        plain = {key: _text_of(value) for key, value in given.items() if not _is_by_value(value)}
         file.write_text(_as_yaml(plain), encoding="utf-8")
-        found = resolve(
-            compose(sections_of(given.get("plugin") or ())), flags={}, environ=os.environ, config_paths=files
-        ).args
+        options_class = compose(sections_of(plugins))
+        configs = [*map(str, paths), str(file)]
+        run_dir = Path(resolve(options_class, flags={}, environ=os.environ, config_paths=configs).args.run_dir)
         for key in given.keys() - plain.keys():
-            if not plugin_kind_of(type(found), key):
+            if not plugin_kind_of(options_class, key):
                 raise ConfigError("this option takes no function", where=f"train({key}=)", expected="a plugin's option")
-            plain[key] = _written(Path(found.run_dir, FUNCTIONS), key, given[key])
-        file.write_text(_as_yaml(plain), encoding="utf-8")
-        _run(Path(name), [part for path in files for part in ("--config", path)])
-    return TrainResult.of(found.run_dir)
+            plain[key] = f"{_written(run_dir, key, 'py', _stub_of(key, given[key]))}:{key}"
+        configs[-1] = str(_written(run_dir, "options", "yaml", _as_yaml(plain)))
+        arguments = [part for path in configs for part in ("--config", path)]
+        _run(Path(name, "answer"), [*(part for plugin in plugins for part in ("-p", plugin)), *arguments])
+    return TrainResult.of(run_dir)
+
+
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by their names. Raises ConfigError for one that is given twice."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        own = SHORT_NAMES.get(name, name.replace("-", "_"))
+        if own in found:
+            raise ConfigError("this option is given twice", where=f"train({name}=)", hint=f"it is {own}: give it once")
+        found[own] = value
+    return found
 
 
 def _as_yaml(options: Mapping[str, Any]) -> str:
-    """One option a line, so that an error names it by its line; JSON is YAML."""
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in options.items())
+    text = yaml.safe_dump(dict(options), allow_unicode=True, sort_keys=False, width=1 << 20)
+    return text.replace("${", "$${")  # a value is no template
 
 
 def _text_of(value: Any) -> Any:
-    """A path as text, and a function or class of a module as the reference that names it; other values as they are."""
+    """What YAML holds: a path as text, a function or class of a module as the reference that names it, a number of
+    numpy as one of Python, lists and mappings of these. Raises ConfigError for anything else."""
+    if isinstance(value, Mapping):
+        return {str(key): _text_of(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_text_of(item) for item in value]
     if callable(value):
         return f"{value.__module__}:{value.__qualname__}"
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    value = value.item() if hasattr(value, "dtype") else value
+    if not isinstance(value, str | int | float | None):
+        raise ConfigError(f"{value!r:.80} is no value of an option", where="train", expected="text, numbers, lists …")
+    return value
 
 
 def _is_by_value(value: Any) -> bool:
@@ -128,26 +151,31 @@ def _is_by_value(value: Any) -> bool:
     return callable(value) and (module == "__main__" or getattr(sys.modules.get(module), name, None) is not value)
 
 
-def _written(folder: Path, name: str, value: Any) -> str:
-    """Write ``value`` to ``folder``; returns the reference that reads it there."""
+def _stub_of(name: str, value: Any) -> str:
+    """A module whose ``name`` is the function or class ``value``."""
     try:
         data = cloudpickle.dumps(value)
     except Exception as error:  # what objects of the user raise
         hint = "open files, locks and connections in the function, or define it in a module"
         raise ConfigError(f"it cannot be passed on: {error}", where=f"train({name}=)", hint=hint) from error
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.py"
-    file.with_suffix(".pickle").write_bytes(data)
-    file.write_text(_STUB.format(name=name), encoding="utf-8")
-    return f"{file.absolute()}:{name}"
+    return _STUB.format(name=name, data=base64.b64encode(data).decode())
 
 
-def _run(folder: Path, arguments: Sequence[str]) -> None:
+def _written(run_dir: Path, name: str, suffix: str, text: str) -> Path:
+    """Write ``text`` to a file of the run that its content names, so that no file of an earlier run changes."""
+    file = run_dir / FOLDER / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.{suffix}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
+        out.write(text)  # options may hold keys
+    return temporary.replace(file).absolute()
+
+
+def _run(answer: Path, arguments: Sequence[str]) -> None:
     """Run the command in a process that ends with this one, and raise what ended it."""
-    answer = folder / "answer"
     read_end, lifeline = os.pipe()
     shown = sys.stdout.isatty()
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_folders())}
     if not shown:
         environ.pop("FORCE_COLOR", None)  # notebooks set it; their cells show no progress bar that is drawn again
     command = [sys.executable, "-m", "buffer_rl.api", str(answer), *arguments, PARENT_FD_FLAG, str(read_end)]
@@ -165,12 +193,10 @@ def _run(folder: Path, arguments: Sequence[str]) -> None:
         )
         os.close(read_end)
         try:
-            for line in process.stdout or ():
-                print(line, end="")
-            status = process.wait()
+            status = _followed(process)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
-            process.communicate()
+            _followed(process)
             raise
     finally:
         os.close(lifeline)
@@ -182,13 +208,43 @@ def _run(folder: Path, arguments: Sequence[str]) -> None:
         raise WorkerError(f"the run ended with exit status {status}", where="train", hint="its output says why")
 
 
+def _own_folders() -> list[str]:
+    """The folders of ``sys.path`` that another interpreter of this environment has not: the user's own."""
+    environment = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())}
+
+    def is_own(path: str) -> bool:
+        parents = {path, *map(str, Path(path).parents)}
+        return not parents & environment and not {"site-packages", "dist-packages"} & set(Path(path).parts)
+
+    known = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    paths = [os.path.realpath(path) for path in known if isinstance(path, str) and path]
+    return [path for path in dict.fromkeys(paths) if is_own(path)]
+
+
+def _followed(process: subprocess.Popen[str]) -> int:
+    """Print what the process prints until it ends; returns its exit status."""
+    for line in process.stdout or ():
+        print(line, end="", flush=True)
+    return process.wait()
+
+
 def main(arguments: Sequence[str]) -> int:
     """The process of a run: like the command; an error is written to the first of ``arguments`` in place of printed."""
     from buffer_rl.cli import main as command
 
     answer, *rest, _, fd = arguments
-    exit_with_parent(int(fd))
+    threading.Thread(target=_end_with_parent, args=(int(fd),), daemon=True).start()
     return command(["train", *rest], lambda error: Path(answer).write_bytes(pickle.dumps(error)))
+
+
+def _end_with_parent(fd: int) -> None:
+    """End the run well, with its last checkpoint, once the other end of the pipe is closed: nobody reads its output."""
+    while os.read(fd, 1):
+        pass
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ import pytest
 from nbclient import NotebookClient
 
 import buffer_rl
+from buffer_rl.api import FOLDER
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.run_folder import read_jsonl
+from harness.processes import holds_within
 from integration.conftest import options_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -34,6 +36,11 @@ def test_closures_and_lambdas_of_the_caller_reach_the_processes_that_call_them(t
     del given["custom_rm_path"]
     result = buffer_rl.train(given, reward=reward, filter=lambda args, samples: True, num_rollout=2)
     assert list(result.metrics) == [0, 1]
+    assert sorted(path.name.partition("_")[0] for path in (result.run_dir / FOLDER).iterdir()) == [
+        "custom",
+        "dynamic",
+        "options",
+    ]
     shown = [line for line in read_jsonl(result.paths["samples"]) if line["kind"] == "train"]
     assert shown
     assert all(line["reward"] == line["response"].count("b") for line in shown)
@@ -71,6 +78,26 @@ def test_ctrl_c_ends_the_run_with_all_of_its_processes_before_it_reaches_the_cal
     assert left == []
 
 
+def test_a_run_whose_program_is_terminated_ends_well_with_a_checkpoint(task: Path, tmp_path: Path) -> None:
+    given = options_of(task, tmp_path / "run").model_dump(exclude_unset=True, mode="json")
+    given |= {
+        "num_rollout": 10_000,
+        "progress": "plain",
+        "save": str(tmp_path / "saves"),
+        "rollout_stop": ["${x}", "😀"],
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", f"import buffer_rl; buffer_rl.train({given!r})"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            process.terminate()
+    assert process.wait(timeout=60) == -signal.SIGTERM
+    assert holds_within(60.0, lambda: any((tmp_path / "saves").glob("step_*/manifest.json")))
+    assert holds_within(60.0, lambda: subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).stdout == b"")
+
+
 def test_the_notebook_learns_and_shows_its_curve(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
@@ -89,6 +116,9 @@ def test_the_notebook_learns_and_shows_its_curve(tmp_path: Path) -> None:
         ({"lr": lambda: 1}, "this option takes no function"),
         ({"lr": "fast"}, "'fast' is not a number"),
         ({"reward": lambda sample: 1}, "--num-rollout"),
+        ({"reward": len, "custom_rm_path": "no.such:thing"}, "given twice"),
+        ({"rollout_stop": [object()]}, "no value of an option"),
+        ({"plugin": "no_such_plugin"}, "no_such_plugin"),
     ],
 )
 def test_a_wrong_option_is_an_error_of_the_caller(task: Path, tmp_path: Path, options: Any, said: str) -> None:
