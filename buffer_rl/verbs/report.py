@@ -12,9 +12,7 @@ from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.observe.checks import LedgerFacts
-from buffer_rl.observe.run_folder import QUARANTINE_FILE, read_jsonl
 from buffer_rl.observe.terminal import say
-from buffer_rl.records.groups import GroupUid
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +65,7 @@ def report_run(run_dir: str | Path, console: Console | None = None) -> None:
 
 def ledger_facts(run_dir: str | Path) -> LedgerFacts:
     """What the ledger in a run's folder says for the report's checks. One that is damaged is a fault."""
-    path, quarantine = Path(run_dir, FILE_NAME), Path(run_dir, QUARANTINE_FILE)
+    path = Path(run_dir, FILE_NAME)
     if not path.is_file():
         return LedgerFacts(unread=f"the folder has no {FILE_NAME}")
     try:
@@ -77,22 +75,8 @@ def ledger_facts(run_dir: str | Path) -> LedgerFacts:
             for epoch in audit.epochs():
                 for state, count in epoch.counts.items():
                     counts[str(state)] += count
-            named = {str(line.get("uid")) for line in read_jsonl(quarantine)} if quarantine.is_file() else set()
-            return LedgerFacts(
-                faults=audit.faults(),
-                commits=audit.commits(),
-                counts=counts,
-                quarantined_trained=[uid for uid in sorted(named) if _is_trained(audit, uid)],
-            )
+            return LedgerFacts(faults=audit.faults(), commits=audit.commits(), counts=counts)
         finally:
             audit.close()
     except CheckpointError as error:  # damaged, which is no lack of knowledge
         return LedgerFacts(faults=[str(error)])
-
-
-def _is_trained(audit: LedgerAudit, uid: str) -> bool:
-    try:
-        entry = audit.entry(GroupUid.parse(uid))
-    except ValueError:  # a uid of another form names no group of the ledger
-        return False
-    return entry is not None and entry.state is GroupState.TRAINED

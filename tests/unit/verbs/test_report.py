@@ -160,6 +160,11 @@ def test_all_five_lines_of_a_sound_run_are_right(run: Path) -> None:
         ("prompts", in_ledger(AGAIN), "was trained 2 times"),
         (
             "prompts",
+            in_ledger("UPDATE history SET from_state = 'quarantined' WHERE to_state = 'trained' AND rollout_id = 1"),
+            "left quarantined for trained",
+        ),
+        (
+            "prompts",
             in_metrics(2, rollout__num_groups=3.0),
             "step 2 trained on 3 prompts, and the ledger has committed 2",
         ),
@@ -179,11 +184,6 @@ def test_all_five_lines_of_a_sound_run_are_right(run: Path) -> None:
         ("rewards", in_samples("train", 0, reward="nan"), "the reward nan is no finite number"),
         ("rewards", in_samples("train", 0, reward={"score": 1.0, "won": "inf"}), "is no finite number"),
         ("rewards", in_metrics(2, rollout__raw_reward=None), "step 2: rollout/raw_reward is not finite"),
-        (
-            "rewards",
-            lambda run: (run / "quarantine.jsonl").write_text('{"uid": "data:3:0"}\n'),
-            "data:3:0 is in quarantine",
-        ),
         ("scale", in_metrics(1, train__divisor=8.0), "step 1: train divided by 8, and the step has 16 tokens"),
         ("scale", in_metrics(1, train__divisor=4.0), "step 1: train divided by 4, and the step has 16 tokens"),
         ("scale", in_metrics(1, train__divisor=None), "step 1: train/divisor"),
@@ -200,6 +200,15 @@ def test_a_fault_in_the_files_turns_its_line_red_and_no_other(
     page = (run / "report.html").read_text()
     assert page.count('<li class="wrong">') == 1
     assert page.count('<li class="right">') == 4
+
+
+def test_what_an_earlier_run_in_the_folder_put_into_quarantine_is_no_fault_of_this_one(run: Path) -> None:
+    """``quarantine.jsonl`` keeps its lines: a new ledger trains those prompts."""
+    with (run / "quarantine.jsonl").open("a") as file:
+        file.write('{"uid": "data:3:0", "reason": "poison"}\n')
+    check = lines_of(run)["rewards"]
+    assert check.state is State.RIGHT
+    assert check.text.endswith("3 failed attempts, 1 prompts in quarantine, none of them counted")
 
 
 def test_of_many_faults_the_first_are_named_and_all_are_counted(run: Path) -> None:
