@@ -19,7 +19,7 @@ from buffer_rl.observe.report import read_report
 from buffer_rl.observe.run_folder import SampleDump, add_facts, sample_record, write_facts
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, Sample, Status, VersionSpan
-from buffer_rl.verbs.report import ledger_facts
+from buffer_rl.verbs.report import ledger_facts, report_run
 
 NAMES = ["prompts", "tokens", "weights", "rewards", "scale"]
 STEPS, GROUPS, SAMPLES, LENGTH = 3, 2, 2, 4
@@ -299,6 +299,35 @@ def test_the_head_says_what_the_run_was_and_how_it_ended(run: Path) -> None:
     assert "buffer-rl train --run-dir &#39;run 1&#39; --engine-api-key &#39;***&#39;" in page
     assert "hidden --" not in page
     assert "?</span> " not in page
+
+
+def in_facts(**values: Any) -> Callable[[Path], None]:
+    return lambda run: add_facts(run, **values)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda run: edit(run, "metrics.jsonl", lambda line: line.pop("step")),
+        lambda run: edit(run, "metrics.jsonl", lambda line: line.update(step=None)),
+        in_metrics(1, train__train_rollout_logprob_abs_diff="much"),
+        in_samples("train", 1, rollout_id="x"),
+        in_facts(start={"checks": "soon"}),
+    ],
+    ids=["no step", "step null", "text for a number", "rollout x", "text in start"],
+)
+def test_a_line_of_another_form_is_an_error_that_names_the_folder_and_no_failure_of_a_run_that_is_done(
+    run: Path, capsys: pytest.CaptureFixture[str], fault: Callable[[Path], Any]
+) -> None:
+    fault(run)
+    for folders in ([str(run)], [str(run), str(record(run.parent / "other"))]):
+        assert main(["report", *folders, "--output", str(run / "page.html")]) == 2
+        shown = capsys.readouterr().err
+        assert f"{', '.join(folders)}: the report could not be made" in shown
+        assert "metrics.jsonl, samples.jsonl and run.json as a run writes them" in shown
+        assert "Traceback" not in shown
+    report_run(run)
+    assert "notice: the run is done, and its report could not be made: " in capsys.readouterr().err
 
 
 def test_several_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
