@@ -72,6 +72,7 @@ class BufferState:
         self._rule = rule or RequeueRule()
         self._schedule = schedule
         self._record = RunRecord(ledger)
+        self._ended: tuple[Ticket, RolloutReport] | None = None  # by ``end_and_close``, whose second half raised
         is_limited = schedule is not None and schedule.by_window
         self._rollouts = Rollouts(self._feed, ledger=ledger, rule=self._rule, is_limited=is_limited)
         self._selections = Selections(
@@ -274,6 +275,7 @@ class BufferState:
 
         Raises BufferStateError if the step was committed, or if an earlier one has no closed selection."""
         self._selections.abandon(step)
+        self._ended = None
 
     # -- selections ----------------------------------------------------------------------------------
 
@@ -302,10 +304,14 @@ class BufferState:
 
     @mutates
     def end_and_close(self, ticket: Ticket) -> tuple[RolloutReport, RolloutReport]:
-        """``end_ticket``, and ``close_selection`` of the step of its number, which takes its groups alone."""
-        ended = self.end_ticket(ticket)
+        """``end_ticket``, and ``close_selection`` of the step of its number, which takes its groups alone. If the second
+        one raises, a repeat passes over the first."""
+        if self._ended is None or self._ended[0] != ticket:
+            self._ended = ticket, self.end_ticket(ticket)
+        _, ended = self._ended
         closed, _ = self.close_selection(ticket.rollout_id)
         assert closed is not None  # its ticket has ended
+        self._ended = None
         return ended, closed
 
     # -- pools ---------------------------------------------------------------------------------------

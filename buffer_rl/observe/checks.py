@@ -14,7 +14,7 @@ from typing import Any
 
 from buffer_rl.errors import short_repr
 from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS
-from buffer_rl.observe.run_folder import QUARANTINE_FILE, SAMPLES_FILE, RunFacts
+from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts
 from buffer_rl.plan.algorithms import LOSSES, Divisor
 from buffer_rl.plan.roles import ACTOR, CRITIC
 
@@ -48,14 +48,13 @@ class Check:
 class LedgerFacts:
     """What the ledger of a run says. unread: why it could not be read; the rest is empty then.
 
-    faults: what contradicts its accounting. commits: rollout, step and number of groups. counts: groups by state.
-    quarantined_trained: groups that ``quarantine.jsonl`` names, and that were trained."""
+    faults: what contradicts its accounting, such as a group in quarantine that was trained. commits: rollout, step and
+    number of groups. counts: groups by state."""
 
     unread: str = ""
     faults: Sequence[str] = ()
     commits: Sequence[tuple[int, int, int]] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
-    quarantined_trained: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,6 @@ class Evidence:
     facts: RunFacts
     steps: Mapping[int, Mapping[str, float | None]]
     samples: Sequence[Mapping[str, Any]] = ()
-    num_quarantined: int = 0
     ledger: LedgerFacts = field(default_factory=lambda: LedgerFacts(unread="the ledger was not read"))
 
     @classmethod
@@ -74,7 +72,6 @@ class Evidence:
         facts: RunFacts,
         records: Iterable[Mapping[str, Any]],
         samples: Sequence[Mapping[str, Any]] = (),
-        num_quarantined: int = 0,
         ledger: LedgerFacts | None = None,
     ) -> Evidence:
         """records: the lines of ``metrics.jsonl``; of a step that was done twice, the later ones count."""
@@ -84,7 +81,7 @@ class Evidence:
                 numbers = {name: value for name, value in record.items() if "/" in name}
                 steps.setdefault(int(record["step"]), {}).update(numbers)
         more = {} if ledger is None else {"ledger": ledger}
-        return cls(facts=facts, steps=steps, samples=samples, num_quarantined=num_quarantined, **more)
+        return cls(facts=facts, steps=steps, samples=samples, **more)
 
     @property
     def trained(self) -> list[int]:
@@ -224,8 +221,6 @@ def rewards(evidence: Evidence) -> Check:
             faults.append(f"{_place(sample)}: status {sample['status']}, and yet the reward {sample['reward']}")
         elif not _is_finite(sample["reward"]):
             faults.append(f"{_place(sample)}: the reward {sample['reward']} is no finite number")
-    for uid in evidence.ledger.quarantined_trained:
-        faults.append(f"group {uid} is in {QUARANTINE_FILE}, and was trained")
     if faults:
         return _wrong(name, faults)
     if not scored and not evidence.of_metric("rollout/raw_reward"):
@@ -237,7 +232,10 @@ def rewards(evidence: Evidence) -> Check:
         for step in evidence.steps
     )
     text = f"{len(scored)} recorded rewards are finite; {failed:g} failed attempts"
-    return _right(name, f"{text}, {evidence.num_quarantined} prompts in quarantine, none of them counted")
+    # Of the ledger: quarantine.jsonl also has the groups of earlier runs in the folder, and of steps done again.
+    if (quarantined := evidence.ledger.counts.get("quarantined")) is not None:
+        text += f", {quarantined} prompts in quarantine"
+    return _right(name, f"{text}, none of them counted")
 
 
 def scale(evidence: Evidence) -> Check:

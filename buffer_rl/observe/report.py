@@ -42,7 +42,7 @@ MARKS = {State.RIGHT: "✓", State.WRONG: "✗", State.UNKNOWN: "?"}
 @dataclass(slots=True, kw_only=True)
 class Report:
     """What the page shows. ``files``: name of a thing to its address relative to the page. ledger: None if it was not
-    read. num_quarantined: prompts in quarantine."""
+    read."""
 
     title: str
     metrics: Sequence[Mapping[str, Any]]
@@ -51,29 +51,25 @@ class Report:
     files: Mapping[str, str] = field(default_factory=dict)
     spans: Spans = field(default_factory=dict)
     ledger: LedgerFacts | None = None
-    num_quarantined: int = 0
 
     @property
     def evidence(self) -> Evidence:
         """What the checks look at."""
-        return Evidence.of(self.facts, self.metrics, self.samples, self.num_quarantined, self.ledger)
+        return Evidence.of(self.facts, self.metrics, self.samples, self.ledger)
 
 
 def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts | None = None) -> Report:
     """The files of the run in ``run_dir``, without their addresses. Raises DataError if it has no metrics or a line of
     its files is damaged."""
     folder = Path(run_dir)
-    samples, quarantine = (
-        read_jsonl(path) if path.exists() else [] for path in (folder / SAMPLES_FILE, folder / QUARANTINE_FILE)
-    )
+    samples = folder / SAMPLES_FILE
     return Report(
         title=title or folder.absolute().name,
         metrics=read_metrics(folder),
-        samples=samples,
+        samples=read_jsonl(samples) if samples.exists() else [],
         facts=read_facts(folder),
         spans=read_trace(folder),
         ledger=ledger,
-        num_quarantined=len(quarantine),
     )
 
 

@@ -12,10 +12,20 @@ MASK = "***"
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 _QUERY_VALUE = re.compile(r"(?<=[?&;#])([^=&;#\s]+)=[^&;#\s]*")
 # Names of options, fields and headers whose whole value is a secret. Not every key is: --label-key names a field.
-_SECRET_NAME = re.compile(
-    r"(^|[_-])((api|access|secret|private|auth|wandb|signing)[_-]?key|pass(word|wd|phrase)|secret|token|credentials?"
-    r"|authorization|cookie)$",
+_SECRET = (
+    r"(?:(?:api|access|secret|private|auth|wandb|signing)[_-]?key|pass(?:word|wd|phrase)|secret|token|credentials?"
+    r"|authorization|cookie)"
+)
+_VARIABLE = r"(?-i:[A-Z][A-Z0-9_]*_KEY)"  # of the environment, as OPENAI_KEY
+_SECRET_NAME = re.compile(rf"(?:(?:^|[_-]){_SECRET}|^{_VARIABLE})$", re.IGNORECASE)
+# In a text: --api-key VALUE, --api-key=VALUE, OPENAI_API_KEY=VALUE. Words are read once, from their beginning.
+_NAMED_VALUE = re.compile(
+    rf"(?<![\w?&;#-])(--(?:[\w-]*[_-])?{_SECRET}\s+(?!-)|(?:--)?(?:(?:[\w-]*[_-])?{_SECRET}|{_VARIABLE})=)"
+    r"""(?:"[^"]*"|'[^']*'|[^\s"']+)""",
     re.IGNORECASE,
+)
+_AUTHORIZATION = re.compile(
+    r"(\bauthorization[\"']?\s*:\s*[\"']?(?:(?:bearer|basic|token)\s+)?)[^\s\"',]+", re.IGNORECASE
 )
 _URL_USERINFO = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#\s]*)@", re.IGNORECASE)
 _SIGNATURE = re.compile(r"(^|[_-])sig(nature)?$", re.IGNORECASE)
@@ -63,16 +73,21 @@ def _mask_word(word: str) -> str:
     if word.lstrip().startswith(("{", "[")):
         with suppress(ValueError, RecursionError):
             return json.dumps(mask_secrets(json.loads(word)), ensure_ascii=False)
-    return mask_url(word)
+    return _mask_text(word)
+
+
+def _mask_text(text: str) -> str:
+    """``text`` without the secrets of URLs, of an Authorization header, and of flags and variables by their names."""
+    return _NAMED_VALUE.sub(rf"\1{MASK}", _AUTHORIZATION.sub(rf"\1{MASK}", mask_url(text)))
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:
-    """A JSON value without secrets: those of URLs in any text of it, and the values of fields whose name says that
-    they are secret. ``name``: that of the value itself."""
+    """A JSON value without secrets: those of any text of it (``_mask_text``), and the values of fields whose name
+    says that they are secret. ``name``: that of the value itself."""
     if isinstance(value, Mapping):
         return {key: mask_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [mask_secrets(item, name) for item in value]
     if isinstance(value, str):
-        return MASK if value and is_secret(name) else mask_url(value)
+        return MASK if value and is_secret(name) else _mask_text(value)
     return value

@@ -13,6 +13,7 @@ arrived.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,3 +80,9 @@ def source_answers(args: Args) -> Answers:
         flag="--data-source-timeout-s",
         death_hint="logs/data_source.log has what it printed; --role-max-restarts says how often it is replaced",
     )
+
+
+def delivery_answers(args: Args) -> Answers:
+    """As ``source_answers``, for ``deliver``."""
+    # It calls the Buffer twice, with a deadline each: a slow Buffer is no slow source.
+    return replace(source_answers(args), timeout_s=args.data_source_timeout_s + 2 * args.buffer_timeout_s)

@@ -39,7 +39,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Ticket
 from buffer_rl.rollout.context import RolloutContext, RunStart
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.rollout.data_source import DataSourceActor, source_answers
+from buffer_rl.rollout.data_source import DataSourceActor, delivery_answers
 from buffer_rl.rollout.stats import known_reward
 from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
 from buffer_rl.rollout.user_rollout import render, run_user_rollout
@@ -142,7 +142,7 @@ class RolloutWorker(Member):
         )
         self._deliver = None
         if source is not None:
-            answers = source_answers(self._args)
+            answers = delivery_answers(self._args)
             self._deliver = lambda number: answers.acall(source, DataSourceActor.deliver, buffer, number)
         self._reward_model = reward_model
         self._number = number

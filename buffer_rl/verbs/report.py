@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
-from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.errors import BufferRLError, CheckpointError, ConfigError, DataError
 from buffer_rl.observe.checks import LedgerFacts
-from buffer_rl.observe.run_folder import QUARANTINE_FILE, read_jsonl
 from buffer_rl.observe.terminal import say
-from buffer_rl.records.groups import GroupUid
+from buffer_rl.verbs.table import print_notices
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,26 +48,52 @@ def run(namespace: argparse.Namespace) -> int:
             raise ConfigError(f"there is no folder {folder!r}", where="RUN_DIR", expected="a run's folder")
     if len(namespace.run_dirs) == 1:
         (folder,) = namespace.run_dirs
-        say(write_report(folder, namespace.output, namespace.title, ledger_facts(folder)))
+        with _reading(folder):
+            page = write_report(folder, namespace.output, namespace.title, ledger_facts(folder))
+        say(page)
         return 0
     from buffer_rl.observe.comparison import COMPARISON_FILE, render_comparison
     from buffer_rl.observe.page import write_page
 
-    reports = [read_report(folder, folder, ledger_facts(folder)) for folder in namespace.run_dirs]
-    say(write_page(render_comparison(reports, namespace.title), Path(namespace.output or COMPARISON_FILE)))
+    with _reading(", ".join(namespace.run_dirs)):
+        reports = [read_report(folder, folder, ledger_facts(folder)) for folder in namespace.run_dirs]
+        page = write_page(render_comparison(reports, namespace.title), Path(namespace.output or COMPARISON_FILE))
+    say(page)
     return 0
 
 
 def report_run(run_dir: str | Path, console: Console | None = None) -> None:
-    """What a run shows at its end: the page, with what its ledger says, and a summary in the terminal."""
+    """What a run shows at its end: the page, with what its ledger says, and a summary in the terminal. The run is done,
+    so a report that cannot be made is a notice."""
     from buffer_rl.observe.report import run_report
 
-    run_report(run_dir, console, ledger=ledger_facts(run_dir))
+    try:
+        with _reading(str(run_dir)):
+            run_report(run_dir, console, ledger=ledger_facts(run_dir))
+    except BufferRLError as error:
+        print_notices([f"the run is done, and its report could not be made: {error}"])
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Raises DataError for whatever the block raises, but for errors raised on purpose: lines that are JSON may
+    have any form. where: the folders of the runs."""
+    try:
+        yield
+    except BufferRLError:
+        raise
+    except Exception as error:  # fault boundary: the files may have been edited, or written by another program
+        raise DataError(
+            f"the report could not be made: {type(error).__name__}: {error}",
+            where=where,
+            expected="metrics.jsonl, samples.jsonl and run.json as a run writes them",
+            hint="correct or remove what was edited there, and try buffer-rl report again",
+        ) from error
 
 
 def ledger_facts(run_dir: str | Path) -> LedgerFacts:
     """What the ledger in a run's folder says for the report's checks. One that is damaged is a fault."""
-    path, quarantine = Path(run_dir, FILE_NAME), Path(run_dir, QUARANTINE_FILE)
+    path = Path(run_dir, FILE_NAME)
     if not path.is_file():
         return LedgerFacts(unread=f"the folder has no {FILE_NAME}")
     try:
@@ -77,22 +103,8 @@ def ledger_facts(run_dir: str | Path) -> LedgerFacts:
             for epoch in audit.epochs():
                 for state, count in epoch.counts.items():
                     counts[str(state)] += count
-            named = {str(line.get("uid")) for line in read_jsonl(quarantine)} if quarantine.is_file() else set()
-            return LedgerFacts(
-                faults=audit.faults(),
-                commits=audit.commits(),
-                counts=counts,
-                quarantined_trained=[uid for uid in sorted(named) if _is_trained(audit, uid)],
-            )
+            return LedgerFacts(faults=audit.faults(), commits=audit.commits(), counts=counts)
         finally:
             audit.close()
     except CheckpointError as error:  # damaged, which is no lack of knowledge
         return LedgerFacts(faults=[str(error)])
-
-
-def _is_trained(audit: LedgerAudit, uid: str) -> bool:
-    try:
-        entry = audit.entry(GroupUid.parse(uid))
-    except ValueError:  # a uid of another form names no group of the ledger
-        return False
-    return entry is not None and entry.state is GroupState.TRAINED

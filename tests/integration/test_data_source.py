@@ -209,12 +209,13 @@ def test_a_source_whose_process_dies_each_time_ends_the_run_by_its_name(
 def test_a_source_that_hangs_ends_the_run_by_its_name(
     train: Run, of_letters: MakeOptions, letters: Path, tmp_path: Path
 ) -> None:
-    args = of_letters(tmp_path / "run", data_source_path=f"{letters}:Hanging", data_source_timeout_s=2.0)
+    deadlines = {"data_source_timeout_s": 2.0, "buffer_timeout_s": 5.0}  # deliver calls the Buffer twice
+    args = of_letters(tmp_path / "run", data_source_path=f"{letters}:Hanging", **deadlines)
     with pytest.raises(DeadlineError) as caught:
         train(args)
     message = str(caught.value)
     assert f"data_source '{letters}:Hanging'" in message
-    assert "did not answer deliver within 2 s" in message
+    assert "did not answer deliver within 12 s" in message
     assert "--data-source-timeout-s" in message
 
 

@@ -230,6 +230,23 @@ def test_a_selection_that_the_disk_refuses_to_close_is_open_and_closes_with_what
     assert len(state.get_data(0)) == (6 if schedule.by_window else 4)
 
 
+def test_a_ticket_that_ends_with_its_selection_can_be_ended_again_whichever_half_the_disk_refuses(
+    options: Any, tmp_path: Path
+) -> None:
+    """Two groups are reported, and two are not. Each half is a transaction of at least three statements."""
+    state = half_way(Run(options, tmp_path))
+    of = ticket(state)
+    reports: list[tuple[RolloutReport, RolloutReport]] = []
+    refused = 0
+    while is_refused(state, lambda state: reports.append(state.end_and_close(of)), refused):
+        refused += 1
+    ((ended, closed),) = reports
+    assert refused >= 3
+    assert (ended.num_groups, ended.drops, closed.num_groups) == (2, {"unreported": 2}, 2)
+    with pytest.raises(BufferStateError, match="train_0 is not open"):
+        state.end_and_close(of)
+
+
 def unreadable(uid: GroupUid) -> SampleGroup:
     """A group that user code gives back, with a token that is no number."""
     spans = [VersionSpan(0, 0, 1)]

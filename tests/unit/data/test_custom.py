@@ -22,6 +22,7 @@ from buffer_rl.errors import BufferRLError, DataError, PluginError
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup
+from buffer_rl.rollout.data_source import delivery_answers, source_answers
 
 HEAD = """
 import asyncio
@@ -293,3 +294,8 @@ def test_a_factory_must_build_a_data_source(host: Host) -> None:
     assert prompts(host("\n\ndef make(args):\n    return Source(args)\n", "make").take(request(0, 1))) == ["p0"]
     with pytest.raises(PluginError, match="no get_samples"):
         host("\n\ndef make(args):\n    return object()\n", "make")
+
+
+def test_a_delivery_may_take_as_long_as_the_source_and_its_two_calls_of_the_buffer() -> None:
+    args = compose(CORE_SECTIONS)(data_source_path="mine:Rows", data_source_timeout_s=2.0, buffer_timeout_s=5.0)
+    assert (source_answers(args).timeout_s, delivery_answers(args).timeout_s) == (2.0, 12.0)

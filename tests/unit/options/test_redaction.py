@@ -115,3 +115,27 @@ def test_a_command_line_loses_the_values_of_secret_flags_and_nothing_else() -> N
     shown = ["--train-env-vars", '{"API_KEY": "***", "A": "b"}', '--more={"password": "***"}', "TOKEN=***", *words[4:]]
     assert mask_command(words) == shown
     assert mask_command(["--engine-api-key", "--seed", "3"]) == ["--engine-api-key", "--seed", "3"]  # it has no value
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("serve --api-key sk-123 --port 1", "serve --api-key *** --port 1"),
+        ("serve --env OPENAI_API_KEY='sk 1' --hf-token=t", "serve --env OPENAI_API_KEY=*** --hf-token=***"),
+        ("curl -H 'Authorization: Bearer abc' x", "curl -H 'Authorization: Bearer ***' x"),
+        ("Authorization: abc", "Authorization: ***"),
+        ("OPENAI_API_KEY=sk-1", "OPENAI_API_KEY=***"),
+        ("OPENAI_KEY=sk-1", "OPENAI_KEY=***"),
+        ("serve --label-key answer --max-tokens 5 --api-key", "serve --label-key answer --max-tokens 5 --api-key"),
+        ("--api-key --port 1", "--api-key --port 1"),
+        ("a token is a word; label_key=answer", "a token is a word; label_key=answer"),
+    ],
+)
+def test_secrets_inside_texts_are_masked_and_other_words_stay(text: str, shown: str) -> None:
+    assert mask_secrets({"a": [text]}) == {"a": [shown]}
+    assert mask_command(["--agent-command", text]) == ["--agent-command", shown]
+
+
+def test_variables_of_the_environment_that_end_in_key_are_secrets() -> None:
+    values = {"OPENAI_KEY": "sk-1", "sort_key": "a", "KEY": "b"}
+    assert mask_secrets(values) == {**values, "OPENAI_KEY": "***"}

@@ -19,7 +19,7 @@ from buffer_rl.observe.report import read_report
 from buffer_rl.observe.run_folder import SampleDump, add_facts, sample_record, write_facts
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import GroupUid, Sample, Status, VersionSpan
-from buffer_rl.verbs.report import ledger_facts
+from buffer_rl.verbs.report import ledger_facts, report_run
 
 NAMES = ["prompts", "tokens", "weights", "rewards", "scale"]
 STEPS, GROUPS, SAMPLES, LENGTH = 3, 2, 2, 4
@@ -160,6 +160,11 @@ def test_all_five_lines_of_a_sound_run_are_right(run: Path) -> None:
         ("prompts", in_ledger(AGAIN), "was trained 2 times"),
         (
             "prompts",
+            in_ledger("UPDATE history SET from_state = 'quarantined' WHERE to_state = 'trained' AND rollout_id = 1"),
+            "left quarantined for trained",
+        ),
+        (
+            "prompts",
             in_metrics(2, rollout__num_groups=3.0),
             "step 2 trained on 3 prompts, and the ledger has committed 2",
         ),
@@ -179,11 +184,6 @@ def test_all_five_lines_of_a_sound_run_are_right(run: Path) -> None:
         ("rewards", in_samples("train", 0, reward="nan"), "the reward nan is no finite number"),
         ("rewards", in_samples("train", 0, reward={"score": 1.0, "won": "inf"}), "is no finite number"),
         ("rewards", in_metrics(2, rollout__raw_reward=None), "step 2: rollout/raw_reward is not finite"),
-        (
-            "rewards",
-            lambda run: (run / "quarantine.jsonl").write_text('{"uid": "data:3:0"}\n'),
-            "data:3:0 is in quarantine",
-        ),
         ("scale", in_metrics(1, train__divisor=8.0), "step 1: train divided by 8, and the step has 16 tokens"),
         ("scale", in_metrics(1, train__divisor=4.0), "step 1: train divided by 4, and the step has 16 tokens"),
         ("scale", in_metrics(1, train__divisor=None), "step 1: train/divisor"),
@@ -200,6 +200,15 @@ def test_a_fault_in_the_files_turns_its_line_red_and_no_other(
     page = (run / "report.html").read_text()
     assert page.count('<li class="wrong">') == 1
     assert page.count('<li class="right">') == 4
+
+
+def test_what_an_earlier_run_in_the_folder_put_into_quarantine_is_no_fault_of_this_one(run: Path) -> None:
+    """``quarantine.jsonl`` keeps its lines: a new ledger trains those prompts."""
+    with (run / "quarantine.jsonl").open("a") as file:
+        file.write('{"uid": "data:3:0", "reason": "poison"}\n')
+    check = lines_of(run)["rewards"]
+    assert check.state is State.RIGHT
+    assert check.text.endswith("3 failed attempts, 1 prompts in quarantine, none of them counted")
 
 
 def test_of_many_faults_the_first_are_named_and_all_are_counted(run: Path) -> None:
@@ -290,6 +299,35 @@ def test_the_head_says_what_the_run_was_and_how_it_ended(run: Path) -> None:
     assert "buffer-rl train --run-dir &#39;run 1&#39; --engine-api-key &#39;***&#39;" in page
     assert "hidden --" not in page
     assert "?</span> " not in page
+
+
+def in_facts(**values: Any) -> Callable[[Path], None]:
+    return lambda run: add_facts(run, **values)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda run: edit(run, "metrics.jsonl", lambda line: line.pop("step")),
+        lambda run: edit(run, "metrics.jsonl", lambda line: line.update(step=None)),
+        in_metrics(1, train__train_rollout_logprob_abs_diff="much"),
+        in_samples("train", 1, rollout_id="x"),
+        in_facts(start={"checks": "soon"}),
+    ],
+    ids=["no step", "step null", "text for a number", "rollout x", "text in start"],
+)
+def test_a_line_of_another_form_is_an_error_that_names_the_folder_and_no_failure_of_a_run_that_is_done(
+    run: Path, capsys: pytest.CaptureFixture[str], fault: Callable[[Path], Any]
+) -> None:
+    fault(run)
+    for folders in ([str(run)], [str(run), str(record(run.parent / "other"))]):
+        assert main(["report", *folders, "--output", str(run / "page.html")]) == 2
+        shown = capsys.readouterr().err
+        assert f"{', '.join(folders)}: the report could not be made" in shown
+        assert "metrics.jsonl, samples.jsonl and run.json as a run writes them" in shown
+        assert "Traceback" not in shown
+    report_run(run)
+    assert "notice: the run is done, and its report could not be made: " in capsys.readouterr().err
 
 
 def test_several_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
