@@ -304,8 +304,8 @@ class BufferState:
 
     @mutates
     def end_and_close(self, ticket: Ticket) -> tuple[RolloutReport, RolloutReport]:
-        """``end_ticket``, and ``close_selection`` of the step of its number, which takes its groups alone. If the second
-        one raises, a repeat passes over the first."""
+        """``end_ticket``, and ``close_selection`` of the step of its number, which takes its groups alone. If the
+        second one raises, a repeat passes over the first."""
         if self._ended is None or self._ended[0] != ticket:
             self._ended = ticket, self.end_ticket(ticket)
         _, ended = self._ended
