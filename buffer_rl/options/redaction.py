@@ -60,6 +60,8 @@ def mask_command(command: Sequence[str]) -> list[str]:
     masked, hides = [], False
     for word in command:
         name, equals, value = word.partition("=")
+        if " " in name:  # a text of several words
+            name, equals = word, ""
         is_flag, secret = word.startswith("--"), is_secret(name.removeprefix("--"))
         if equals and (secret or is_flag):
             masked.append(f"{name}={MASK if secret else _mask_word(value)}")
