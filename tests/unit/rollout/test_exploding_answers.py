@@ -118,7 +118,7 @@ async def test_every_grader_answers_in_time_and_its_process_lives_on(kit: Any, r
         async with heartbeat() as beats:
             assert await context.scorer.score(group.samples) == []
         assert kit.pids(context) == pids
-    assert beats[0] > 0
+    assert beats[0] > 0 or not pids  # exact_match has no process: it is called at once
     assert all(0.0 <= sample.reward < 1.0 for sample in group)
 
 
