@@ -97,9 +97,15 @@ async def answer_for(
 
 def are_first_rows(samples: Sequence[Sample]) -> bool:
     """Whether they are several, and the rows from 0 on of one shared request."""
-    index, part = samples[0].sample_index, samples[0].part
-    is_first = len(samples) > 1 and index % ROWS == 0
-    return is_first and all(s.sample_index == at and s.part == part for at, s in enumerate(samples, index))
+    first = samples[0]
+    return (
+        len(samples) > 1
+        and first.sample_index % ROWS == 0
+        and all(
+            (s.sample_index, s.part, s.session_id) == (at, first.part, first.session_id)
+            for at, s in enumerate(samples, first.sample_index)
+        )
+    )
 
 
 async def answers_for(
@@ -287,9 +293,11 @@ class SharedRequest:
 
     async def _ask(self, rows: list[_Joined]) -> None:
         waiting = [row.answer for row in rows]
+        first = rows[0]
         try:
-            first = rows[0]
-            results = await self.results(first.input_ids, first.params, first.key, len(rows))
+            results: Sequence[GenerateResult | None] = (
+                await self.results(first.input_ids, first.params, first.key, len(rows)) or [None] * len(rows)
+            )
         except Exception as error:  # fault boundary: every row raises it where it is awaited
             for answer in waiting:
                 if not answer.done():
