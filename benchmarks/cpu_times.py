@@ -44,19 +44,19 @@ CPU_METRIC = "cpu_s/{}"
 
 class CpuLogger:
     """A logger of ``--logger``: appends to ``RUN_DIR/cpu_times.jsonl`` one line a step: ``step``, ``time`` (monotonic,
-    seconds), ``cpu`` (seconds so far by process) and ``parts`` (seconds so far by part of the mathematics)."""
+    seconds, without the time that reading takes), ``cpu`` (seconds so far by process) and ``parts`` (seconds so far by part of the mathematics)."""
 
     def __init__(self, args: Any, run_dir: str) -> None:
         self._key = args.engine_api_key
         self._parts: dict[str, float] = defaultdict(float)
-        self._own = 0.0  # what reading has cost the driver
+        self._own = self._seconds = 0.0  # what reading has cost the driver: of its processor, and by the clock
         self._file = (Path(run_dir) / FILE).open("w", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Read everything at the end of a step; evaluations are not steps."""
         if "perf/step_time" not in metrics:
             return
-        now, began = time.monotonic(), time.thread_time()
+        came, began = time.monotonic(), time.thread_time()
         processes = list(run_processes(os.getpid()))
         cpu: dict[str, float] = defaultdict(float)
         for _, role, seconds in processes:
@@ -69,10 +69,11 @@ class CpuLogger:
         if not urls and ENGINE in cpu:
             raise RuntimeError("the engine's CPU-seconds cannot be read: no router of this run names an engine")
         self._parts[PARTS[0]] = sum(float(self._get(f"{url}/server_info")["compute_cpu_s"]) for url in urls)
-        line = {"step": step, "time": now, "cpu": cpu, "parts": self._parts}
+        line = {"step": step, "time": came - self._seconds, "cpu": cpu, "parts": self._parts}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._own += time.thread_time() - began
+        self._seconds += time.monotonic() - came
 
     def close(self) -> None:
         """Close the file."""

@@ -9,7 +9,7 @@ follows from its own length alone; deterministic decoding rests on that.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +71,7 @@ class SlotPool:
         self.shape = shape
         self.capacity = capacity
         self.rows: list[Row] = []
+        self.in_use = True  # since the last ``drop_empty``
         self.keys = self._empty(0)
         self.values = self._empty(0)
 
@@ -81,17 +82,22 @@ class SlotPool:
         )
 
     @torch.inference_mode()
-    def allocate(self, rows: Sequence[Row]) -> int:
-        """Give ``rows`` the next free slots; returns the first of them."""
+    def reserve(self, num_rows: int) -> None:
+        """Have room for so many rows more."""
         start = len(self.rows)
-        needed = start + len(rows)
-        have = self.keys.shape[1]
+        needed, have = start + num_rows, self.keys.shape[1]
+        self.in_use = True
         if needed > have:
             grown = max(needed, 2 * have, 8)
             for name in ("keys", "values"):
                 fresh = self._empty(grown)
                 fresh[:, :start] = getattr(self, name)[:, :start]
                 setattr(self, name, fresh)
+
+    def allocate(self, rows: Sequence[Row]) -> int:
+        """Give ``rows`` the next free slots; returns the first of them."""
+        start = len(self.rows)
+        self.reserve(len(rows))
         for offset, row in enumerate(rows):
             row.pool, row.slot = self, start + offset
         self.rows.extend(rows)
@@ -152,6 +158,15 @@ class SlotCache:
             self._pools[capacity] = SlotPool(self.shape, capacity)
         return self._pools[capacity]
 
+    def reserve(self, joining: Iterable[tuple[Prefix, int]]) -> None:
+        """Have room for so many rows behind each prefix, so that memory grows once for all of them."""
+        needed: dict[SlotPool, int] = {}
+        for prefix, num_rows in joining:
+            pool = self.pool_for(prefix.length)
+            needed[pool] = needed.get(pool, 0) + num_rows
+        for pool, num_rows in needed.items():
+            pool.reserve(num_rows)
+
     @torch.inference_mode()
     def join(self, prefix: Prefix, rows: Sequence[Row]) -> None:
         """Start ``rows`` behind ``prefix``: one broadcast copy of its entries into their slots."""
@@ -186,9 +201,13 @@ class SlotCache:
             target.keys[:, start, :, : row.length] = keys
             target.values[:, start, :, : row.length] = values
 
-    def drop_empty(self) -> None:
-        """Give the memory of pools without live rows back."""
-        self._pools = {capacity: pool for capacity, pool in self._pools.items() if pool.rows}
+    def drop_empty(self, *, all_of_them: bool) -> None:
+        """Give the memory of pools without live rows back; if not of all of them, of those that nothing has used since
+        the last call: what each step needs is not freed after each."""
+        kept = {size: pool for size, pool in self._pools.items() if pool.rows or (pool.in_use and not all_of_them)}
+        for pool in kept.values():
+            pool.in_use = bool(pool.rows)
+        self._pools = kept
 
 
 class PrefixCache:

@@ -24,6 +24,7 @@ from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 VOCAB_BLOCK = 128
 ROW_BLOCK = 16  # rows of one matrix product in deterministic mode
 MAX_PREFILL_TOKENS = 8192
+SHORT_WIDTH = 32  # up to here, products of matrices are faster on a CPU than its attention kernel
 PROMPT_LOGITS_ROWS = 256  # rows of a large vocabulary that are in memory together
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -444,6 +445,7 @@ class _PoolPart:
         self.num_rows = len(pool.rows)
         lengths = [row.length for row in pool.rows]
         self.width = pool.capacity if full_width else max(lengths) + 1
+        self.is_short = self.width <= SHORT_WIDTH and shape.device.type == "cpu" and shape.dtype == torch.float32
         positions = torch.tensor(lengths, device=shape.device)
         heads = torch.arange(self.num_rows * shape.num_kv_heads, device=shape.device) * pool.capacity
         self.where = heads + positions.repeat_interleave(shape.num_kv_heads)
@@ -458,10 +460,9 @@ class _PoolPart:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         keys.view(-1, head_dim).index_copy_(0, self.where, qk_RHD[:, num_heads:].reshape(-1, head_dim))
         values.view(-1, head_dim).index_copy_(0, self.where, v.reshape(-1, head_dim))
-        attended = functional.scaled_dot_product_attention(
-            qk_RHD[:, :num_heads].view(n, num_kv, -1, head_dim),
-            keys[:n, :, : self.width],
-            values[:n, :, : self.width],
-            attn_mask=self.mask,
-        )
-        return attended.reshape(n, -1)
+        q_RKGD = qk_RHD[:, :num_heads].view(n, num_kv, -1, head_dim)
+        k_RKLD, v_RKLD = keys[:n, :, : self.width], values[:n, :, : self.width]
+        if self.is_short:
+            scores = torch.matmul(q_RKGD, k_RKLD.transpose(2, 3)).mul_(head_dim**-0.5).add_(self.mask)
+            return torch.matmul(scores.softmax(-1), v_RKLD).reshape(n, -1)
+        return functional.scaled_dot_product_attention(q_RKGD, k_RKLD, v_RKLD, attn_mask=self.mask).reshape(n, -1)

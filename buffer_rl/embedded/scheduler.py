@@ -236,14 +236,14 @@ class Scheduler:
         """End a pause."""
         self.paused = False
 
-    def flush(self) -> bool:
-        """Forget prefixes and give memory back; False, and nothing happens, while requests hold memory or, unless
-        paused, wait for it."""
+    def flush(self, *, releases: bool = False) -> bool:
+        """Forget prefixes and give back memory that was not used since the last flush, or if it ``releases`` all; False,
+        and nothing happens, while requests hold memory or, unless paused, wait for it."""
         if self._running or (self._waiting and not self.paused):
             return False
         for lane in self._lanes():
             lane.prefixes.clear()
-            lane.cache.drop_empty()
+            lane.cache.drop_empty(all_of_them=releases)
         return True
 
     def weights_changed(self, version: str) -> None:
@@ -307,7 +307,9 @@ class Scheduler:
         for request in joining:
             groups.setdefault(request.sequence, []).append(request)
         logits = []
-        for prefix, requests in zip(self._prefill(lane, groups), groups.values(), strict=True):
+        prefixes = self._prefill(lane, groups)
+        lane.cache.reserve(zip(prefixes, map(len, groups.values()), strict=True))
+        for prefix, requests in zip(prefixes, groups.values(), strict=True):
             lane.cache.join(prefix, [request.row for request in requests])
             logits.append(prefix.logits.expand(len(requests), -1))
         batch = [request for requests in groups.values() for request in requests]

@@ -243,7 +243,7 @@ class EngineService:
         def run() -> None:
             if WEIGHTS[0] in tags:
                 self._require_no_adapter()
-            if not self.scheduler.flush():
+            if not self.scheduler.flush(releases=True):
                 raise EngineError("requests hold the memory", hint="pause with mode 'retract' or 'abort' first")
             self.scheduler.lacks |= set(tags)
             if WEIGHTS[0] in tags:

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 
-REPORT_S = 0.02  # between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's
+REPORT_S = 0.005
+"""Between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's; and which it
+works on while the next groups are scored."""
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
 ABORTED, FAILED, ABSTAINED = "aborted", "generate_failed", "abstained"
 _HINT = "the filter drops nearly everything: look at the rewards, or at the prompts' difficulty"

@@ -19,7 +19,7 @@ from buffer_rl.records.ids import version_number
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.deadlines import overdue, ticket_deadline, ticket_limit_s
 from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
-from buffer_rl.rollout.generate import generate, reset_to_prompt
+from buffer_rl.rollout.generate import generate, generate_together, reset_to_prompt
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.options import PLAY, generate_path
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
@@ -118,7 +118,8 @@ async def within_deadline(work: Coroutine[Any, Any, T], args: Args, buffer: Roll
 async def _generate_together(lease: Lease, samples: list[Sample], params: dict[str, Any]) -> list[list[Sample]]:
     """The parts of each sample. All begin in the same moment, so that they can share a request; each frees its place
     when it is done."""
-    places, held = lease.context.places, 0
+    context, held = lease.context, 0
+    places = context.places
 
     async def one(sample: Sample) -> list[Sample]:
         nonlocal held
@@ -134,7 +135,10 @@ async def _generate_together(lease: Lease, samples: list[Sample], params: dict[s
         if wanted := sum(sample.status not in DONE for sample in samples):
             await places.acquire(wanted, evaluation=lease.evaluation)
             held = wanted
-        return await run_all(map(one, samples), of_user=lease.context.generate is not None)
+        is_new = context.generate is None and held == len(samples)
+        if is_new and await generate_together(context.args, samples, params, lease):
+            return [[sample] for sample in samples]
+        return await run_all(map(one, samples), of_user=context.generate is not None)
     finally:
         places.release(held)  # of samples that were cancelled before they began
 

@@ -90,14 +90,47 @@ async def answer_for(
 
     Raises RolloutError without an engine, EngineError, naming the row, if the engine refuses or its answer breaks the
     protocol."""
-    try:
+    with _naming(sample):
         result = await _result(lease or current_lease(), sample, input_ids, sampling_params, gather, experts_start)
-    except EngineError as error:  # it names the engine; here the row is added
+    return _checked(sample, result)
+
+
+def are_first_rows(samples: Sequence[Sample]) -> bool:
+    """Whether they are several, and the rows from 0 on of one shared request."""
+    first = samples[0]
+    return (
+        len(samples) > 1
+        and first.sample_index % ROWS == 0
+        and all(
+            (s.sample_index, s.part, s.session_id) == (at, first.part, first.session_id)
+            for at, s in enumerate(samples, first.sample_index)
+        )
+    )
+
+
+async def answers_for(
+    samples: Sequence[Sample], input_ids: list[int], sampling_params: dict[str, Any], lease: Lease
+) -> list[GenerateResult]:
+    """The engine's answers to one request for the new samples, which ``are_first_rows``, checked; none if rows of one
+    request would get equal tokens. Raises as ``answer_for``, naming the first row."""
+    first = samples[0]
+    engine = _engine_of(lease, first)
+    shared = SharedRequest(lease.requests or Requests(), lease, engine, first)
+    with _naming(first):
+        results = await shared.results(input_ids, sampling_params, routing_key(first), len(samples))
+    return [_checked(sample, result) for sample, result in zip(samples, results, strict=False)]
+
+
+@contextlib.contextmanager
+def _naming(sample: Sample) -> Iterator[None]:
+    """An EngineError of the block names the engine; here the row is added."""
+    try:
+        yield
+    except EngineError as error:
         where = f"row {sample.row_id}, {error.where}".removesuffix(", ")
         named = EngineError(error.what, where=where, expected=error.expected, hint=error.hint)
         named.status = error.status
         raise named from error
-    return _checked(sample, result)
 
 
 def _checked(sample: Sample, result: GenerateResult) -> GenerateResult:
@@ -124,13 +157,7 @@ def _checked(sample: Sample, result: GenerateResult) -> GenerateResult:
 async def _result(
     lease: Lease, sample: Sample, input_ids: list[int], params: dict[str, Any], gather: bool, experts_start: int
 ) -> GenerateResult:
-    engine, requests, key = lease.context.engine, lease.requests or Requests(), routing_key(sample)
-    if engine is None:
-        raise RolloutError(
-            "this rollout has no engine",
-            where=f"row {sample.row_id}",
-            hint="remove uses_engine = False from the rollout function",
-        )
+    engine, requests, key = _engine_of(lease, sample), lease.requests or Requests(), routing_key(sample)
     number = lease.numbers.number(sample) if lease.numbers is not None else 0
     if params.get("sampling_seed") is None:
         if gather and number == 0:
@@ -143,6 +170,16 @@ async def _result(
     known: dict[str, int] = {"experts_start": experts_start} if experts_start else {}
     with requests.running(rid):
         return await engine.agenerate(rid, input_ids, params, routing_key=key, **known)
+
+
+def _engine_of(lease: Lease, sample: Sample) -> EngineClient:
+    if (engine := lease.context.engine) is None:
+        raise RolloutError(
+            "this rollout has no engine",
+            where=f"row {sample.row_id}",
+            hint="remove uses_engine = False from the rollout function",
+        )
+    return engine
 
 
 class Requests:
@@ -256,8 +293,11 @@ class SharedRequest:
 
     async def _ask(self, rows: list[_Joined]) -> None:
         waiting = [row.answer for row in rows]
+        first = rows[0]
         try:
-            results = await self._results(rows[0], len(rows))
+            results: Sequence[GenerateResult | None] = (
+                await self.results(first.input_ids, first.params, first.key, len(rows)) or [None] * len(rows)
+            )
         except Exception as error:  # fault boundary: every row raises it where it is awaited
             for answer in waiting:
                 if not answer.done():
@@ -270,13 +310,14 @@ class SharedRequest:
             for answer in waiting:  # what is not answered yet: this task is cancelled
                 answer.cancel()
 
-    async def _results(self, first: _Joined, num_rows: int) -> Sequence[GenerateResult | None]:
-        """The answers to the rows; None for each if rows of one request would get equal tokens."""
+    async def results(
+        self, input_ids: list[int], params: dict[str, Any], key: str, num_rows: int
+    ) -> list[GenerateResult]:
+        """The answers to the rows; none if rows of one request would get equal tokens."""
         draw = await self._engine.row_seeds()
         if draw is RowSeeds.SHARED:
-            return [None] * num_rows
-        params = {**first.params, "sampling_seed": self._seed} if draw is RowSeeds.OWN else first.params
+            return []
+        if draw is RowSeeds.OWN:
+            params = {**params, "sampling_seed": self._seed}
         with self._requests.running(*(row_rid(self._rid, row) for row in range(num_rows))):
-            return await self._engine.agenerate_rows(
-                self._rid, first.input_ids, num_rows, params, routing_key=first.key
-            )
+            return await self._engine.agenerate_rows(self._rid, input_ids, num_rows, params, routing_key=key)

@@ -47,6 +47,7 @@ from buffer_rl.rollout.user_rollout import render, run_user_rollout
 if TYPE_CHECKING:
     from buffer_rl.args import Args
 
+COLLECT_AFTER_S = 0.01
 NAMESPACES = ("rollout", "eval", "perf")
 T = TypeVar("T")
 
@@ -234,7 +235,7 @@ class RolloutWorker(Member):
             metrics = await self._guard.guarded(logged)
         shown = self._shown(ticket, buffer)
         peak = {} if ticket.evaluation else peak_metrics("rollout", [self._peak.take()])
-        gc.collect()
+        asyncio.get_running_loop().call_later(COLLECT_AFTER_S, gc.collect)  # not before the answer, which others wait for
         return _named(metrics) | peak, shown
 
     def _context(self) -> RolloutContext:

@@ -2,7 +2,8 @@
 
 All layers but attention work token by token: they get the tokens of all rows one after another, and those of a prompt
 that several rows have in common once. Attention lays them out as rows again, in blocks of similar lengths, computes
-with its causal kernel, and takes each token's output from there. Values and gradients are those of padded rows.
+with its causal kernel, and takes each token's output from there. The last token of a response is left out: nothing is
+predicted from it. Values and gradients are those of padded rows.
 
 Suffix legend: ``_m`` is ``[num_tokens]``, the packed tokens; ``_bl`` is ``[num_rows, max_length]``; ``_b`` is
 ``[num_rows]``; ``_n`` is ``[num_response_tokens]``.
@@ -26,6 +27,9 @@ from buffer_rl.trainer.sharding import fsdp_modules
 
 PACKED = "sdpa_of_packed_rows"
 """The name of ``attention`` in transformers."""
+
+SHORT_ROW = 32
+"""Up to this length, products of matrices are faster on a CPU than its attention kernel: about twice, both ways."""
 
 FULL_ATTENTION = "full_attention"
 Probe = Sequence[tuple[int, int]]
@@ -59,7 +63,7 @@ class Packing:
     token_m: int64 ids. position_m: int64, of each its position in its row. blocks: of attention; a row is in one of
     them. output_m: int64, of each token its place in the outputs of all blocks, one after another. predictor_n: int64,
     for each response token the packed token before it. own_bl: which tokens of the rows are packed ones; the others are
-    of prompts that an earlier row has.
+    of prompts that an earlier row has, or the last ones of responses.
     """
 
     token_m: torch.Tensor
@@ -82,12 +86,13 @@ def pack(
 ) -> Packing:
     """rows: of each its tokens, ``[length]`` int32 or int64. prompt_b: how many of them are its prompt, at least one.
     Rows with equal prompts share them, if those have equal ``experts``, ``[length, ...]`` of each row."""
-    length_b = np.array([len(row) for row in rows], dtype=np.int64)
+    whole_b = np.array([len(row) for row in rows], dtype=np.int64)
+    length_b = np.maximum(whole_b - 1, prompt_b)  # without the last token of a response
     first: dict[bytes, int] = {}
     keys = prompt_keys(rows, prompt_b, experts)
     owner_b = np.array([first.setdefault(key, row) for row, key in enumerate(keys)], dtype=np.int64)
     owns_b = owner_b == np.arange(len(rows))
-    step_l = np.arange(int(length_b.max()))
+    step_l = np.arange(int(whole_b.max()))
     real_bl = step_l < length_b[:, None]
     prompt_bl = step_l < prompt_b[:, None]
     own_bl = real_bl & (owns_b[:, None] | ~prompt_bl)
@@ -103,13 +108,13 @@ def pack(
         offset += tokens.size
         on_device = torch.from_numpy(tokens.reshape(-1)).to(device)
         blocks.append(Block(num_rows=len(block), max_length=width, tokens=on_device))
-    predictor_bl = real_bl & (step_l >= prompt_b[:, None] - 1) & (step_l < length_b[:, None] - 1)
+    predictor_bl = (step_l >= prompt_b[:, None] - 1) & (step_l < whole_b[:, None] - 1)
 
     def moved(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
 
     token_bl = np.zeros(real_bl.shape, dtype=np.int64)
-    token_bl[real_bl] = np.concatenate(rows)
+    token_bl[real_bl] = np.concatenate([row[:length] for row, length in zip(rows, length_b, strict=True)])
     return Packing(
         token_m=moved(token_bl[own_bl]),
         position_m=moved(np.broadcast_to(step_l, real_bl.shape)[own_bl]),
@@ -166,7 +171,9 @@ def attention(
         key, value = (_one_each(states, query.shape[1]) for states in (key, value))
         compute = _attention_of_equal_heads
     for block in packing.blocks:
-        output, _ = compute(module, *(block.rows_of(states) for states in (query, key, value)), None, **options)
+        is_short = block.max_length <= SHORT_ROW and query.device.type == "cpu" and query.dtype.itemsize >= 4
+        of_block = _attention_of_short_rows if is_short else compute
+        output, _ = of_block(module, *(block.rows_of(states) for states in (query, key, value)), None, **options)
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.output_m)[None], None
 
@@ -181,6 +188,18 @@ def _attention_of_equal_heads(
     scale = options.get("scaling")
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     return output.transpose(1, 2), None
+
+
+def _attention_of_short_rows(
+    _module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    length, head_dim = query.shape[-2:]
+    keys, values = (states.reshape(-1, length, head_dim) for states in (key, value))
+    queries = query.reshape(len(keys), -1, head_dim)  # heads that share keys are rows of one product
+    later = torch.full((length, length), float("-inf"), dtype=query.dtype).triu(1)
+    scale = options.get("scaling") or head_dim**-0.5
+    scores = torch.baddbmm(later.repeat(queries.shape[1] // length, 1), queries, keys.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), values).view(query.shape).transpose(1, 2), None
 
 
 def is_packed(model: torch.nn.Module) -> bool:

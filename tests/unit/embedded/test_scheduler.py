@@ -73,6 +73,34 @@ def test_nothing_is_left_in_memory_at_the_end(make_scheduler, make_request, rand
     assert len(scheduler.prefixes) == 0
 
 
+def test_a_flush_keeps_the_memory_that_was_used_since_the_last_one(make_scheduler, make_request, run):
+    scheduler = make_scheduler()
+    held = {}
+    for name, prompt in (("short", (5, 6)), ("long", tuple([7] * 70))):  # of two pools
+        scheduler.add(make_request(name, prompt, max_new_tokens=3))
+        run(scheduler)
+        assert scheduler.flush()
+        held[name] = scheduler.cache.num_bytes
+    assert 0 < held["short"] < held["long"]
+    assert scheduler.flush()
+    assert scheduler.flush()
+    assert scheduler.cache.num_bytes == 0
+    scheduler.add(make_request("again", (5, 6), max_new_tokens=3))
+    run(scheduler)
+    assert scheduler.flush(releases=True)
+    assert scheduler.cache.num_bytes == 0
+
+
+def test_memory_grows_once_for_all_requests_that_join_together(make_scheduler, make_request):
+    scheduler = make_scheduler()
+    for number in range(5):
+        for name in "abc":
+            scheduler.add(make_request(f"{number}{name}", (5, 6 + number), max_new_tokens=3))
+    scheduler.step()
+    (pool,) = scheduler.cache.pools()
+    assert (len(pool.rows), pool.keys.shape[1]) == (15, 15)
+
+
 def test_an_end_token_stops_a_request_and_is_kept_as_its_last_token(make_scheduler, make_request, run):
     scheduler = make_scheduler()
     probe = make_request("probe", (5, 6), seed=3, max_new_tokens=30)

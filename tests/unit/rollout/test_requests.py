@@ -98,6 +98,13 @@ async def test_rows_of_a_server_without_seeds_share_a_request_and_of_one_that_gi
         assert sample.tokens[-3:] == seeded([], sampling_seed(42, sample.uid, sample.sample_index))
 
 
+async def test_samples_that_are_filled_together_are_those_that_ask_each_by_itself(kit: Any) -> None:
+    _, together = await asked(kit, 17)
+    _, apart = await asked(kit, 17, custom_generate_function_path=kit.user("as_built_in"))
+    assert [vars(sample) for sample in together] == [vars(sample) for sample in apart]
+    assert len({tuple(sample.tokens) for sample in together}) == 17
+
+
 def key_of(text: str) -> str:
     return format(zlib.crc32(text.encode()), "08x")
 

@@ -19,7 +19,7 @@ from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.trainer.collate import collate, row_blocks
 from buffer_rl.trainer.forward import response_log_probs, response_values
 from buffer_rl.trainer.model import Model
-from buffer_rl.trainer.packing import attention, is_packed, pack, pack_where_possible
+from buffer_rl.trainer.packing import SHORT_ROW, attention, is_packed, pack, pack_where_possible
 from buffer_rl.trainer.pretrained import load_model
 
 CPU = torch.device("cpu")
@@ -90,12 +90,14 @@ def test_recomputed_activations_are_those_of_the_same_rows(model_path: str) -> N
     assert all(torch.equal(left, right) for left, right in zip(*gradients, strict=True))
 
 
-def test_a_prompt_that_rows_have_in_common_is_there_once() -> None:
-    rows = [np.array(row) for row in ([7, 8, 1], [9], [7, 8, 2, 3], [7, 9, 4, 5])]
+def test_a_prompt_that_rows_have_in_common_is_there_once_and_the_last_token_of_a_response_not_at_all() -> None:
+    rows = [np.array(row) for row in ([7, 8, 1, 6], [9], [7, 8, 2, 3, 6], [7, 9, 4, 5, 6])]
     packing = pack(rows, np.array([2, 1, 2, 2]), CPU)
     assert packing.token_m.tolist() == [7, 8, 1, 9, 2, 3, 7, 9, 4, 5]
     assert packing.position_m.tolist() == [0, 1, 2, 0, 2, 3, 0, 1, 2, 3]
-    assert packing.predictor_n.tolist() == [1, 1, 4, 7, 8]  # the token before each of 1, 2, 3, 4, 5
+    # The token before each of 1, 6; 2, 3, 6; 4, 5, 6.
+    assert packing.predictor_n.tolist() == [1, 2, 1, 4, 5, 7, 8, 9]
+    assert packing.own_bl.sum(-1).tolist() == [3, 1, 2, 4]
     longest, alone = packing.blocks
     assert (longest.num_rows, longest.max_length, alone.num_rows, alone.max_length) == (3, 4, 1, 1)
     assert longest.tokens.reshape(3, 4)[0].tolist() == [0, 1, 4, 5]  # of [7, 8, 2, 3]
@@ -105,15 +107,20 @@ def test_a_prompt_that_rows_have_in_common_is_there_once() -> None:
     assert outputs[packing.output_m].tolist() == list(range(10))
 
 
-def test_attention_sees_its_own_row_alone_and_the_prompt_before_it() -> None:
-    rows = [np.array(row) for row in ([7, 8, 1], [9], [7, 8, 2, 3])]
+@pytest.mark.parametrize("num_more", [0, SHORT_ROW])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_attention_sees_its_own_row_alone_and_the_prompt_before_it(num_more: int, scaling: float | None) -> None:
+    rows = [np.array(row) for row in ([7, 8, 1, 6], [9], [7, 8, 2, 3, *[4] * num_more, 6])]
     packing = pack(rows, np.array([2, 1, 2]), CPU)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, len(packing.token_m), 4) for _ in range(3))
-    found, _ = attention(torch.nn.Module(), query, key, value, None, packing)
-    for own in ([0, 1, 2], [3], [0, 1, 4, 5]):  # packed tokens of each row
+    query, key, value = (torch.randn(1, heads, len(packing.token_m), 4) for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    found, _ = attention(module, query, key, value, None, packing, scaling=scaling)
+    key, value = (states.repeat_interleave(2, 1) for states in (key, value))
+    for own in ([0, 1, 2], [3], [0, 1, *range(4, 6 + num_more)]):  # packed tokens of each row
         states = [packed[0, :, own] for packed in (query, key, value)]
-        scores = states[0] @ states[1].transpose(-1, -2) / 2.0  # the root of head_dim
+        scores = states[0] @ states[1].transpose(-1, -2) * (scaling or 0.5)  # one by the root of head_dim
         weights = scores.masked_fill(torch.ones(len(own), len(own)).triu(1).bool(), float("-inf")).softmax(-1)
         torch.testing.assert_close(found[0, own], (weights @ states[2]).transpose(0, 1))
 
@@ -233,7 +240,7 @@ def test_a_model_whose_layers_have_masks_of_their_own_stays_padded_and_its_log_p
 
 @pytest.mark.parametrize("own", [{"attention_mask": torch.zeros(1, 1, 3, 3)}, {"sliding_window": 2}])
 def test_packed_rows_of_a_layer_with_a_mask_or_a_window_of_its_own_are_refused(own: dict[str, Any]) -> None:
-    packing = pack([np.array([7, 8, 1])], np.array([2]), CPU)
+    packing = pack([np.array([7, 8, 1, 6])], np.array([2]), CPU)
     states: Any = [torch.ones(1, 2, 3, 4)] * 3
     options: dict[str, Any] = {"attention_mask": None, "packing": packing}
     assert attention(torch.nn.Module(), *states, **options)[0].shape == (1, 3, 2, 4)

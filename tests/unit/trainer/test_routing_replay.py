@@ -168,12 +168,14 @@ def test_prompts_are_shared_where_their_experts_are_equal(batch: TrainBatch, mak
     prompts = lengths - responses
     micro = collate(batch, CPU, packed=True)
     assert micro.packing is not None
-    # Samples 0 and 1 of each group share theirs; sample 2 has the same prompt with other experts.
-    assert len(micro.packing.token_m) == lengths.sum() - prompts[0] - prompts[3]
+    # Samples 0 and 1 of each group share theirs; sample 2 has the same prompt with other experts. Nothing is predicted
+    # from the last token of a response.
+    num_tokens = (lengths - 1).sum()
+    assert len(micro.packing.token_m) == num_tokens - prompts[0] - prompts[3]
     without = collate(with_column(batch, [own[:0] for own in batch.columns["routed_experts"]]), CPU, packed=True)
     assert without.packing is not None
-    assert len(without.packing.token_m) == lengths.sum() - 2 * prompts[0] - 2 * prompts[3]
-    # What the limit of a micro-batch counts is what is packed.
+    assert len(without.packing.token_m) == num_tokens - 2 * prompts[0] - 2 * prompts[3]
+    # The limit of a micro-batch counts prompts as they are packed, and responses as a whole.
     trainer = make_replaying(max_tokens_per_gpu=int(lengths[:3].sum() - prompts[0]))
     args = trainer._args
     assert row_blocks(args, batch.select([0, 1, 2]), packed=True) == [[0, 1, 2]]
