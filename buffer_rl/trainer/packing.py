@@ -172,7 +172,7 @@ def attention(
         compute = _attention_of_equal_heads
     for block in packing.blocks:
         is_short = block.max_length <= SHORT_ROW and query.device.type == "cpu" and query.dtype.itemsize >= 4
-        of_block = _attention_of_short_rows if is_short else compute
+        of_block: Any = _attention_of_short_rows if is_short else compute
         output, _ = of_block(module, *(block.rows_of(states) for states in (query, key, value)), None, **options)
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.output_m)[None], None
