@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,7 +24,9 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "environments"
 LAKE = ["SFFF", "FHFH", "FFFH", "HFFG"]
 
 
+@cache
 def load(name: str) -> ModuleType:
+    """Once, as a run does: what begins games one after another is one lock of the module."""
     spec = importlib.util.spec_from_file_location(f"environments_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
