@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from buffer_rl.algo.options import AlgorithmOptions
 from buffer_rl.algo.rewards import normalized, overlong_penalties, rewards_kind, shaped
 from buffer_rl.plan.algorithms import ALGORITHMS, LOSSES, Rewards
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.records.groups import Sample, SampleGroup
+from buffer_rl.records.groups import Sample, SampleGroup, equal_rewards
 from buffer_rl.rollout.stats import RolloutStats
 from filter_hub.reward_deviation import nonzero
 
@@ -46,6 +47,24 @@ def test_rewards_that_differ_by_rounding_alone_have_advantages_of_exactly_0(
     kind: Rewards, k: int, scale: float
 ) -> None:
     assert normalized(kind, scale * np.array(ROUNDED), k=k).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4, -3e7])
+def test_rewards_are_equal_if_their_deviation_is_at_most_the_limit(scale: float) -> None:
+    rng = np.random.default_rng(3)
+    found = set()
+    for _ in range(500):
+        limit = max(1e-6, 1e-9 * abs(scale))
+        rewards = scale + limit * 10 ** rng.uniform(-2, 2) * rng.choice([0.0, 1.0, rng.uniform()], rng.integers(2, 40))
+        mean = math.fsum(rewards) / len(rewards)
+        deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+        if abs(deviation - limit) > 0.01 * limit:
+            assert equal_rewards(rewards) is (deviation <= limit)
+            found.add(deviation <= limit)
+    assert found == {True, False}
+    assert not equal_rewards([0.0, math.nan, 0.0])
+    with np.errstate(invalid="ignore"):
+        assert not equal_rewards([0.0, math.inf])
 
 
 def test_filter_metric_and_advantages_agree_on_which_groups_have_equal_rewards() -> None:
