@@ -21,8 +21,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from buffer_rl.cluster.fork_server import die_with_parent
 from buffer_rl.errors import BufferRLError
@@ -42,8 +41,7 @@ HEADER = struct.Struct(">I")
 DONE = HEADER.pack(0)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardTarget:
+class RewardTarget(NamedTuple):
     """Which reward function: the user's reference, or (``registered``) a name that data may choose.
 
     of_group: it scores a whole ``SampleGroup``, and answers with one number a sample. of_several: it is one of several

@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -129,10 +129,10 @@ class Scorer:
         """Set the reward of a sample from what its reward functions answered: of several, the sum with ``weights``."""
         if not outcomes:
             return
-        target = next(iter(outcomes))
+        target, outcome = next(iter(outcomes.items()))
         if not target.of_several:
-            self._set_reward(sample, repr(target.reference), outcomes[target], failures)
-            if outcomes[target].kind is FailureKind.ABSTAINED:
+            self._set_reward(sample, repr(target.reference), outcome, failures)
+            if outcome.kind is FailureKind.ABSTAINED:
                 sample.rewards_by_name = {target.reference: None}
             elif self._args.row_rm_types and sample.reward is not None:
                 sample.rewards_by_name = {target.reference: sample.get_reward_value(self._args)}
@@ -204,7 +204,7 @@ class Scorer:
             raise DataError(error.what, where=f"row {sample.row_id}", expected=error.expected) from error
         of_several = sample.metadata.get("rewards") is not None
         if weights:
-            return [replace(self._chosen(sample, name, of_set), of_several=of_several) for name in weights]
+            return [self._chosen(sample, name, of_set)._replace(of_several=of_several) for name in weights]
         if self._args.rm_model:
             return [MODEL]
         if self._args.rm_type:
@@ -238,7 +238,7 @@ class Scorer:
             self._functions[target] = _Function(call, is_async(call))
         function = self._functions[target]
         if is_at_once(function.call) and not function.is_async:
-            return [self._called(function.call, sample) for sample in samples]
+            return self._called(function.call, samples)
         if not function.is_async:
             outcomes = await self.pool.score(target, samples)
             for item, outcome in zip(samples, outcomes, strict=True):
@@ -269,12 +269,15 @@ class Scorer:
                         flush=True,
                     )
 
-    def _called(self, call: Callable[..., Any], sample: Sample | SampleGroup) -> Outcome:
-        try:
-            with contained():
-                return Outcome(value=call(user_args(self._args), sample))
-        except Exception as error:  # fault boundary: user code
-            return Outcome(kind=kind_of(error), text=error_text(error))
+    def _called(self, call: Callable[..., Any], samples: Sequence[Sample | SampleGroup]) -> list[Outcome]:
+        args, of_user, outcomes = user_args(self._args), contained(), list[Outcome]()
+        for sample in samples:
+            try:
+                with of_user:
+                    outcomes.append(Outcome(value=call(args, sample)))
+            except Exception as error:  # fault boundary: user code
+                outcomes.append(Outcome(kind=kind_of(error), text=error_text(error)))
+        return outcomes
 
     async def _run_async(self, call: Callable[..., Any], sample: Sample | SampleGroup) -> Outcome:
         timeout_s = self._args.rm_timeout_s
