@@ -111,15 +111,14 @@ class RolloutClient:
 
     def encode(self, group: SampleGroup) -> EncodedGroup:
         """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
-        check_statuses(group, where=self._where)
-        leased = self.groups.get(self.marked(group).uid)
+        check_statuses(self.marked(group), where=self._where)
+        leased = self.groups.get(group.uid)
         check_versions(self._ticket, group, None if leased is None else leased.version)
         row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
         return EncodedGroup(row_ids=RowIds(row_ids), columns=Columns(columns), sizes=RowSizes.of(columns, len(row_ids)))
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
-        check_statuses(self.marked(group), where=self._where)
         rows = encoded or self.encode(group)
         report = (group.uid, group.attempt, rows.row_ids, rows.columns, rows.sizes, self._reward_of(group))
         await self._client.acall(BufferState.finish, self._ticket, *report)

@@ -37,7 +37,7 @@ from buffer_rl.records.sample import STATUS_OF_REASON, kept_tokens
 from buffer_rl.records.utf8 import encodable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GenerateResult:
     """One answer. ``log_probs[i]``, in nats, belongs to ``output_ids[i]``; finish_reason: stop, length or abort.
 
@@ -80,10 +80,9 @@ class ExpertsAsked:
     num_prompt_tokens: int
     start: int = 0
 
-    def read(self, meta_info: Mapping[str, Any], num_output_tokens: int) -> dict[str, Any]:
-        """Fields of ``GenerateResult``. Raises ValueError."""
-        experts, start = self.sizes.read(meta_info, self.num_prompt_tokens + num_output_tokens, self.start)
-        return {"experts": experts, "experts_start": start}
+    def read(self, meta_info: Mapping[str, Any], num_output_tokens: int) -> tuple[np.ndarray | None, int]:
+        """``experts`` and ``experts_start`` of a ``GenerateResult``. Raises ValueError."""
+        return self.sizes.read(meta_info, self.num_prompt_tokens + num_output_tokens, self.start)
 
 
 def parse_answer(
@@ -105,7 +104,7 @@ def parse_answer(
         result = GenerateResult(
             output_ids=list(answer["output_ids"]),
             text=answer.get("text") or "",
-            log_probs=[float(log_prob) for log_prob in log_probs],
+            log_probs=list(map(float, log_probs)),
             finish_reason=reason["type"],
             spans=[
                 VersionSpan(version_number(span["version"]), int(span["start"]), int(span["end"]))
@@ -115,8 +114,9 @@ def parse_answer(
             matched=reason.get("matched"),
             cached_tokens=int(meta.get("cached_tokens", 0)),
             kept=kept_tokens(meta),
-            **({} if experts is None else experts.read(meta, len(token_ids))),
         )
+        if experts is not None:
+            result.experts, result.experts_start = experts.read(meta, len(token_ids))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise EngineError(
             f"an answer of /generate breaks the protocol: {type(error).__name__}: {error}",

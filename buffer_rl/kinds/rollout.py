@@ -188,6 +188,8 @@ def check_statuses(samples: Iterable[Sample], *, where: str) -> None:
 
     Raises RolloutError, naming ``where`` and the sample, for anything that is no status."""
     for sample in samples:
+        if type(sample.status) is Status:
+            continue
         try:
             sample.status = Status(sample.status)
         except ValueError:

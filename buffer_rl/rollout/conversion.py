@@ -191,15 +191,15 @@ class GroupConverter:
         }
 
     def _raw_rewards(self, samples: Sequence[Sample]) -> np.ndarray:
-        rewards = np.empty(len(samples), dtype=np.float64)
-        for i, sample in enumerate(samples):
+        rewards = []
+        for sample in samples:
             try:
-                rewards[i] = sample.get_reward_value(self._args)
+                rewards.append(reward := sample.get_reward_value(self._args))
             except (TypeError, ValueError) as error:
                 raise _unusable(sample, f"its reward cannot be used: {error}", "one finite number") from error
-            if not abs(rewards[i]) <= FLOAT32_MAX:
-                raise _unusable(sample, f"its reward is {rewards[i]}", "a number that is finite in float32")
-        return rewards
+            if not abs(reward) <= FLOAT32_MAX:
+                raise _unusable(sample, f"its reward is {reward}", "a number that is finite in float32")
+        return np.asarray(rewards, dtype=np.float64)
 
     def _rewards(self, samples: list[Sample], raw: np.ndarray, *, at: str) -> tuple[np.ndarray, np.ndarray]:
         """Raw and post-processed rewards ``[num_rows]``: normalised within the group, or by the user's function."""
@@ -217,16 +217,16 @@ class GroupConverter:
                 raise returned(kind, path, values.tolist(), expected, at=at, error_class=RolloutError)
         return raw_rewards, rewards
 
-    def _penalised_length(self, sample: Sample) -> int:
-        """The length that penalties are about: of an agent's sample the sampled tokens, each once, not what it read."""
+    def _penalised_lengths(self, samples: Sequence[Sample]) -> np.ndarray:
+        """The lengths that penalties are about: of agents' samples the sampled tokens, each once."""
         if not plays_agents(self._args):
-            return sample.response_length
-        return sum(row.effective_response_length for row in sample.rows)
+            return np.asarray([sample.response_length for sample in samples])
+        return np.asarray([sum(row.effective_response_length for row in sample.rows) for sample in samples])
 
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
         """Shaped, and normalised as the algorithm says, over ``sample_index``: a sample that fanned out counts once,
         with the mean of its parts, and every part gets its sample's value, of raw rewards as well."""
-        shaped_rewards = shaped(self._args, raw, np.asarray([self._penalised_length(s) for s in samples]))
+        shaped_rewards = shaped(self._args, raw, self._penalised_lengths(samples))
         if all(sample.sample_index == place for place, sample in enumerate(samples)):  # no sample fanned out
             return normalized(rewards_kind(self._args), shaped_rewards, self._args.pass_at_k)
         _, place = np.unique([s.sample_index for s in samples], return_inverse=True)
@@ -341,7 +341,7 @@ def _response_length(sample: Sample, evaluation: bool) -> int:
 def _at_once(rows: Sequence[Any], dtype: Any, holds: Callable[[np.ndarray], bool]) -> list[np.ndarray] | None:
     """Lists of numbers as rows of ``dtype``, views of one array that is made and checked at once: several times faster
     than row by row. None where they are something else, and have to be looked at one by one."""
-    if not all(type(row) is list for row in rows):
+    if set(map(type, rows)) != {list}:
         return None
     try:
         joined = np.asarray(list(chain.from_iterable(rows)))
@@ -486,7 +486,7 @@ def _oldest_version(sample: Sample) -> int:
     spans, mask = sample.weight_versions, sample.loss_mask
     if sample.remove_sample:
         return NO_VERSION
-    return min((s.version for s in spans if mask is None or any(mask[s.start : s.end])), default=NO_VERSION)
+    return min([s.version for s in spans if mask is None or any(mask[s.start : s.end])], default=NO_VERSION)
 
 
 def _unusable(sample: Sample, what: str, expected: str) -> RolloutError:

@@ -138,7 +138,9 @@ def room_for(args: Args, sample: Sample, prompt_length: int, max_new_tokens: int
 def _fill(sample: Sample, prompt_ids: list[int], before: PartialResponse, result: GenerateResult) -> None:
     output_ids = list(result.output_ids)
     start = len(before)
-    spans = [VersionSpan(span.version, span.start + start, span.end + start) for span in result.spans]
+    spans = list(result.spans)
+    if start:
+        spans = [VersionSpan(span.version, span.start + start, span.end + start) for span in spans]
     sample.tokens = prompt_ids + before.ids + output_ids
     sample.response = result.text
     sample.response_length = start + len(output_ids)
