@@ -112,4 +112,4 @@ REFERENCES: Mapping[str, Mapping[str, str]] = {
 
 def algorithm_of(estimator: str) -> Algorithm:
     """The algorithm of an estimator's name or path."""
-    return ALGORITHMS.get(estimator, Algorithm())
+    return ALGORITHMS.get(estimator) or Algorithm()
