@@ -44,7 +44,8 @@ CPU_METRIC = "cpu_s/{}"
 
 class CpuLogger:
     """A logger of ``--logger``: appends to ``RUN_DIR/cpu_times.jsonl`` one line a step: ``step``, ``time`` (monotonic,
-    seconds, without the time that reading takes), ``cpu`` (seconds so far by process) and ``parts`` (seconds so far by part of the mathematics)."""
+    seconds, without the time that reading takes), ``cpu`` (seconds so far by process) and ``parts`` (seconds so far by
+    part of the mathematics)."""
 
     def __init__(self, args: Any, run_dir: str) -> None:
         self._key = args.engine_api_key

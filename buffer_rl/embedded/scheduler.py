@@ -237,8 +237,8 @@ class Scheduler:
         self.paused = False
 
     def flush(self, *, releases: bool = False) -> bool:
-        """Forget prefixes and give back memory that was not used since the last flush, or if it ``releases`` all; False,
-        and nothing happens, while requests hold memory or, unless paused, wait for it."""
+        """Forget prefixes and give back memory that was not used since the last flush, or if it ``releases`` all.
+        False, and nothing happens, while requests hold memory or, unless paused, wait for it."""
         if self._running or (self._waiting and not self.paused):
             return False
         for lane in self._lanes():

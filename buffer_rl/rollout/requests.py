@@ -295,9 +295,9 @@ class SharedRequest:
         waiting = [row.answer for row in rows]
         first = rows[0]
         try:
-            results: Sequence[GenerateResult | None] = (
-                await self.results(first.input_ids, first.params, first.key, len(rows)) or [None] * len(rows)
-            )
+            results: Sequence[GenerateResult | None] = await self.results(
+                first.input_ids, first.params, first.key, len(rows)
+            ) or [None] * len(rows)
         except Exception as error:  # fault boundary: every row raises it where it is awaited
             for answer in waiting:
                 if not answer.done():
