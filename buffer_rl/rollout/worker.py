@@ -235,9 +235,8 @@ class RolloutWorker(Member):
             metrics = await self._guard.guarded(logged)
         shown = self._shown(ticket, buffer)
         peak = {} if ticket.evaluation else peak_metrics("rollout", [self._peak.take()])
-        asyncio.get_running_loop().call_later(
-            COLLECT_AFTER_S, gc.collect
-        )  # not before the answer, which others wait for
+        # Not before the answer, which others wait for.
+        asyncio.get_running_loop().call_later(COLLECT_AFTER_S, gc.collect)
         return _named(metrics) | peak, shown
 
     def _context(self) -> RolloutContext:
