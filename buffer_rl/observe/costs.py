@@ -26,7 +26,7 @@ import numpy as np
 
 from buffer_rl.errors import DataError
 from buffer_rl.observe.metrics import DROP_PREFIX, read_metrics
-from buffer_rl.observe.run_folder import SAMPLES_FILE, read_jsonl
+from buffer_rl.observe.run_folder import SAMPLES_FILE, records_in
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.plan.roles import ACTOR, MODEL_FIELDS
 
@@ -305,8 +305,7 @@ def _fixed(steps: Sequence[Step], spans: Mapping[str, Sequence[WorkSpan]], shape
 def _lengths(folder: Path, steps: Sequence[Step], shape: Shape, unknown: list[str]) -> list[list[int]]:
     """Tokens of responses by group: of the samples that the run shows; without any, the mean of each step."""
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
-    file = folder / SAMPLES_FILE
-    for record in read_jsonl(file) if file.is_file() else []:
+    for record in records_in(folder, SAMPLES_FILE):
         if record.get("kind") != "eval" and record.get("versions"):
             groups[record["rollout_id"], str(record["uid"])].append(int(record["versions"][-1][2]))
     if groups:

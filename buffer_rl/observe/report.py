@@ -26,7 +26,7 @@ from buffer_rl.observe.gains import EvalGain, eval_gains, gain_table
 from buffer_rl.observe.metrics import METRICS_FILE, PARTS_OF_ROLLOUTS, read_metrics, steps_of
 from buffer_rl.observe.page import render_page, write_page
 from buffer_rl.observe.progress import format_duration
-from buffer_rl.observe.run_folder import QUARANTINE_FILE, SAMPLES_FILE, RunFacts, read_facts, read_jsonl
+from buffer_rl.observe.run_folder import QUARANTINE_FILE, SAMPLES_FILE, RunFacts, read_facts, records_in
 from buffer_rl.observe.sample_groups import followed_prompts, prompt_groups
 from buffer_rl.observe.startup import text_of
 from buffer_rl.observe.svg_chart import format_number
@@ -62,11 +62,10 @@ def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts | None
     """The files of the run in ``run_dir``, without their addresses. Raises DataError if it has no metrics or a line of
     its files is damaged."""
     folder = Path(run_dir)
-    samples = folder / SAMPLES_FILE
     return Report(
         title=title or folder.absolute().name,
         metrics=read_metrics(folder),
-        samples=read_jsonl(samples) if samples.exists() else [],
+        samples=records_in(folder, SAMPLES_FILE),
         facts=read_facts(folder),
         spans=read_trace(folder),
         ledger=ledger,

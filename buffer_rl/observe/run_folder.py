@@ -105,6 +105,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def records_in(folder: str | Path, name: str) -> list[dict[str, Any]]:
+    """``read_jsonl`` of the file ``name`` in a run's folder; empty if there is none."""
+    path = Path(folder, name)
+    return read_jsonl(path) if path.is_file() else []
+
+
 def records_before(resume_step: int | None, step_field: str) -> Callable[[Mapping[str, Any]], bool] | None:
     """Which records of an earlier run stay when a run goes on after ``resume_step`` steps; None keeps no file.
 

@@ -20,7 +20,8 @@ from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
 from buffer_rl.errors import CheckpointError, DeadlineError
-from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
+from buffer_rl.observe.metrics import METRICS_FILE
+from buffer_rl.observe.run_folder import records_in
 from buffer_rl.verbs.drill.faults import PHASES
 
 POLL_S = 0.02
@@ -49,11 +50,7 @@ class DrillRun:
 
     def steps(self) -> list[dict[str, float]]:
         """The metrics of its trained steps so far, in the order in which they were trained."""
-        return [line for line in self.lines() if "perf/step_time" in line]
-
-    def lines(self) -> list[dict[str, float]]:
-        """All of its metrics so far."""
-        return read_metrics(self.folder) if (self.folder / METRICS_FILE).exists() else []
+        return [line for line in records_in(self.folder, METRICS_FILE) if "perf/step_time" in line]
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Whether ``condition`` came to hold before the run ended. Raises DeadlineError."""

@@ -52,13 +52,10 @@ def run(namespace: argparse.Namespace) -> int:
     from buffer_rl.verbs.rescore.rescoring import facts_of, rescore, write_rows
     from buffer_rl.verbs.run_records import RunRecords
 
-    records = RunRecords.opened(namespace.folder)
-    try:
+    with RunRecords.opened(namespace.folder) as records:
         args = options_of(records, namespace)
         reader = RecordReader(records, args)
         steps = reader.steps()
-    finally:
-        records.audit.close()
     print_notices(reader.notices)
     if not any(step.groups or step.skipped for step in steps):
         raise ConfigError(

@@ -34,8 +34,7 @@ def run(namespace: argparse.Namespace) -> int:
     from buffer_rl.verbs.why.group_life import group_life, unknown_uid
     from buffer_rl.verbs.why.step_life import step_life
 
-    records = RunRecords.opened(namespace.run_dir)
-    try:
+    with RunRecords.opened(namespace.run_dir) as records:
         text = namespace.asked.removeprefix("train_")
         if text.isdecimal():
             heading, facts = f"step {int(text)}", step_life(records, int(text)).facts()
@@ -46,8 +45,6 @@ def run(namespace: argparse.Namespace) -> int:
             life = group_life(records, uid)
             state = life.kind if life.kind == "evaluation" else life.state
             heading, facts = f"group {uid}: {state}{f' ({life.reason})' if life.reason else ''}", life.facts()
-    finally:
-        records.audit.close()
     if namespace.json:
         say(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0
