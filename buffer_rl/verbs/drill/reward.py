@@ -54,6 +54,12 @@ def _is_first(mark: Path) -> bool:
     return True
 
 
+def reward_marks(folder: Path) -> list[tuple[str, str]]:
+    """The groups that met a fault of the reward, with its kind."""
+    names = [path.name.rsplit(".", 2) for path in folder.iterdir()]
+    return [(uid, kind) for uid, _, kind in names]
+
+
 async def _fail(kind: str) -> float:
     if kind == "nan":
         return float("nan")
