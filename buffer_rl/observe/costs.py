@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import DataError
-from buffer_rl.observe.metrics import DROP_PREFIX, read_metrics
+from buffer_rl.observe.metrics import read_metrics, steps_of
 from buffer_rl.observe.run_folder import SAMPLES_FILE, records_in
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.plan.roles import ACTOR, MODEL_FIELDS
@@ -132,9 +132,8 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
     lengths = _lengths(Path(folder), steps, shape, unknown)
     dropped = fmean(step.dropped for step in steps)
     if others := sorted(set(spans) - {"rollout", ACTOR, "publish", "save"}):
-        unknown.append(
-            f"what depends on roles with processes of their own, whose work is left out: {', '.join(others)}"
-        )
+        left_out = ", ".join(others)
+        unknown.append(f"what depends on roles with processes of their own, whose work is left out: {left_out}")
     unknown.append("tokens of prompts: their cost is part of that of the responses' tokens")
     unknown.append("how an update scales with ranks: here its token part is divided by them")
     return Recorded(
@@ -153,18 +152,13 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
 
 def _steps(spans: Mapping[str, Sequence[WorkSpan]], lines: Sequence[Mapping[str, Any]], shape: Shape) -> list[Step]:
     """Every step but the first one, and but those with a checkpoint or an evaluation beside them."""
-    metrics: dict[int, dict[str, float]] = defaultdict(dict)
-    for line in lines:
-        if line.get("kind") != "eval":
-            metrics[int(line["step"])] |= {
-                name: value for name, value in line.items() if isinstance(value, int | float)
-            }
+    metrics = steps_of(lines)
     ends = {span.step: span.end for span in spans.get("publish", ()) if span.name == "publish"}
     ends = ends or {span.step: span.end for span in spans[ACTOR] if span.name == "update"}
     others = [span for members in spans.values() for span in members if span.name in ("save", "evaluate")]
     steps = []
     for before, now in pairwise(sorted(step for step in ends if step >= 0)):
-        start, end, found = ends[before], ends[now], metrics[now]
+        start, end, found = ends[before], ends[now], metrics.get(now, {})
         if now != before + 1 or "perf/step_time" not in found or any(s.start < end and s.end > start for s in others):
             continue
         steps.append(_step(end - start, found, shape))
@@ -175,11 +169,8 @@ def _step(seconds: float, found: Mapping[str, float], shape: Shape) -> Step:
     mean = found.get("rollout/response_len/mean", 0.0)
     trained = mean * found.get("rollout/num_groups", shape.groups) * shape.samples
     prefix = "production/" if "production/generated_tokens" in found else "rollout/"
-    dropped = sum(
-        value
-        for name, value in found.items()
-        if name.startswith(prefix + DROP_PREFIX.rpartition("/")[2]) and not name.endswith("too_old")
-    )
+    drops = {name: count for name, count in found.items() if name.startswith(f"{prefix}drop_")}
+    dropped = sum(count for name, count in drops.items() if not name.endswith("too_old"))
     times = {name.removeprefix("perf/").removesuffix("_time"): v for name, v in found.items() if name.endswith("_time")}
     return Step(
         seconds=seconds,
@@ -247,9 +238,8 @@ def _generation(
     fit = least_squares(list(zip(depths, shares, strict=True)), spent, STEP_SHARE)
     residuals["generation"] = fit.residual
     if not fit.is_told:
-        unknown.append(
-            "what a decoding step takes whatever its batch: noise leaves it open, and half of generation is expected"
-        )
+        what = "what a decoding step takes whatever its batch"
+        unknown.append(f"{what}: noise leaves it open, and half of generation is expected")
     scores = [step.times.get("reward", 0.0) / (shape.groups + step.dropped) for step in steps]
     residuals["rewards"] = _spread(scores)
     return {"decode_step": fit.a, "decode_token": fit.b, "score": median(scores)}

@@ -119,21 +119,21 @@ class _Rollouts(VirtualRollouts):
 
 @dataclass(slots=True, kw_only=True)
 class _Trainer:
-    """The role ``train``: ranks that share a step's tokens."""
+    """The role ``train``: ranks that share the tokens of a step of ``rollouts``. tokens: of each step."""
 
-    runtime: VirtualRuntime
-    state: BufferState
+    rollouts: _Rollouts
     process: Process
-    host: Process
-    costs: Costs
     setup: Setup
-    length: Lengths
-    kept: Mapping[int, Sequence[float]]
     tokens: list[float] = field(default_factory=list)
 
+    @property
+    def costs(self) -> Costs:
+        return self.rollouts.costs
+
     async def fetch(self, rollout_id: int) -> None:
-        self._count(rollout_id)
-        await self.host.work(self.costs.prepare)
+        rows = [row for part in self.rollouts.state.plan_data(rollout_id).slices for row in part.row_ids]
+        self.tokens.append(sum(self.rollouts.length(row.uid, row.sample_index) for row in rows))
+        await self.rollouts.host.work(self.costs.prepare)
 
     async def log_probs(self, model: str, rollout_id: int | None, writes: bool) -> None:
         if rollout_id is not None:
@@ -149,14 +149,14 @@ class _Trainer:
         of_token = len(models) * self.costs.forward_token + gradients * self.costs.update_token
         done = 0
         while done < self.setup.groups:
-            finished = self.kept[rollout_id][done:]
+            finished = self.rollouts.kept[rollout_id][done:]
             if not finished:
-                await self.runtime.until_changed()
+                await self.rollouts.runtime.until_changed()
                 continue
             done += len(finished)
             await self._work(of_token * sum(finished))
         if gradients:
-            self.tokens.append(sum(self.kept[rollout_id]))
+            self.tokens.append(sum(self.rollouts.kept[rollout_id]))
         return WorkReport()
 
     async def finish_stream(self) -> Mapping[str, float]:
@@ -165,10 +165,6 @@ class _Trainer:
 
     def discard(self) -> None:
         """Nothing to forget."""
-
-    def _count(self, rollout_id: int) -> None:
-        rows = [row for part in self.state.plan_data(rollout_id).slices for row in part.row_ids]
-        self.tokens.append(sum(self.length(row.uid, row.sample_index) for row in rows))
 
     async def _work(self, shared: float, fixed: float = 0.0) -> None:
         await self.process.work(fixed + shared / self.setup.ranks)
@@ -180,17 +176,14 @@ class _Observer:
     def __init__(self, runtime: VirtualRuntime) -> None:
         self._runtime = runtime
         self.ends: list[float] = []
-        self.tickets: list[float] = []
-        self.updates: list[float] = []
+        self.seconds: dict[str, list[float]] = defaultdict(list)  # of the spans of each name
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.ends.append(self._runtime.now())
 
     def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
         for span in spans:
-            noted = {"rollout": self.tickets, "update": self.updates}.get(span.name)
-            if noted is not None:
-                noted.append(span.seconds)
+            self.seconds[span.name].append(span.seconds)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
@@ -223,9 +216,7 @@ class _NotedBuffer:
 def forecast(recorded: Recorded, costs: Costs, setup: Setup, num_steps: int, prompts: Path) -> Forecast:
     """A run of so many steps in virtual time. prompts: a file of ``write_prompts``."""
     runtime = VirtualRuntime({})
-    state = _buffer(setup, prompts)
     machine = Machine(runtime=runtime, cores=setup.cores, others=setup.others)
-    length = Lengths(recorded=recorded.lengths)
     host = machine.process(float)
     engines = BatchingEngines(
         machine=machine,
@@ -236,43 +227,32 @@ def forecast(recorded: Recorded, costs: Costs, setup: Setup, num_steps: int, pro
         publish_s=costs.publish,
         pause_s=costs.pause,
     )
-    noted = _NotedBuffer(state, host, costs.rest)
+    noted = _NotedBuffer(_buffer(setup, prompts), host, costs.rest)
     rollouts = _Rollouts(
         runtime=runtime,
         state=noted,
         engines=SimpleNamespace(),  # type: ignore[arg-type]
-        length=length,
+        length=Lengths(recorded=recorded.lengths),
         drops=recorded.drops,
         batches=engines,
         worker=machine.process(float),
         host=host,
         costs=costs,
     )
-    process = machine.process(float, weight=setup.ranks)
-    trainer = _Trainer(
-        runtime=runtime,
-        state=state,
-        process=process,
-        host=host,
-        costs=costs,
-        setup=setup,
-        length=length,
-        kept=rollouts.kept,
-    )
+    trainer = _Trainer(rollouts=rollouts, process=machine.process(float, weight=setup.ranks), setup=setup)
     selections = VirtualSelections(runtime=runtime, state=noted)  # type: ignore[arg-type]
     runtime.roles |= {"buffer": noted, "selection": selections, "rollout": rollouts, "publish": engines, ACTOR: trainer}
     observer = _Observer(runtime)
     Driver(_plan(recorded, setup, num_steps), runtime, observer).run()  # type: ignore[arg-type]
-    skipped = num_steps // 5
-    whole = observer.ends[-1]
+    skipped, whole = num_steps // 5, observer.ends[-1]
     return Forecast(
         setup=setup,
         step_s=(whole - observer.ends[skipped]) / (num_steps - 1 - skipped),
         tokens=fmean(trainer.tokens[skipped + 1 :]),
-        ticket_s=fmean(observer.tickets[1:]),
-        update_s=fmean(observer.updates[1:]),
+        ticket_s=fmean(observer.seconds["rollout"][1:]),
+        update_s=fmean(observer.seconds["update"][1:]),
         engines_busy=fmean(engine.busy_s for engine in engines.engines) / whole,
-        trainer_busy=process.busy_s / whole,
+        trainer_busy=trainer.process.busy_s / whole,
         others_busy=machine.others_s / whole,
         staleness=noted.staleness,
     )
@@ -321,9 +301,8 @@ def _buffer(setup: Setup, prompts: Path) -> BufferState:
     args: Any = compose(CORE_SECTIONS)(
         prompt_data=str(prompts), rollout_batch_size=setup.groups, n_samples_per_prompt=setup.samples
     )
-    return BufferState(
-        PromptDataSource(args), ledger=Ledger.in_memory(), groups_per_step=setup.groups, schedule=setup.schedule
-    )
+    source, ledger = PromptDataSource(args), Ledger.in_memory()
+    return BufferState(source, ledger=ledger, groups_per_step=setup.groups, schedule=setup.schedule)
 
 
 def _plan(recorded: Recorded, setup: Setup, num_steps: int) -> RunPlan:
