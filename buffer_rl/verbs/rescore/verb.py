@@ -58,11 +58,8 @@ def run(namespace: argparse.Namespace) -> int:
         steps = reader.steps()
     print_notices(reader.notices)
     if not any(step.groups or step.skipped for step in steps):
-        raise ConfigError(
-            "the run has recorded no samples",
-            where=str(namespace.folder),
-            hint="--dump-samples N writes N groups per rollout to samples.jsonl; --save-debug-rollout-data whole steps",
-        )
+        hint = "--dump-samples N writes N groups per rollout to samples.jsonl; --save-debug-rollout-data whole steps"
+        raise ConfigError("the run has recorded no samples", where=str(namespace.folder), hint=hint)
     rescored = asyncio.run(rescore(args, PluginRegistry.from_flags(args.plugin), steps))
     facts = {"run_dir": str(namespace.folder), "reward": _reward_of(args), **facts_of(rescored)}
     if namespace.output:
@@ -96,9 +93,8 @@ def options_of(records: RunRecords, namespace: argparse.Namespace) -> Args:
         return options_class.model_validate(base)
     except ValidationError as error:
         names = sorted({flag_of(str(detail["loc"][0])) for detail in error.errors() if detail["loc"]})
-        raise ConfigError(
-            f"the run's options are not those of this version: {', '.join(names) or error}", where="run.json"
-        ) from error
+        what = f"the run's options are not those of this version: {', '.join(names) or error}"
+        raise ConfigError(what, where="run.json") from error
 
 
 def _reward_of(args: Args) -> str:
@@ -108,9 +104,8 @@ def _reward_of(args: Args) -> str:
 def _print(facts: Mapping[str, Any]) -> None:
     say(f"{facts['run_dir']}: scored by {facts['reward']}")
     headings = ("rollout", "groups", "old mean", "new mean", "rank corr.", "equal", "equal best", "drops", "signs")
-    rows = [_cells(f"train_{step['rollout_id']}", step) for step in facts["steps"]]
-    print_table(headings, [*rows, _cells("all", facts["all"])])
-    everything = facts["all"]
+    everything, rows = facts["all"], [_cells(f"train_{step['rollout_id']}", step) for step in facts["steps"]]
+    print_table(headings, [*rows, _cells("all", everything)])
     for what in ("dropped", "failed"):
         if everything[what]:
             say(f"{what}: " + ", ".join(f"{count} {reason}" for reason, count in everything[what].items()))
@@ -123,20 +118,11 @@ def _print(facts: Mapping[str, Any]) -> None:
 
 
 def _cells(name: str, of: Mapping[str, Any]) -> list[str]:
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value:.0%}"
-
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4g}"
-
+    forms = {"old": ".4g", "new": ".4g", "correlation": ".4g", "equal_rewards": ".0%", "equal_best": ".0%"}
     return [
         name,
         f"{of['groups']} of {'?' if of['of'] is None else of['of']}",
-        number(of["old"]),
-        number(of["new"]),
-        number(of["correlation"]),
-        share(of["equal_rewards"]),
-        share(of["equal_best"]),
+        *("-" if of[key] is None else format(of[key], form) for key, form in forms.items()),
         str(sum(of["dropped"].values())),
         "-" if of["signs"] is None else f"{of['signs']} of {of['rows']}",
     ]
