@@ -63,25 +63,26 @@ class Evidence:
 
     facts: RunFacts
     steps: Mapping[int, Mapping[str, float | None]]
-    samples: Sequence[Mapping[str, Any]] = ()
-    ledger: LedgerFacts = field(default_factory=lambda: LedgerFacts(unread="the ledger was not read"))
+    samples: Sequence[Mapping[str, Any]]
+    ledger: LedgerFacts
 
     @classmethod
     def of(
         cls,
         facts: RunFacts,
         records: Iterable[Mapping[str, Any]],
-        samples: Sequence[Mapping[str, Any]] = (),
-        ledger: LedgerFacts | None = None,
+        samples: Sequence[Mapping[str, Any]],
+        ledger: LedgerFacts | None,
     ) -> Evidence:
-        """records: the lines of ``metrics.jsonl``; of a step that was done twice, the later ones count."""
+        """records: the lines of ``metrics.jsonl``; of a step that was done twice, the later ones count. ledger: None if
+        it was not read."""
         steps: dict[int, dict[str, float | None]] = {}
         for record in records:
             if record.get("kind") != "eval":
                 numbers = {name: value for name, value in record.items() if "/" in name}
                 steps.setdefault(int(record["step"]), {}).update(numbers)
-        more = {} if ledger is None else {"ledger": ledger}
-        return cls(facts=facts, steps=steps, samples=samples, **more)
+        ledger = ledger or LedgerFacts(unread="the ledger was not read")
+        return cls(facts=facts, steps=steps, samples=samples, ledger=ledger)
 
     @property
     def trained(self) -> list[int]:
@@ -105,7 +106,8 @@ def prompts(evidence: Evidence) -> Check:
         return _unknown(name, ledger.unread)
     committed = {rollout: groups for rollout, _, groups in ledger.commits}
     faults = [f"ledger: {fault}" for fault in ledger.faults]
-    faults += [f"step {step} was trained, and the ledger has no commit of it" for step in _without(evidence, committed)]
+    missing = [step for step in evidence.trained if step not in committed]
+    faults += [f"step {step} was trained, and the ledger has no commit of it" for step in missing]
     for step, groups in evidence.of_metric("rollout/num_groups").items():
         if groups is not None and committed.get(step, groups) != groups:
             faults.append(f"step {step} trained on {groups:g} prompts, and the ledger has committed {committed[step]}")
@@ -115,14 +117,10 @@ def prompts(evidence: Evidence) -> Check:
         return _unknown(name, "no step is committed yet")
     others = [f"{count} {state}" for state, count in ledger.counts.items() if count and state in _OTHER_STATES]
     text = f"{sum(committed.values())} prompts, each trained once, in {len(committed)} steps"
-    return _right(name, "; ".join([text, *([", ".join(others)] if others else [])]))
+    return _right(name, "; ".join(filter(None, (text, ", ".join(others)))))
 
 
 _OTHER_STATES = ("leased", "finished", "rejected", "quarantined")
-
-
-def _without(evidence: Evidence, committed: Mapping[int, int]) -> list[int]:
-    return [step for step in evidence.trained if step not in committed]
 
 
 def tokens(evidence: Evidence) -> Check:
@@ -132,10 +130,8 @@ def tokens(evidence: Evidence) -> Check:
     if evidence.facts.is_supervised:
         return _unknown(name, "supervised: the tokens are the data's own, and none were sampled")
     if not gaps:
-        why = (
-            "no step compared the log-probabilities of engine and trainer" if evidence.trained else "nothing is trained"
-        )
-        return _unknown(name, why)
+        compared = "no step compared the log-probabilities of engine and trainer"
+        return _unknown(name, compared if evidence.trained else "nothing is trained")
     if faults := [f"step {step}: the difference of log-probabilities is not finite" for step in _not_finite(gaps)]:
         return _wrong(name, faults)
     step, worst = max(_finite(gaps).items(), key=lambda item: item[1])
@@ -270,10 +266,8 @@ def _unit(divisor: Divisor, mode: str) -> str:
 
 
 def _place(sample: Mapping[str, Any]) -> str:
-    what = "evaluation" if sample.get("kind") == "eval" else "rollout"
-    return (
-        f"{SAMPLES_FILE}: {what} {sample.get('rollout_id')}, {sample.get('uid')}, sample {sample.get('sample_index')}"
-    )
+    rollout = f"{'evaluation' if sample.get('kind') == 'eval' else 'rollout'} {sample.get('rollout_id')}"
+    return f"{SAMPLES_FILE}: {rollout}, {sample.get('uid')}, sample {sample.get('sample_index')}"
 
 
 def _is_finite(reward: Any) -> bool:
