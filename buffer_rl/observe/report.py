@@ -111,21 +111,18 @@ def run_report(
         out.print(gain_table(gains))
     else:
         out.print("This run evaluated nothing: give it --eval-prompt-data NAME=PATH.", markup=False)
-    rewards = curves_of(records).reward.values
-    if rewards:
-        line = f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}"
-        out.print(Text(line), highlight=False)
-    seconds = sum(record.get("perf/step_time") or 0.0 for record in records)
-    if seconds:
-        out.print(Text(f"training steps took {format_duration(seconds)} together"), highlight=False)
+    lines = []
+    if rewards := curves_of(records).reward.values:
+        lines.append(f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}")
+    if seconds := sum(record.get("perf/step_time") or 0.0 for record in records):
+        lines.append(f"training steps took {format_duration(seconds)} together")
     if start := report.facts.start:
-        out.print(Text(printable(f"start: {text_of(start)}")), highlight=False, soft_wrap=True)
-    for line in check_lines(checks_of(report.evidence)):
-        out.print(Text(printable(line)), highlight=False, soft_wrap=True)
+        lines.append(f"start: {text_of(start)}")
     files = run_files(run_dir)
     width = max(map(len, files), default=0)
-    for name, path in files.items():
-        out.print(Text(printable(f"{name:<{width}}  {path}")), highlight=False, soft_wrap=True)
+    lines += [*check_lines(checks_of(report.evidence)), *(f"{name:<{width}}  {path}" for name, path in files.items())]
+    for line in lines:
+        out.print(Text(printable(line)), highlight=False, soft_wrap=True)
     return gains
 
 
