@@ -81,14 +81,8 @@ def run_show(namespace: argparse.Namespace) -> int:
     else:
         print_notices(["--hf-checkpoint FOLDER also shows each prompt as the model reads it, and its number of tokens"])
     for row in itertools.islice(dataset, max(0, namespace.n)):
-        shown = {
-            dataset.unit if dataset.unit == "line" else "file_row": row.line,
-            "row": row.row,
-            "id": row.id,
-            "prompt": row.prompt,
-            "label": row.label,
-            "metadata": row.metadata,
-        }
+        shown: dict[str, Any] = {dataset.unit if dataset.unit == "line" else "file_row": row.line}
+        shown |= {name: getattr(row, name) for name in ("row", "id", "prompt", "label", "metadata")}
         if row.multimodal is not None:
             shown["multimodal"] = row.multimodal
         if encoder is not None:
@@ -132,6 +126,9 @@ class Lengths:
         if not lengths:
             return cls()
         return cls(shortest=min(lengths), median=float(median(lengths)), mean=mean(lengths), longest=max(lengths))
+
+    def __str__(self) -> str:
+        return f"{self.shortest} to {self.longest} characters, median {self.median:g}, mean {self.mean:.1f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,20 +180,17 @@ def _prompt_length(prompt: Prompt) -> int:
 def stats_text(stats: DatasetStats) -> str:
     """The counts for people, one a line."""
     metadata = ", ".join(f"{key} ({count})" for key, count in stats.metadata.items())
+    labels = f"in {stats.labelled_rows} rows, {stats.distinct_labels} distinct"
+    labels += f"; {stats.label_lengths}" if stats.labelled_rows else ""
+    several = f"{stats.conflicting_labels} prompts have several labels"
     lines = [
         f"{stats.file}: {stats.rows} rows",
-        f"  prompts    {_lengths_text(stats.prompt_lengths)}; {stats.chat_rows} of chat messages",
-        f"  labels     in {stats.labelled_rows} rows, {stats.distinct_labels} distinct"
-        + (f"; {_lengths_text(stats.label_lengths)}" if stats.labelled_rows else ""),
-        f"  duplicates {stats.duplicate_prompts} rows repeat an earlier prompt;"
-        f" {stats.conflicting_labels} prompts have several labels",
+        f"  prompts    {stats.prompt_lengths}; {stats.chat_rows} of chat messages",
+        f"  labels     {labels}",
+        f"  duplicates {stats.duplicate_prompts} rows repeat an earlier prompt; {several}",
         f"  metadata   {metadata or 'none'}",
     ]
     return "\n".join(lines)
-
-
-def _lengths_text(lengths: Lengths) -> str:
-    return f"{lengths.shortest} to {lengths.longest} characters, median {lengths.median:g}, mean {lengths.mean:.1f}"
 
 
 def _content_length(message: object) -> int:

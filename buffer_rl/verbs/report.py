@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,14 +97,11 @@ def ledger_facts(run_dir: str | Path) -> LedgerFacts:
     if not path.is_file():
         return LedgerFacts(unread=f"the folder has no {FILE_NAME}")
     try:
-        audit = LedgerAudit(path)
-        try:
+        with closing(LedgerAudit(path)) as audit:
             counts = dict.fromkeys(map(str, GroupState), 0)
             for epoch in audit.epochs():
                 for state, count in epoch.counts.items():
                     counts[str(state)] += count
             return LedgerFacts(faults=audit.faults(), commits=audit.commits(), counts=counts)
-        finally:
-            audit.close()
     except CheckpointError as error:  # damaged, which is no lack of knowledge
         return LedgerFacts(faults=[str(error)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -21,6 +20,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.observe.run_folder import QUARANTINE_FILE, records_in
 from buffer_rl.records.groups import GroupUid
 from buffer_rl.verbs.run_records import GroupRecord, RunRecords
+from buffer_rl.verbs.table import shown_time
 
 FAILURES = f"{NOTE}failures"
 FAILED, UNKNOWN, NOT_NEEDED, BEGUN_AGAIN = "failed", "unknown", "not needed", "begun again"
@@ -336,8 +336,3 @@ def not_recorded(life: GroupLife) -> list[str]:
         kept += "; --save-debug-rollout-data has all of a step"
         missing.append(f"its rewards and the weight versions of its tokens ({kept})")
     return missing
-
-
-def shown_time(seconds: float) -> str:
-    """The local time, to the millisecond."""
-    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="milliseconds")

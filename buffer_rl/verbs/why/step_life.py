@@ -17,7 +17,7 @@ from buffer_rl.observe.timeline import read_trace
 from buffer_rl.observe.timeline_stats import NO_ROLE, step_stats, step_windows
 from buffer_rl.records.groups import GroupUid
 from buffer_rl.verbs.run_records import RunRecords
-from buffer_rl.verbs.why.group_life import shown_time
+from buffer_rl.verbs.table import shown_time
 
 SHOWN_GROUPS = 12
 FLEET_LOG = "logs/fleet.log"
