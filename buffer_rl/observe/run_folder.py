@@ -68,9 +68,8 @@ class JsonlWriter:
             _keep_records(path, keep)
         self._lock = threading.Lock()
         self._file: TextIO = path.open("a", encoding="utf-8", errors=SURROGATES)
-        self._writer = jsonlines.Writer(
-            self._file, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False), flush=True
-        )
+        dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+        self._writer = jsonlines.Writer(self._file, dumps=dumps, flush=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line. Raises ``ValueError`` for NaN or infinity and ``TypeError`` for what JSON cannot hold."""
@@ -98,9 +97,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:  # also of what is not UTF-8
             raise DataError(f"not JSON: {error}", where=f"{path}:{number}", expected="one object a line") from error
         if not isinstance(record, dict):
-            raise DataError(
-                f"a {type(record).__name__}, not an object", where=f"{path}:{number}", expected="one object a line"
-            )
+            what = f"a {type(record).__name__}, not an object"
+            raise DataError(what, where=f"{path}:{number}", expected="one object a line")
         records.append(record)
     return records
 
@@ -119,8 +117,7 @@ def records_before(resume_step: int | None, step_field: str) -> Callable[[Mappin
     """
     if resume_step is None:
         return None
-    last_eval, last_step = resume_step, resume_step - 1
-    return lambda record: record[step_field] <= (last_eval if record.get("kind") == "eval" else last_step)
+    return lambda record: record[step_field] < resume_step + (record.get("kind") == "eval")
 
 
 def _keep_records(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:

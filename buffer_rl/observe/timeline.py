@@ -107,13 +107,12 @@ class TraceFile:
         self._path = Path(run_dir) / TRACE_FILE
         self._resume_step = resume_step
         self._file: IO[str] | None = None
-        self._rows: dict[str, int] = {}
-        self._lanes: dict[str, list[int]] = {}  # by role: when each of its lanes is free again
-        self._end = 0
-        self._offset: int | None = None
-        self._is_empty = True
 
     def __enter__(self) -> TraceFile:
+        self._rows: dict[str, int] = {}
+        self._lanes: dict[str, list[int]] = {}  # by role: when each of its lanes is free again
+        self._end, self._is_empty = 0, True
+        self._offset: int | None = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kept: list[dict[str, Any]] = []
         if self._resume_step is None:
@@ -141,8 +140,7 @@ class TraceFile:
     def went_back(self, step: int) -> None:
         """Go on from the checkpoint after ``step`` steps, as for ``resume_step``; -1: from the start."""
         self.__exit__(None, None, None)
-        self._resume_step, self._rows, self._lanes = step, {}, {}
-        self._end, self._offset, self._is_empty = 0, None, True
+        self._resume_step = step
         self.__enter__()
 
     def write(self, role: str, spans: Iterable[WorkSpan]) -> None:
@@ -157,9 +155,8 @@ class TraceFile:
             begin, duration = start + self._offset, max(round(span.seconds * _MICROSECONDS), 1)
             facts = {"rollout_id": span.rollout_id} | ({"rows": span.num_rows} if span.num_rows else {})
             place = {"pid": self._rows[role], "tid": self._lane(role, begin, begin + duration)}
-            self._write(
-                {"ph": "X", "name": span.name, "cat": role, "ts": begin, "dur": duration, **place, "args": facts}
-            )
+            event = {"ph": "X", "name": span.name, "cat": role, "ts": begin, "dur": duration}
+            self._write({**event, **place, "args": facts})
         self._file.flush()
 
     def _name_row(self, role: str) -> None:
@@ -232,9 +229,8 @@ def _read_events(path: Path) -> Sequence[dict[str, Any]]:
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):  # the run was killed while it wrote, or is writing
                 break
-            raise DataError(
-                f"no trace event: {error}", where=f"{path}:{number}", expected="one event of the Trace Event Format"
-            ) from error
+            expected = "one event of the Trace Event Format"
+            raise DataError(f"no trace event: {error}", where=f"{path}:{number}", expected=expected) from error
     return events
 
 
@@ -248,6 +244,5 @@ def _checked(event: dict[str, Any]) -> dict[str, Any]:
 
 def _is_before(event: dict[str, Any], resume_step: int) -> bool:
     """Whether an event of an earlier run stays when a run goes on after ``resume_step`` steps."""
-    if event["ph"] != "X":
-        return True
-    return bool(event["args"]["rollout_id"] < resume_step + (event["name"] in _NAMED_BY_VERSION))
+    last = resume_step + (event["name"] in _NAMED_BY_VERSION)
+    return bool(event["ph"] != "X" or event["args"]["rollout_id"] < last)
