@@ -221,12 +221,8 @@ def rewards(evidence: Evidence) -> Check:
         return _wrong(name, faults)
     if not scored and not evidence.of_metric("rollout/raw_reward"):
         return _unknown(name, "no reward was recorded")
-    failed = sum(
-        _finite(evidence.of_metric(f"{part}/{domain}_failures")).get(step, 0.0)
-        for part in PARTS_OF_ROLLOUTS
-        for domain in ("infra", "data")
-        for step in evidence.steps
-    )
+    failures = [f"{part}/{domain}_failures" for part in PARTS_OF_ROLLOUTS for domain in ("infra", "data")]
+    failed = sum(sum(_finite(evidence.of_metric(name)).values()) for name in failures)
     text = f"{len(scored)} recorded rewards are finite; {failed:g} failed attempts"
     # Of the ledger: quarantine.jsonl also has the groups of earlier runs in the folder, and of steps done again.
     if (quarantined := evidence.ledger.counts.get("quarantined")) is not None:

@@ -108,19 +108,13 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
     """The costs of the run in ``folder``. Raises DataError if it has no trace, or too few steps for a fit."""
     spans = read_trace(folder)
     if not any(span.name == "update" for span in spans.get(ACTOR, ())):
-        raise DataError(
-            "there is no timeline of training steps",
-            where=str(Path(folder) / TRACE_FILE),
-            expected="the folder (--run-dir) of a run that trained",
-        )
+        where, expected = str(Path(folder) / TRACE_FILE), "the folder (--run-dir) of a run that trained"
+        raise DataError("there is no timeline of training steps", where=where, expected=expected)
     steps = _steps(spans, read_metrics(folder), shape)
     if len(steps) < FEWEST_STEPS:
-        raise DataError(
-            f"{len(steps)} steps without a checkpoint or an evaluation follow the first one",
-            where=str(folder),
-            expected=f"at least {FEWEST_STEPS} for a fit",
-            hint="--num-rollout 12, and a larger --save-interval and --eval-interval",
-        )
+        what = f"{len(steps)} steps without a checkpoint or an evaluation follow the first one"
+        hint = "--num-rollout 12, and a larger --save-interval and --eval-interval"
+        raise DataError(what, where=str(folder), expected=f"at least {FEWEST_STEPS} for a fit", hint=hint)
     unknown: list[str] = []
     residuals: dict[str, float] = {}
     passes = tuple(sorted({span.name for span in spans[ACTOR]} & set(MODEL_FIELDS)))

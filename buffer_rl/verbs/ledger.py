@@ -93,13 +93,9 @@ def _run_facts(audit: LedgerAudit) -> dict[str, Any]:
 
 
 def _group_facts(audit: LedgerAudit, uid: GroupUid) -> dict[str, Any]:
-    entry = audit.entry(uid)
-    return {
-        "path": str(audit.path),
-        "uid": str(uid),
-        "entry": asdict(entry) if entry else None,
-        "history": [asdict(line) for line in audit.history(uid)],
-    }
+    entry, history = audit.entry(uid), [asdict(line) for line in audit.history(uid)]
+    facts = {"entry": asdict(entry) if entry else None, "history": history}
+    return {"path": str(audit.path), "uid": str(uid), **facts}
 
 
 def _print_run(facts: dict[str, Any]) -> None:

@@ -204,10 +204,8 @@ def first_sentence(row: PluginInfo) -> str:
         module = ast.parse(Path(row.file).read_bytes())
     except (OSError, SyntaxError, ValueError):  # of a compiled module, or with null bytes
         return ""
-    found = (node for node in module.body if getattr(node, "name", None) == attr)
-    own = next(
-        (node for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)), None
-    )
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    own = next((node for node in module.body if isinstance(node, kinds) and node.name == attr), None)
     text = (own and ast.get_docstring(own)) or ast.get_docstring(module) or ""
     paragraph = " ".join(re.split(r"\n\s*\n", text)[0].replace("``", "").split())
     return re.split(r"(?<=[.!?])\s", paragraph)[0].rstrip(".:")

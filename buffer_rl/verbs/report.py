@@ -83,12 +83,10 @@ def _reading(where: str) -> Iterator[None]:
     except BufferRLError:
         raise
     except Exception as error:  # fault boundary: the files may have been edited, or written by another program
-        raise DataError(
-            f"the report could not be made: {type(error).__name__}: {error}",
-            where=where,
-            expected="metrics.jsonl, samples.jsonl and run.json as a run writes them",
-            hint="correct or remove what was edited there, and try buffer-rl report again",
-        ) from error
+        what = f"the report could not be made: {type(error).__name__}: {error}"
+        expected = "metrics.jsonl, samples.jsonl and run.json as a run writes them"
+        hint = "correct or remove what was edited there, and try buffer-rl report again"
+        raise DataError(what, where=where, expected=expected, hint=hint) from error
 
 
 def ledger_facts(run_dir: str | Path) -> LedgerFacts:

@@ -175,11 +175,9 @@ def write_small(source: Path, target: Path) -> None:
         factory: Any = AutoModelForCausalLM
         factory.from_config(config).to(torch.float32).save_pretrained(target)
     except Exception as error:  # fault boundary: many architectures
-        raise ConfigError(
-            f"no small {config.model_type} can be made: {type(error).__name__}: {error}",
-            where="--drill-model small",
-            hint="--drill-model own, or a small --hf-checkpoint",
-        ) from error
+        what = f"no small {config.model_type} can be made: {type(error).__name__}: {error}"
+        hint = "--drill-model own, or a small --hf-checkpoint"
+        raise ConfigError(what, where="--drill-model small", hint=hint) from error
     for file in source.iterdir():
         is_weight = file.suffix in (".safetensors", ".bin", ".pth") or file.name.endswith(".index.json")
         if file.is_file() and not is_weight and not (target / file.name).exists():

@@ -163,11 +163,9 @@ class Drill:
         with self._run("undisturbed") as run:
             status = run.wait(START_S + LIMIT_S)
             if status:
-                raise ConfigError(
-                    f"the undisturbed run ended with status {status}; the end of its output:\n{run.last_lines()}",
-                    where=str(run.output),
-                    hint="mend the configuration first; buffer-rl train --dry-run checks it in seconds",
-                )
+                what = f"the undisturbed run ended with status {status}; the end of its output:\n{run.last_lines()}"
+                hint = "mend the configuration first; buffer-rl train --dry-run checks it in seconds"
+                raise ConfigError(what, where=str(run.output), hint=hint)
             usual = usual_step(run.steps())
         self._ended("undisturbed", run, 0)
         say(f"undisturbed run: {usual['perf/step_time']:.2f} s a step")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -34,6 +35,10 @@ NUM_PROMPTS = 4096
 WITHOUT_LIMIT = 1e12
 ROUNDS, FURTHEST = 4, 4.0
 """Of ``calibrated``: runs at most, and by how much a round changes costs at most."""
+OF_GENERATION = ("decode_step", "decode_token", "score", "ticket")
+OF_TRAINING = ("update_fixed", "update_token", "forward_token")
+"""The costs that a round of ``calibrated`` changes together."""
+_TIMEOUTS = [f"{what}_timeout_s" for what in ("rollout", "train", "publish", "save", "buffer")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +79,14 @@ class Forecast:
         return self.tokens / self.step_s if self.step_s > 0 else 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class Lengths:
-    """Tokens of each response: each group is drawn, by its uid, from those of a recorded run."""
+def drawn_lengths(recorded: Sequence[Sequence[int]]) -> Callable[[GroupUid, int], int]:
+    """Tokens of a response by its group and index: each group is drawn, by its uid, from those of a recorded run."""
 
-    recorded: Sequence[Sequence[int]]
-    drawn: dict[GroupUid, Sequence[int]] = field(default_factory=dict)
+    @cache
+    def group(uid: GroupUid) -> Sequence[int]:
+        return Random(f"{uid}").choice(recorded)
 
-    def __call__(self, uid: GroupUid, index: int) -> int:
-        if uid not in self.drawn:
-            self.drawn[uid] = Random(f"{uid}").choice(self.recorded)
-        group = self.drawn[uid]
-        return group[index % len(group)]
+    return lambda uid, index: group(uid)[index % len(group(uid))]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,7 +233,7 @@ def forecast(recorded: Recorded, costs: Costs, setup: Setup, num_steps: int, pro
         runtime=runtime,
         state=noted,
         engines=SimpleNamespace(),  # type: ignore[arg-type]
-        length=Lengths(recorded=recorded.lengths),
+        length=drawn_lengths(recorded.lengths),
         drops=recorded.drops,
         batches=engines,
         worker=machine.process(float),
@@ -268,16 +269,8 @@ def calibrated(recorded: Recorded, setup: Setup, num_steps: int, prompts: Path) 
     for _ in range(ROUNDS):
         found = forecast(recorded, costs, setup, num_steps, prompts)
         generation, training = _ratio(recorded.ticket_s, found.ticket_s), _ratio(recorded.update_s, found.update_s)
-        costs = replace(
-            costs,
-            decode_step=costs.decode_step * generation,
-            decode_token=costs.decode_token * generation,
-            score=costs.score * generation,
-            ticket=costs.ticket * generation,
-            update_fixed=costs.update_fixed * training,
-            update_token=costs.update_token * training,
-            forward_token=costs.forward_token * training,
-        )
+        factors = dict.fromkeys(OF_GENERATION, generation) | dict.fromkeys(OF_TRAINING, training)
+        costs = replace(costs, **{name: getattr(costs, name) * factor for name, factor in factors.items()})
         if max(abs(generation - 1.0), abs(training - 1.0)) < 0.01:
             break
     return costs
@@ -308,13 +301,6 @@ def _buffer(setup: Setup, prompts: Path) -> BufferState:
 def _plan(recorded: Recorded, setup: Setup, num_steps: int) -> RunPlan:
     models = {name: model for model, name in FIELD_OF_MODEL.items()}
     passes = tuple((ACTOR, models[name]) for name in recorded.passes)
-    return RunPlan(
-        num_rollouts=num_steps,
-        schedule=setup.schedule,
-        roles=RolePlan(passes=passes, stream_gradients=setup.streams_gradients),
-        rollout_timeout_s=WITHOUT_LIMIT,
-        train_timeout_s=WITHOUT_LIMIT,
-        publish_timeout_s=WITHOUT_LIMIT,
-        save_timeout_s=WITHOUT_LIMIT,
-        buffer_timeout_s=WITHOUT_LIMIT,
-    )
+    roles = RolePlan(passes=passes, stream_gradients=setup.streams_gradients)
+    timeouts: dict[str, Any] = dict.fromkeys(_TIMEOUTS, WITHOUT_LIMIT)
+    return RunPlan(num_rollouts=num_steps, schedule=setup.schedule, roles=roles, **timeouts)

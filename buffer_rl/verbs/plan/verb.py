@@ -252,14 +252,12 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 def _values(found: Forecast) -> dict[str, Any]:
     stale = found.staleness or [0]
+    measured = {name: getattr(found, name) for name in ("step_s", "tokens_per_s", "engines_busy", "trainer_busy")}
     return {
         "schedule": name_of(found.setup),
         "engines": found.setup.engines,
         "ranks": found.setup.ranks,
-        "step_s": found.step_s,
-        "tokens_per_s": found.tokens_per_s,
-        "engines_busy": found.engines_busy,
-        "trainer_busy": found.trainer_busy,
+        **measured,
         "staleness_mean": fmean(stale),
         "staleness_max": max(stale),
     }

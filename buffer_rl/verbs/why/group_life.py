@@ -264,9 +264,7 @@ def _because(reason: str, life: GroupLife) -> str:
 
 
 def _requeued(attempt: Attempt) -> str:
-    if attempt.why in _REOPENED:
-        return _REOPENED[attempt.why]
-    known = {
+    known = _REOPENED | {
         FAILED: "the attempt failed",
         NOT_NEEDED: f"train_{attempt.ticket} leased no group afterwards, so it did not need it any more",
         BEGUN_AGAIN: f"no failure of it is counted, and train_{attempt.ticket} leased groups again afterwards, so its "
