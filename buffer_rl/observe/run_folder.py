@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jsonlines
+from pydantic import TypeAdapter
 
 from buffer_rl import __version__
 from buffer_rl.args import Args
@@ -230,7 +231,7 @@ class RunFacts:
     end: Mapping[str, str] = field(default_factory=dict)
     loss: str = ""
     max_staleness: int | None = None
-    start: Mapping[str, float] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)
     version: str = ""
     changed: Mapping[str, Any] = field(default_factory=dict)
     data: Sequence[Mapping[str, Any]] = ()
@@ -294,20 +295,6 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 def read_facts(run_dir: str | Path) -> RunFacts:
     """The facts of the run in ``run_dir``; empty where the file is missing or has another format."""
     try:
-        found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
-        started, version = str(found["started"]), str(found["version"])
-        return RunFacts(
-            started=started,
-            start=dict(found.get("start", {})),
-            command=tuple(map(str, found.get("command", ()))),
-            options=dict(found.get("options", {})),
-            end={str(key): str(value) for key, value in dict(found.get("end", {})).items()},
-            loss=str(found.get("loss", "")),
-            max_staleness=found.get("max_staleness"),
-            version=version,
-            changed=dict(found["changed"]),
-            data=tuple(dict(source) for source in found.get("data", ())),
-            cores=found.get("cores"),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return TypeAdapter(RunFacts).validate_json((Path(run_dir) / RUN_FILE).read_bytes())
+    except (OSError, ValueError):  # of pydantic too
         return RunFacts()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from buffer_rl.errors import DataError
@@ -129,9 +128,7 @@ class TraceFile:
         self._file.flush()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.write("\n]\n")
             self._file.close()
@@ -139,7 +136,7 @@ class TraceFile:
 
     def went_back(self, step: int) -> None:
         """Go on from the checkpoint after ``step`` steps, as for ``resume_step``; -1: from the start."""
-        self.__exit__(None, None, None)
+        self.__exit__()
         self._resume_step = step
         self.__enter__()
 

@@ -22,7 +22,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.driver.driver import Driver
-from buffer_rl.observe.costs import Costs, Recorded
+from buffer_rl.observe.costs import Costs, Recorded, Shape
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.plan.roles import ACTOR, FIELD_OF_MODEL
 from buffer_rl.plan.schedule import RolePlan, RunPlan, Schedule
@@ -42,16 +42,12 @@ _TIMEOUTS = [f"{what}_timeout_s" for what in ("rollout", "train", "publish", "sa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class Setup(Shape):
     """A configuration. slots: requests that an engine decodes together. cores: that all processes share, None if each
     has a device of its own. others: processes of other work on the machine, always busy. streams_gradients:
     ``--stream-gradients``."""
 
     schedule: Schedule
-    engines: int
-    ranks: int
-    groups: int
-    samples: int
     slots: int
     cores: float | None = None
     others: float = 0.0

@@ -131,13 +131,12 @@ def make_plan(
     folder: Path, schedules: Sequence[tuple[Schedule, bool]], gpus: int | None, cores: float | None, num_steps: int
 ) -> Plan:
     """Fit the run in ``folder``, and simulate it with every schedule and split. Raises ConfigError and DataError."""
-    from buffer_rl.observe.costs import Shape, fitted
+    from buffer_rl.observe.costs import fitted
     from buffer_rl.verbs.plan.forecast import calibrated, forecast, write_prompts
 
     args = options_of(folder)
     setup, notes = setup_of(args, folder, cores)
-    shape = Shape(groups=setup.groups, samples=setup.samples, engines=setup.engines, ranks=setup.ranks)
-    recorded = fitted(folder, shape)
+    recorded = fitted(folder, setup)
     per_engine = int(args.rollout_num_gpus_per_engine)
     splits = splits_of(gpus or setup.ranks + setup.engines * per_engine, per_engine)
     with tempfile.TemporaryDirectory() as name:

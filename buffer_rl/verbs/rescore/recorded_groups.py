@@ -32,14 +32,13 @@ FANNED_OUT = "fanned_out"
 class RecordedStep:
     """The groups of one rollout with the rewards that they had. total: how many it has in the ledger, None if it is not
     known. trained_on: the ``reward`` of each row after normalisation, by row, where it was recorded. skipped: groups
-    that cannot be scored, by reason. whole: the groups are those of a step, with their tokens, and not of a ticket."""
+    that cannot be scored, by reason."""
 
     rollout_id: int
     groups: list[SampleGroup] = field(default_factory=list)
     total: int | None = None
     trained_on: dict[RowId, float] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
-    whole: bool = False
+    skipped: Counter[str] = field(default_factory=Counter)
 
 
 class RecordReader:
@@ -109,24 +108,23 @@ class RecordReader:
         return step
 
     def _of_rows(self, batch: TrainBatch, total: int | None) -> RecordedStep:
-        step = RecordedStep(rollout_id=batch.rollout_id, total=total, whole=True)
+        step = RecordedStep(rollout_id=batch.rollout_id, total=total)
         places: dict[GroupUid, list[int]] = {}
         for place, row in enumerate(batch.row_ids):
             places.setdefault(row.uid, []).append(place)
         names = ("response_length", "raw_reward", "reward")
         lengths, rewards, trained_on = (np.asarray(batch.columns[name]).tolist() for name in names)
         truncated = np.asarray(batch.columns.get("truncated", [False] * len(batch))).tolist()
-        skipped = Counter[str]()
         for uid, of_group in places.items():
             rows = [batch.row_ids[place] for place in of_group]
             if any(row.part for row in rows):
-                skipped[FANNED_OUT] += 1
+                step.skipped[FANNED_OUT] += 1
                 continue
             known = [of[str(uid)] for of in self._lines.values() if str(uid) in of]
             try:
                 prompt, samples = self._prompts(uid, known[-1] if known else ()), []
             except DataError:
-                skipped[NO_PROMPT] += 1
+                step.skipped[NO_PROMPT] += 1
                 continue
             for place, row in zip(of_group, rows, strict=True):
                 length = int(lengths[place])
@@ -141,7 +139,6 @@ class RecordReader:
                 step.trained_on[row] = trained_on[place]
                 samples.append(sample)
             step.groups.append(SampleGroup(uid=uid, samples=samples))
-        step.skipped = dict(skipped)
         return step
 
     def _sample(self, prompt: Sample, index: int, tokens: list[int], length: int, text: str) -> Sample:
