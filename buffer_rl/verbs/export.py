@@ -23,19 +23,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         description="Check a checkpoint against its manifest and copy its model and tokenizer into a folder of their\n"
         "own, which transformers and every engine can load.",
     )
-    parser.add_argument(
-        "--load",
-        required=True,
-        metavar="CHECKPOINT",
-        help="a folder or URL step_NNNNNN, or --save's, then the newest in it",
-    )
+    load = "a folder or URL step_NNNNNN, or --save's, then the newest in it"
+    parser.add_argument("--load", required=True, metavar="CHECKPOINT", help=load)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make; it must not be there")
-    parser.add_argument(
-        "--save-dtype",
-        choices=["input", "float32", "bfloat16", "float16"],
-        default="input",
-        help="number format of the weights; input: as the checkpoint has them, whose run had a --save-dtype too",
-    )
+    dtype = "number format of the weights; input: as the checkpoint has them, whose run had a --save-dtype too"
+    dtypes = ["input", "float32", "bfloat16", "float16"]
+    parser.add_argument("--save-dtype", choices=dtypes, default="input", help=dtype)
     parser.set_defaults(run=run)
 
 

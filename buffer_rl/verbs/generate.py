@@ -58,13 +58,9 @@ _ACTING_SECTIONS = ("Engine", "SGLang", "Reward")
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb."""
     sections = sections_of(plugins_named(argv))
-    parser = subparsers.add_parser(
-        "generate",
-        description=_DESCRIPTION,
-        usage="buffer-rl generate (--hf-checkpoint FOLDER | --load CHECKPOINT) (--prompt TEXT | --prompt-data FILE)"
-        " [-n INT] [--json]",
-        add_help=False,
-    )
+    usage = "buffer-rl generate (--hf-checkpoint FOLDER | --load CHECKPOINT) (--prompt TEXT | --prompt-data FILE)"
+    usage += " [-n INT] [--json]"
+    parser = subparsers.add_parser("generate", description=_DESCRIPTION, usage=usage, add_help=False)
     add_help(parser, sections)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
     parser.add_argument("-n", type=_count, default=1, metavar="INT", help="number of responses per prompt (default: 1)")

@@ -68,25 +68,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         description="Predict seconds per step and trained tokens per second of a run on other numbers of engines and\n"
         "trainer ranks, and with other schedules. It simulates the costs of the recorded run in virtual time.",
     )
-    parser.add_argument(
-        "--trace", metavar="RUN_DIR", required=True, help="the folder of a recorded run, of 8 steps or more"
-    )
+    trace, default = "the folder of a recorded run, of 8 steps or more", "(default: %(default)s)"
+    cores = "cores that all processes share (default: those of the run's machine, if engines and trainer run on CPUs)"
+    schedules = ",".join(DEFAULT_SCHEDULES)
+    parser.add_argument("--trace", metavar="RUN_DIR", required=True, help=trace)
     parser.add_argument("--gpus", metavar="N", type=int, help="devices in all (default: as many as the run had)")
-    parser.add_argument(
-        "--schedules",
-        metavar="LIST",
-        default=",".join(DEFAULT_SCHEDULES),
-        help=f"{SCHEDULES} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cores",
-        metavar="N",
-        type=float,
-        help="cores that all processes share (default: those of the run's machine, if engines and trainer run on CPUs)",
-    )
-    parser.add_argument(
-        "--steps", metavar="N", type=int, default=NUM_STEPS, help="steps to simulate (default: %(default)s)"
-    )
+    parser.add_argument("--schedules", metavar="LIST", default=schedules, help=f"{SCHEDULES} {default}")
+    parser.add_argument("--cores", metavar="N", type=float, help=cores)
+    parser.add_argument("--steps", metavar="N", type=int, default=NUM_STEPS, help=f"steps to simulate {default}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
