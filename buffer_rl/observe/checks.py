@@ -132,7 +132,7 @@ def tokens(evidence: Evidence) -> Check:
     if not gaps:
         compared = "no step compared the log-probabilities of engine and trainer"
         return _unknown(name, compared if evidence.trained else "nothing is trained")
-    if faults := [f"step {step}: the difference of log-probabilities is not finite" for step in _not_finite(gaps)]:
+    if faults := _not_finite(gaps, "the difference of log-probabilities"):
         return _wrong(name, faults)
     step, worst = max(_finite(gaps).items(), key=lambda item: item[1])
     found = f"engine and trainer differ by {worst:.2g} nats per token at most (step {step})"
@@ -140,11 +140,7 @@ def tokens(evidence: Evidence) -> Check:
         return _unknown(name, f"{found}; the run did not note its limit")
     if limit is None:
         return _unknown(name, f"{found}; --max-logprob-diff none sets no limit")
-    over = [
-        f"step {step}: {gap:.3g} nats per token between engine and trainer, at most {limit:g} is allowed"
-        for step, gap in _finite(gaps).items()
-        if gap > limit
-    ]
+    over = _above(limit, gaps, "{:.3g} nats per token between engine and trainer")
     return _wrong(name, over) if over else _right(name, f"{found}, in {len(gaps)} of {len(evidence.trained)} steps")
 
 
@@ -156,12 +152,7 @@ def weights(evidence: Evidence) -> Check:
     if bound is None:
         return _unknown(name, "the run did not note its bound of staleness")
     staleness = evidence.of_metric("staleness/max")
-    faults = [f"step {step}: the staleness is not finite" for step in _not_finite(staleness)]
-    faults += [
-        f"step {step}: tokens are {value:g} versions old, at most {bound} is allowed"
-        for step, value in _finite(staleness).items()
-        if value > bound
-    ]
+    faults = [*_not_finite(staleness, "the staleness"), *_above(bound, staleness, "tokens are {:g} versions old")]
     claimed = [sample for sample in evidence.samples if sample.get("versions")]
     newest = max([*evidence.trained, *(rollout for rollout, _, _ in evidence.ledger.commits)]) + 1
     keeps = bool(evidence.facts.option("--partial-rollout"))
@@ -209,8 +200,7 @@ def rewards(evidence: Evidence) -> Check:
     faults = []
     for metric in ("raw_reward", "raw_reward_all"):
         for part in PARTS_OF_ROLLOUTS:
-            steps = _not_finite(evidence.of_metric(f"{part}/{metric}"))
-            faults += [f"step {step}: {part}/{metric} is not finite" for step in steps]
+            faults += _not_finite(evidence.of_metric(f"{part}/{metric}"), f"{part}/{metric}")
     scored = [sample for sample in evidence.samples if sample.get("reward") is not None]
     for sample in scored:
         if sample.get("status") in _UNTRAINED and not sample.get("masked"):
@@ -280,8 +270,14 @@ def _finite(values: Mapping[int, float | None]) -> dict[int, float]:
     return {step: value for step, value in values.items() if value is not None}
 
 
-def _not_finite(values: Mapping[int, float | None]) -> list[int]:
-    return [step for step, value in values.items() if value is None]
+def _not_finite(values: Mapping[int, float | None], what: str) -> list[str]:
+    return [f"step {step}: {what} is not finite" for step, value in values.items() if value is None]
+
+
+def _above(limit: float, values: Mapping[int, float | None], what: str) -> list[str]:
+    """The steps whose value is larger. what: the value, in the form of ``str.format``."""
+    over = {step: what.format(value) for step, value in _finite(values).items() if value > limit}
+    return [f"step {step}: {text}, at most {limit:g} is allowed" for step, text in over.items()]
 
 
 def _right(name: str, text: str) -> Check:

@@ -100,7 +100,9 @@ def write_plugin(kind: str, name: str, folder: Path) -> tuple[Path, Path]:
     for path in paths:
         if path.exists():
             raise ConfigError(f"{path} is there already", hint="choose another name or --output FOLDER")
-    texts = plugin_texts(row, name)
+    values = {"kind": row, "module": name, "name": object_name(row, name)}
+    files = (f"{kind}.py.jinja", f"test_{kind}.py.jinja")
+    texts = [templates("plugin").get_template(file).render(values) for file in files]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts, strict=True):
@@ -113,14 +115,6 @@ def write_plugin(kind: str, name: str, folder: Path) -> tuple[Path, Path]:
 def object_name(kind: PluginKind, name: str) -> str:
     """The name of the function, or of the class for kinds that are classes: ``my_logger`` makes ``MyLogger``."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("_")) if kind.constructed else name
-
-
-def plugin_texts(kind: PluginKind, name: str) -> tuple[str, str]:
-    """The plugin's file and its test's."""
-    values = {"kind": kind, "module": name, "name": object_name(kind, name)}
-    files = (f"{kind.name}.py.jinja", f"test_{kind.name}.py.jinja")
-    plugin, test = (templates("plugin").get_template(file).render(values) for file in files)
-    return plugin, test
 
 
 def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:

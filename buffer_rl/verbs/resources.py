@@ -34,7 +34,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What a run takes of this machine. parameters: of ``--hf-checkpoint``, as its files say. disk: bytes that the
-    folders of the run hold at its end. processes: those that compute, by name. rows: of an optimizer step."""
+    folders of the run hold at its end. processes: those that compute, by name. rows: of the smallest optimizer step."""
 
     parameters: int
     disk: int
@@ -65,7 +65,7 @@ def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None)
 
     free_bytes: of the disk of a folder; that of the system where absent.
     """
-    rows = rows_of_step(args)
+    rows = args.rollout_batch_size // args.num_steps_per_rollout * args.n_samples_per_prompt
     _check_ranks(args, rows)
     parameters, on_disk = _size_of_model(args)
     spaces = _spaces(args, parameters, on_disk)
@@ -74,11 +74,6 @@ def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None)
     needs = Needs(parameters=parameters, disk=disk, processes=processes, cores=cores, rows=rows)
     free_bytes = free_bytes or (lambda folder: shutil.disk_usage(folder).free)
     return needs, [*_core_notices(args, needs), *_disk_notices(spaces, free_bytes)]
-
-
-def rows_of_step(args: Args) -> int:
-    """Samples of the smallest optimizer step of a rollout."""
-    return int(args.rollout_batch_size // args.num_steps_per_rollout * args.n_samples_per_prompt)
 
 
 def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[str, tuple[int, str]]:

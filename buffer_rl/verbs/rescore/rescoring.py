@@ -210,10 +210,8 @@ def _best(rewards: Sequence[float]) -> list[int]:
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Spearman's rank correlation, with the mean rank for equal values; None if one side is constant."""
-    a, b = _ranks(left), _ranks(right)
-    a, b = a - a.mean(), b - b.mean()
-    norm = float(np.sqrt((a * a).sum() * (b * b).sum()))
-    return float((a * b).sum() / norm) if norm > 0 else None
+    ranks = _ranks(left), _ranks(right)
+    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(each) > 0 for each in ranks) else None
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
