@@ -33,6 +33,9 @@ _CHECK = """Import one plugin and check its signature. A loss and an advantage e
 from a seed, and checked for what their unit or scope and needs promise: one line a property; the exit status is 1 where
 one fails. With --on FILE a reward, a filter, a generate function, an agent or an environment is called, too, on rows of
 the file."""
+_ON = """call the plugin on rows of this file. A reward gets the label, an empty and a truncated answer. A filter gets
+groups with rewards of 0 and 1. The others get an engine that answers the label"""
+_PLUGIN = "load a pluggy plugin, or block one with no:NAME"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -49,26 +52,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         "--kind", metavar="KIND", choices=list(KINDS), help="the kind to check for; guessed where absent"
     )
     check.add_argument("reference", metavar="REF", help="module:name, ./file.py:name or a registered name")
-    check.add_argument(
-        "--on",
-        metavar="FILE",
-        help="call the plugin on rows of this file. A reward gets the label, an empty and a truncated answer. A filter "
-        "gets groups with rewards of 0 and 1. The others get an engine that answers the label",
-    )
+    check.add_argument("--on", metavar="FILE", help=_ON)
     check.add_argument("--config", metavar="FILE", help="with --on: options of a run, such as label_key and reward_key")
     new = actions.add_parser("new", help="write a working plugin of your own, with its test")
     new.add_argument("kind", metavar="KIND", choices=list(KINDS), help=f"one of {', '.join(KINDS)}")
     new.add_argument("name", metavar="NAME", help="of the file and of the function in it")
     new.add_argument("--output", metavar="FOLDER", default=".", help="where the two files go; the working directory")
     for action in (listing, check):
-        action.add_argument(
-            "-p",
-            "--plugin",
-            action="append",
-            default=[],
-            metavar="NAME",
-            help="load a pluggy plugin, or block one with no:NAME",
-        )
+        action.add_argument("-p", "--plugin", action="append", default=[], metavar="NAME", help=_PLUGIN)
     parser.set_defaults(run=run)
 
 

@@ -30,11 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run (--run-dir of train); several are compared"
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="where to write it (default: RUN_DIR/report.html, of several runs comparison.html here)",
-    )
+    where = "where to write it (default: RUN_DIR/report.html, of several runs comparison.html here)"
+    parser.add_argument("--output", metavar="FILE", help=where)
     parser.add_argument("--title", metavar="TEXT", default="", help="the heading (default: the folder's name)")
     parser.set_defaults(run=run)
 

@@ -32,14 +32,13 @@ FANNED_OUT = "fanned_out"
 class RecordedStep:
     """The groups of one rollout with the rewards that they had. total: how many it has in the ledger, None if it is not
     known. trained_on: the ``reward`` of each row after normalisation, by row, where it was recorded. skipped: groups
-    that cannot be scored, by reason. whole: the groups are those of a step, with their tokens, and not of a ticket."""
+    that cannot be scored, by reason."""
 
     rollout_id: int
     groups: list[SampleGroup] = field(default_factory=list)
     total: int | None = None
     trained_on: dict[RowId, float] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
-    whole: bool = False
 
 
 class RecordReader:
@@ -109,7 +108,7 @@ class RecordReader:
         return step
 
     def _of_rows(self, batch: TrainBatch, total: int | None) -> RecordedStep:
-        step = RecordedStep(rollout_id=batch.rollout_id, total=total, whole=True)
+        step = RecordedStep(rollout_id=batch.rollout_id, total=total)
         places: dict[GroupUid, list[int]] = {}
         for place, row in enumerate(batch.row_ids):
             places.setdefault(row.uid, []).append(place)
