@@ -295,16 +295,15 @@ def read_facts(run_dir: str | Path) -> RunFacts:
     """The facts of the run in ``run_dir``; empty where the file is missing or has another format."""
     try:
         found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
-        started, version = str(found["started"]), str(found["version"])
         return RunFacts(
-            started=started,
+            started=str(found["started"]),
             start=dict(found.get("start", {})),
             command=tuple(map(str, found.get("command", ()))),
             options=dict(found.get("options", {})),
             end={str(key): str(value) for key, value in dict(found.get("end", {})).items()},
             loss=str(found.get("loss", "")),
             max_staleness=found.get("max_staleness"),
-            version=version,
+            version=str(found["version"]),
             changed=dict(found["changed"]),
             data=tuple(dict(source) for source in found.get("data", ())),
             cores=found.get("cores"),

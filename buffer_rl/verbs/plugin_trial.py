@@ -56,12 +56,9 @@ def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, a
     DataError for the file, and PluginError or RolloutError for a function that fails or answers what it must not.
     """
     trials: Mapping[str, Callable[..., Coroutine[Any, Any, list[str]]]] = {
-        "reward": _try_reward,
-        "group_reward": _try_reward,
+        **dict.fromkeys(("reward", "group_reward"), _try_reward),
         "filter": _try_filter,
-        "generate": _try_samples,
-        "agent": _try_samples,
-        "environment": _try_samples,
+        **dict.fromkeys(("generate", "agent", "environment"), _try_samples),
     }
     refuse(kind not in trials, f"--on: a plugin of the kind {kind!r} is not called on rows", expected=", ".join(trials))
     source = RowSource(use="answers", path=path, dataset=read_dataset(path, RowKeys.from_args(args)))

@@ -62,8 +62,7 @@ class RecordReader:
         finished = {ticket.rollout_id: ticket.finished for ticket in self._records.audit.tickets(-1)}
         found = []
         for rollout in sorted({*commits, *finished, *self._lines}):
-            batch = self._records.dumped(rollout)
-            if batch is None:
+            if (batch := self._records.dumped(rollout)) is None:
                 found.append(self._of_lines(rollout, finished.get(rollout)))
             else:
                 found.append(self._of_rows(batch, commits.get(rollout)))

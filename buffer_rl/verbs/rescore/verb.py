@@ -79,7 +79,7 @@ def options_of(records: RunRecords, namespace: argparse.Namespace) -> Args:
     """The run's options, as ``run.json`` has them, with the reward options that the command gives. A reward that is
     given replaces the run's, its ``--reward-key`` too. Raises ConfigError."""
     given = given_flags(namespace)
-    base = {flag.removeprefix("--").replace("-", "_"): value for flag, value in records.changed.items()}
+    base = {flag.removeprefix("--").replace("-", "_"): value for flag, value in records.facts.changed.items()}
     base = {name: value for name, value in base.items() if MASK not in json.dumps(value)}  # the secrets are not there
     options_class = compose(sections_of(base.get("plugin") or []))
     if any(name in given for name in CHOICES):
