@@ -49,9 +49,8 @@ class RunObserver:
         self._run_dir = run_dir = str(args.run_dir)
         if isinstance(args, Options):
             write_facts(run_dir, args, provenance, startup.command if startup else ())
-        loggers = {
-            name: construct("logger", name, registry.resolve("logger", name), args, run_dir) for name in args.logger
-        }
+        found = {name: registry.resolve("logger", name) for name in args.logger}
+        loggers = {name: construct("logger", name, logger, args, run_dir) for name, logger in found.items()}
         self.evaluated = -1
         self._registry = registry
         self._metrics = MetricHub(run_dir, loggers, resume_step=resume_step)

@@ -85,11 +85,6 @@ class Board:
         self.drops = {done: drops for done, drops in self.drops.items() if done < step}
         self.first_step = None
 
-    def record_eval(self, metrics: Mapping[str, float], step: int) -> None:
-        """Store the results of the evaluation after ``step`` training steps."""
-        self.evals = eval_scores(metrics)
-        self.eval_step = step
-
     def remaining_s(self, now: float) -> float | None:
         """Expected time to the end, from the mean time of this run's steps, evaluations included."""
         if self.total_steps is None or self.last_step is None or self.first_step is None:
@@ -182,7 +177,7 @@ class Progress:
     def eval(self, metrics: Mapping[str, float], step: int) -> None:
         """The evaluation after ``step`` training steps has ended with these metrics."""
         with self._lock:
-            self._board.record_eval(metrics, step)
+            self._board.evals, self._board.eval_step = eval_scores(metrics), step
         self._say(eval_line(metrics, step))
 
     def notice(self, line: str) -> None:

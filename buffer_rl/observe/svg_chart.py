@@ -152,10 +152,8 @@ def thinned(line: Line) -> Line:
     edges = _edges(len(line.points), MAX_POINTS)
     if len(edges) == len(line.points) + 1:
         return line
-    means = []
-    for start, end in pairwise(edges):
-        part = line.points[start:end]
-        means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
+    parts = [line.points[start:end] for start, end in pairwise(edges)]
+    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
     return replace(line, points=means)
 
 

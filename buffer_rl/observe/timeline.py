@@ -241,5 +241,6 @@ def _checked(event: dict[str, Any]) -> dict[str, Any]:
 
 def _is_before(event: dict[str, Any], resume_step: int) -> bool:
     """Whether an event of an earlier run stays when a run goes on after ``resume_step`` steps."""
-    last = resume_step + (event["name"] in _NAMED_BY_VERSION)
-    return bool(event["ph"] != "X" or event["args"]["rollout_id"] < last)
+    if event["ph"] != "X":
+        return True
+    return bool(event["args"]["rollout_id"] < resume_step + (event["name"] in _NAMED_BY_VERSION))

@@ -7,7 +7,7 @@ an environment against an engine that answers each prompt with the row's label. 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -55,9 +55,11 @@ def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, a
     args: the options of a run, which name the fields of the rows. Raises ConfigError for a kind that cannot be tried,
     DataError for the file, and PluginError or RolloutError for a function that fails or answers what it must not.
     """
-    trials: dict[str, Callable[..., Coroutine[Any, Any, list[str]]]] = {"filter": _try_filter}
-    trials |= dict.fromkeys(("reward", "group_reward"), _try_reward)
-    trials |= dict.fromkeys(("generate", "agent", "environment"), _try_samples)
+    trials: Mapping[str, Callable[..., Coroutine[Any, Any, list[str]]]] = {
+        **dict.fromkeys(("reward", "group_reward"), _try_reward),
+        "filter": _try_filter,
+        **dict.fromkeys(("generate", "agent", "environment"), _try_samples),
+    }
     refuse(kind not in trials, f"--on: a plugin of the kind {kind!r} is not called on rows", expected=", ".join(trials))
     source = RowSource(use="answers", path=path, dataset=read_dataset(path, RowKeys.from_args(args)))
     return asyncio.run(trials[kind](registry, kind, reference, source, args))

@@ -35,6 +35,7 @@ one fails. With --on FILE a reward, a filter, a generate function, an agent or a
 the file."""
 _ON = """call the plugin on rows of this file. A reward gets the label, an empty and a truncated answer. A filter gets
 groups with rewards of 0 and 1. The others get an engine that answers the label"""
+_PLUGIN = "load a pluggy plugin, or block one with no:NAME"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -47,8 +48,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     listing.add_argument("--kind", metavar="KIND", choices=list(KINDS), help="only plugins of this kind")
     listing.add_argument("--json", action="store_true", help="print JSON")
     check = actions.add_parser("check", help="import one plugin and check it against its contract", description=_CHECK)
-    kind = "the kind to check for; guessed where absent"
-    check.add_argument("--kind", metavar="KIND", choices=list(KINDS), help=kind)
+    check.add_argument(
+        "--kind", metavar="KIND", choices=list(KINDS), help="the kind to check for; guessed where absent"
+    )
     check.add_argument("reference", metavar="REF", help="module:name, ./file.py:name or a registered name")
     check.add_argument("--on", metavar="FILE", help=_ON)
     check.add_argument("--config", metavar="FILE", help="with --on: options of a run, such as label_key and reward_key")
@@ -56,9 +58,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     new.add_argument("kind", metavar="KIND", choices=list(KINDS), help=f"one of {', '.join(KINDS)}")
     new.add_argument("name", metavar="NAME", help="of the file and of the function in it")
     new.add_argument("--output", metavar="FOLDER", default=".", help="where the two files go; the working directory")
-    plugin = "load a pluggy plugin, or block one with no:NAME"
     for action in (listing, check):
-        action.add_argument("-p", "--plugin", action="append", default=[], metavar="NAME", help=plugin)
+        action.add_argument("-p", "--plugin", action="append", default=[], metavar="NAME", help=_PLUGIN)
     parser.set_defaults(run=run)
 
 

@@ -27,10 +27,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         description="Write one HTML page of a run: five checks, curves, evaluation, timing, dropped groups, samples.\n"
         "Of several runs: one page that compares them. It needs no network and may be written while a run is at work.",
     )
-    folders = "the folder of a run (--run-dir of train); several are compared"
-    output = "where to write it (default: RUN_DIR/report.html, of several runs comparison.html here)"
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help=folders)
-    parser.add_argument("--output", metavar="FILE", help=output)
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run (--run-dir of train); several are compared"
+    )
+    where = "where to write it (default: RUN_DIR/report.html, of several runs comparison.html here)"
+    parser.add_argument("--output", metavar="FILE", help=where)
     parser.add_argument("--title", metavar="TEXT", default="", help="the heading (default: the folder's name)")
     parser.set_defaults(run=run)
 

@@ -79,7 +79,10 @@ async def _score_source(
         if MODEL in targets:
             return "--rm-model scores them"
         with at_row(source, row):
-            answers = _answers(context, sample)
+            prompt_ids, end = context.prompts.encode(sample), context.tokenizer.eos_token_id
+            if context.renders:
+                sample.prompt = context.prompts.rendered(sample)
+            answers = answers_to(sample, prompt_ids, context.prompts.encode_text, end)
         for target in targets:
             at, reward = source.dataset.where(row), target.reference
             found = await score_answers(args, registry, pool, target, answers, where=at)
@@ -95,18 +98,11 @@ async def _score_source(
     return ""
 
 
-def _answers(context: RolloutContext, sample: Sample) -> dict[str, Sample]:
-    """Answers to the row, by name: the label where it is text, nothing, and half an answer that was cut."""
-    prompt_ids = context.prompts.encode(sample)
-    if context.renders:
-        sample.prompt = context.prompts.rendered(sample)
-    return answers_to(sample, prompt_ids, context.prompts.encode_text, context.tokenizer.eos_token_id)
-
-
 def answers_to(
     sample: Sample, prompt_ids: list[int], encode: Callable[[str], list[int]], end: int | None
 ) -> dict[str, Sample]:
-    """As above. encode: of text, to token ids; end: the token that ends a response."""
+    """Answers to the row, by name: the label if it is text, nothing, and half an answer that was cut. encode: of text,
+    to token ids; end: the token that ends a response."""
     label = label_text(sample.label)
     text = label or str(sample.prompt)
     chosen = {LABEL: (label, Status.COMPLETED)} if label else {}

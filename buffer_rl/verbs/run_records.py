@@ -53,11 +53,6 @@ class RunRecords:
             yield cls(folder=folder, audit=audit, facts=read_facts(folder))
 
     @property
-    def changed(self) -> Mapping[str, Any]:
-        """The run's options that are not at their defaults, by flag."""
-        return self.facts.changed
-
-    @property
     def at_work(self) -> bool:
         """Whether a process of this machine writes the ledger; not if the run has ended, or is elsewhere."""
         return ledger_writer(self.folder / FILE_NAME) is not None
@@ -70,7 +65,7 @@ class RunRecords:
     def dumped(self, rollout_id: int) -> TrainBatch | None:
         """The rows that a step trained on, if ``--save-debug-rollout-data`` wrote them. Raises DataError for a damaged
         file."""
-        template = self.changed.get("--save-debug-rollout-data")
+        template = self.facts.changed.get("--save-debug-rollout-data")
         path = rollout_path(str(template), rollout_id) if template else None
         return read_rollout(path) if path is not None and path.is_file() else None
 

@@ -110,9 +110,8 @@ def lift(fault: Fault, met: Process) -> None:
 
 def moment(phase: str, step: Mapping[str, float]) -> float:
     """Seconds from the end of a step to the middle of ``phase`` in the next one, as an undisturbed step took them."""
-    phases = list(PHASES)
     lengths = [step.get(metric, 0.0) for metric in PHASES.values()]
-    number = phases.index(phase)
+    number = list(PHASES).index(phase)
     return sum(lengths[:number]) + lengths[number] / 2
 
 

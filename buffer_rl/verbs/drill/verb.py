@@ -82,12 +82,9 @@ def run(namespace: argparse.Namespace) -> int:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / "certificate.json").write_text("{}\n")
-    drill = Drill(args, namespace, folder)
-    certificate = drill.certificate()
+    certificate = Drill(args, namespace, folder).certificate()
     page = certificate.write(folder)
-    for line in certificate.lines():
-        say(line)
-    say(f"certificate              {page}")
+    say(*certificate.lines(), f"certificate              {page}", sep="\n")
     return 0 if certificate.passed else 1
 
 
@@ -199,14 +196,13 @@ class Drill:
             run.wait_until(lambda: not met.alive(), START_S + LIMIT_S)
         # In a publication, the step that is under way has been trained.
         survived = _trains_on(run, len(run.steps()) + (fault.phase == "publication"))
-        seconds = time.monotonic() - began
+        recovered_s = time.monotonic() - began if survived else None
         wrong = [] if survived else [run.last_lines()]
         found = "waited for" if passes else f"process {met.pid} was replaced"
         if passes != met.alive():
             wrong.append("it was replaced" if passes else "it is still there")
             found = ""
         last = int(steps[-1]["step"]) if steps else None
-        recovered_s = seconds if survived else None
         self._add(Row(fault=str(fault), step=last, found=found, recovered_s=recovered_s, wrong=tuple(wrong)))
 
     def _with_failing_rewards(self) -> None:

@@ -31,6 +31,7 @@ GRADIENTS = "stream-gradients"
 SCHEDULES = f"some of lockstep, pipelined, {GRADIENTS}, one-step-off, async:S:M"
 DEFAULT_SCHEDULES = ("lockstep", "pipelined", GRADIENTS, "one-step-off", "async:1:2", "async:2:4")
 NUM_STEPS = 16
+_CORES = "cores that all processes share (default: those of the run's machine, if engines and trainer run on CPUs)"
 ALL_SPLITS = 8
 """Devices up to which every split is tried; beyond, so many splits at most."""
 COLUMNS = {
@@ -68,14 +69,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         description="Predict seconds per step and trained tokens per second of a run on other numbers of engines and\n"
         "trainer ranks, and with other schedules. It simulates the costs of the recorded run in virtual time.",
     )
-    trace, default = "the folder of a recorded run, of 8 steps or more", "(default: %(default)s)"
-    cores = "cores that all processes share (default: those of the run's machine, if engines and trainer run on CPUs)"
-    schedules = ",".join(DEFAULT_SCHEDULES)
-    parser.add_argument("--trace", metavar="RUN_DIR", required=True, help=trace)
+    parser.add_argument(
+        "--trace", metavar="RUN_DIR", required=True, help="the folder of a recorded run, of 8 steps or more"
+    )
     parser.add_argument("--gpus", metavar="N", type=int, help="devices in all (default: as many as the run had)")
-    parser.add_argument("--schedules", metavar="LIST", default=schedules, help=f"{SCHEDULES} {default}")
-    parser.add_argument("--cores", metavar="N", type=float, help=cores)
-    parser.add_argument("--steps", metavar="N", type=int, default=NUM_STEPS, help=f"steps to simulate {default}")
+    chosen = ",".join(DEFAULT_SCHEDULES)
+    parser.add_argument("--schedules", metavar="LIST", default=chosen, help=f"{SCHEDULES} (default: %(default)s)")
+    parser.add_argument("--cores", metavar="N", type=float, help=_CORES)
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=NUM_STEPS, help="steps to simulate (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -100,9 +103,8 @@ def parse_schedule(text: str) -> tuple[Schedule, bool]:
             return Schedule(mode=Mode.PIPELINED, streams=True), True
         mode = Mode(text.strip())
     except ValueError as error:
-        raise ConfigError(
-            f"{text!r} is no schedule: {error}", where="--schedules", expected=f"{SCHEDULES}, with commas"
-        ) from error
+        what, expected = f"{text!r} is no schedule: {error}", f"{SCHEDULES}, with commas"
+        raise ConfigError(what, where="--schedules", expected=expected) from error
     if mode is Mode.ONE_STEP_OFF:
         return Schedule(mode=mode, target=1, max_staleness=1, drains=True), False
     return Schedule(mode=mode, streams=mode is Mode.PIPELINED), False

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.help import add_options, given_flags
 from buffer_rl.options.redaction import MASK
 from buffer_rl.options.section import compose, flag_of
@@ -78,7 +79,7 @@ def options_of(records: RunRecords, namespace: argparse.Namespace) -> Args:
     """The run's options, as ``run.json`` has them, with the reward options that the command gives. A reward that is
     given replaces the run's, its ``--reward-key`` too. Raises ConfigError."""
     given = given_flags(namespace)
-    base = {flag.removeprefix("--").replace("-", "_"): value for flag, value in records.changed.items()}
+    base = {flag.removeprefix("--").replace("-", "_"): value for flag, value in records.facts.changed.items()}
     base = {name: value for name, value in base.items() if MASK not in json.dumps(value)}  # the secrets are not there
     options_class = compose(sections_of(base.get("plugin") or []))
     if any(name in given for name in CHOICES):
@@ -86,9 +87,8 @@ def options_of(records: RunRecords, namespace: argparse.Namespace) -> Args:
             base.pop(name, None)
     chosen = resolve(compose([SECTION]), flags=given, environ={}).args
     base |= {name: getattr(chosen, name) for name in given}
-    if base.get("rm_model"):
-        hint = "add --rm-type NAME or --custom-rm-path module:fn"
-        raise ConfigError("a reward model needs processes, which are not started here", where="--rm-model", hint=hint)
+    what = "--rm-model: a reward model needs processes, which are not started here"
+    refuse(bool(base.get("rm_model")), what, "add --rm-type NAME or --custom-rm-path module:fn")
     try:
         return options_class.model_validate(base)
     except ValidationError as error:

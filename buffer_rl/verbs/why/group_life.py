@@ -94,7 +94,7 @@ class GroupLife:
 def group_life(records: RunRecords, uid: GroupUid) -> GroupLife:
     """Raises ConfigError for a uid that the run does not have, with the nearest ones."""
     row_of, use = _row_of(records, uid)
-    audit, changed = records.audit, records.changed
+    audit, changed = records.audit, records.facts.changed
     life = GroupLife(uid=uid, row_of=row_of, at_work=records.at_work, reward_key=changed.get("--reward-key"))
     life.num_workers = int(changed.get("--num-rollout-workers", 1))
     is_default_rollout = "--rollout-function-path" not in changed
