@@ -7,7 +7,7 @@ Each is a pure function of what the run's folder holds, as ``Evidence``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -59,30 +59,13 @@ class LedgerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the folder holds. steps: the metrics of each training step, with None for a number that is not finite."""
+    """What the folder holds. steps: the metrics of each training step, with None for a number that is not finite; of one
+    that was done twice, the later ones."""
 
     facts: RunFacts
     steps: Mapping[int, Mapping[str, float | None]]
     samples: Sequence[Mapping[str, Any]]
     ledger: LedgerFacts
-
-    @classmethod
-    def of(
-        cls,
-        facts: RunFacts,
-        records: Iterable[Mapping[str, Any]],
-        samples: Sequence[Mapping[str, Any]],
-        ledger: LedgerFacts | None,
-    ) -> Evidence:
-        """records: the lines of ``metrics.jsonl``; of a step that was done twice, the later ones count. ledger: None if
-        it was not read."""
-        steps: dict[int, dict[str, float | None]] = {}
-        for record in records:
-            if record.get("kind") != "eval":
-                numbers = {name: value for name, value in record.items() if "/" in name}
-                steps.setdefault(int(record["step"]), {}).update(numbers)
-        ledger = ledger or LedgerFacts(unread="the ledger was not read")
-        return cls(facts=facts, steps=steps, samples=samples, ledger=ledger)
 
     @property
     def trained(self) -> list[int]:

@@ -163,14 +163,13 @@ def _step(seconds: float, found: Mapping[str, float], shape: Shape) -> Step:
     mean = found.get("rollout/response_len/mean", 0.0)
     trained = mean * found.get("rollout/num_groups", shape.groups) * shape.samples
     prefix = "production/" if "production/generated_tokens" in found else "rollout/"
-    drops = {name: count for name, count in found.items() if name.startswith(f"{prefix}drop_")}
-    dropped = sum(count for name, count in drops.items() if not name.endswith("too_old"))
+    drops = (name for name in found if name.startswith(f"{prefix}drop_") and not name.endswith("too_old"))
     times = {name.removeprefix("perf/").removesuffix("_time"): v for name, v in found.items() if name.endswith("_time")}
     return Step(
         seconds=seconds,
         tokens=trained,
         generated=found.get(prefix + "generated_tokens", trained),
-        dropped=dropped,
+        dropped=sum(found[name] for name in drops),
         longest=found.get(prefix + "response_len/max", mean),
         times={"update": 0.0, "train": 0.0, "publish": 0.0, "rollout": 0.0, **times},
     )

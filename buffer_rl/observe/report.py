@@ -55,7 +55,13 @@ class Report:
     @property
     def evidence(self) -> Evidence:
         """What the checks look at."""
-        return Evidence.of(self.facts, self.metrics, self.samples, self.ledger)
+        steps: dict[int, dict[str, float | None]] = {}
+        for record in self.metrics:
+            if record.get("kind") != "eval":
+                numbers = {name: value for name, value in record.items() if "/" in name}
+                steps.setdefault(int(record["step"]), {}).update(numbers)
+        ledger = self.ledger or LedgerFacts(unread="the ledger was not read")
+        return Evidence(facts=self.facts, steps=steps, samples=self.samples, ledger=ledger)
 
 
 def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts | None = None) -> Report:
