@@ -140,12 +140,10 @@ def tokens(evidence: Evidence) -> Check:
         return _unknown(name, f"{found}; the run did not note its limit")
     if limit is None:
         return _unknown(name, f"{found}; --max-logprob-diff none sets no limit")
-    over = [
-        f"step {step}: {gap:.3g} nats per token between engine and trainer, at most {limit:g} is allowed"
-        for step, gap in _finite(gaps).items()
-        if gap > limit
-    ]
-    return _wrong(name, over) if over else _right(name, f"{found}, in {len(gaps)} of {len(evidence.trained)} steps")
+    over = {step: gap for step, gap in _finite(gaps).items() if gap > limit}
+    what = f"nats per token between engine and trainer, at most {limit:g} is allowed"
+    faults = [f"step {step}: {gap:.3g} {what}" for step, gap in over.items()]
+    return _wrong(name, faults) if faults else _right(name, f"{found}, in {len(gaps)} of {len(evidence.trained)} steps")
 
 
 def weights(evidence: Evidence) -> Check:

@@ -212,12 +212,13 @@ def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> lis
         free = free_bytes(nearest_folder(together[0].folder))
         least, most = sum(space.least for space in together), sum(space.most for space in together)
         flags = " and ".join(space.flag for space in together)
-        has, whole = f"the disk has {bytes_text(free)} free", bytes_text(most)
+        has, whole = bytes_text(free), bytes_text(most)
         if free < least:
-            what, expected = f"{has}, and the run writes at least {bytes_text(least)}", f"{whole} for the whole run"
+            what = f"the disk has {has} free, and the run writes at least {bytes_text(least)}"
+            expected = f"{whole} for the whole run"
             hint, see = "name a folder on a larger disk", "docs/troubleshooting.md#the-disk-is-full"
             raise ConfigError(what, where=flags, expected=expected, hint=hint, see=see)
         if free < most:
             hint = "a larger --save-interval writes fewer checkpoints, and --keep-last keeps fewer"
-            notices.append(f"{flags}: {has}, and the whole run writes {whole} ({hint})")
+            notices.append(f"{flags}: the disk has {has} free, and the whole run writes {whole} ({hint})")
     return notices

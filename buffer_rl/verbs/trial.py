@@ -106,11 +106,14 @@ def check_vocabulary(args: Args, tokenizer: Any, trial: Trial) -> None:
         used = [(number, token) for number, token in beyond if number not in special]
         where = f"{flag_of(name)} {folder}"
         if used:
-            what = f"{len(used)} tokens of the tokenizer have ids that the model does not have"
+            number, token = used[0]
+            what = (
+                f"{len(used)} tokens of the tokenizer have ids that the model does not have, such as {token!r} with "
+                f"{number}"
+            )
             expected = f"ids below {rows}, the vocab_size in config.json"
             hint = "the tokenizer of another model; or tokens were added and the embedding was not resized"
-            example = f"such as {used[0][1]!r} with {used[0][0]}"
-            raise ConfigError(f"{what}, {example}", where=where, expected=expected, hint=hint)
+            raise ConfigError(what, where=where, expected=expected, hint=hint)
         if beyond:
             trial.notices.append(
                 f"{where}: the model has {rows} embedding rows, and none for {len(beyond)} special tokens, such as "
