@@ -59,8 +59,8 @@ class LedgerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the folder holds. steps: the metrics of each training step, with None for a number that is not finite; of one
-    that was done twice, the later ones."""
+    """What the folder holds. steps: the metrics of each training step, with None for a number that is not finite; of a
+    step that was done twice, the later ones."""
 
     facts: RunFacts
     steps: Mapping[int, Mapping[str, float | None]]

@@ -123,27 +123,23 @@ class _Trainer:
     setup: Setup
     tokens: list[float] = field(default_factory=list)
 
-    @property
-    def costs(self) -> Costs:
-        return self.rollouts.costs
-
     async def fetch(self, rollout_id: int) -> None:
         rows = [row for part in self.rollouts.state.plan_data(rollout_id).slices for row in part.row_ids]
         self.tokens.append(sum(self.rollouts.length(row.uid, row.sample_index) for row in rows))
-        await self.rollouts.host.work(self.costs.prepare)
+        await self.rollouts.host.work(self.rollouts.costs.prepare)
 
     async def log_probs(self, model: str, rollout_id: int | None, writes: bool) -> None:
         if rollout_id is not None:
             await self.fetch(rollout_id)
-        await self._work(self.costs.forward_token * self.tokens[-1])
+        await self._work(self.rollouts.costs.forward_token * self.tokens[-1])
 
     async def train(self) -> Mapping[str, float]:
-        await self._work(self.costs.update_token * self.tokens[-1], self.costs.update_fixed)
+        await self._work(self.rollouts.costs.update_token * self.tokens[-1], self.rollouts.costs.update_fixed)
         return {}
 
     async def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
         """Passes over each group of a ticket once it is finished, and with ``gradients`` forward and backward."""
-        of_token = len(models) * self.costs.forward_token + gradients * self.costs.update_token
+        of_token = len(models) * self.rollouts.costs.forward_token + gradients * self.rollouts.costs.update_token
         done = 0
         while done < self.setup.groups:
             finished = self.rollouts.kept[rollout_id][done:]
@@ -157,7 +153,7 @@ class _Trainer:
         return WorkReport()
 
     async def finish_stream(self) -> Mapping[str, float]:
-        await self._work(0.0, self.costs.update_fixed)
+        await self._work(0.0, self.rollouts.costs.update_fixed)
         return {}
 
     def discard(self) -> None:
