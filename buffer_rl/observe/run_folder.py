@@ -295,6 +295,7 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 def read_facts(run_dir: str | Path) -> RunFacts:
     """The facts of the run in ``run_dir``; empty where the file is missing or has another format."""
     try:
-        return TypeAdapter(RunFacts).validate_json((Path(run_dir) / RUN_FILE).read_bytes())
+        found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
+        return TypeAdapter(RunFacts).validate_python(found)  # pydantic's own reader takes no lone surrogates
     except (OSError, ValueError):  # of pydantic too
         return RunFacts()
