@@ -68,7 +68,7 @@ class Certificate:
         """``certificate.json`` and ``certificate.html``; returns the latter's path."""
         facts = self.facts()
         (folder / "certificate.json").write_text(json.dumps(facts, indent=2) + "\n")
-        template = Path(__file__).with_name("page.html").read_text()
+        template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         page = folder / "certificate.html"
         page.write_text(Template(template, autoescape=True, undefined=StrictUndefined).render(facts))
         return page
