@@ -25,9 +25,6 @@ LOWEST_CONFIDENCE = 60  # of 100: what vulture gives to all names that are defin
 ALLOWED: Mapping[str, str] = {
     "Bubblewrap": "the options of the code reward name it by reference",
     "SandboxServer": "the options of the code reward name it by reference",
-    "do_GET": "http.server calls it for each request",
-    "do_POST": "http.server calls it for each request",
-    "log_message": "http.server calls it for each request",
     "between": "filters of users are made with it",
     "redirect_request": "urllib calls it for each redirect",
     "_check_value": "argparse calls it for each value",

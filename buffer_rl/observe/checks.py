@@ -7,7 +7,7 @@ Each is a pure function of what the run's folder holds, as ``Evidence``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -59,29 +59,13 @@ class LedgerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the folder holds. steps: the metrics of each training step, with None for a number that is not finite."""
+    """What the folder holds. steps: the metrics of each training step, with None for a number that is not finite; of a
+    step that was done twice, the later ones."""
 
     facts: RunFacts
     steps: Mapping[int, Mapping[str, float | None]]
-    samples: Sequence[Mapping[str, Any]] = ()
-    ledger: LedgerFacts = field(default_factory=lambda: LedgerFacts(unread="the ledger was not read"))
-
-    @classmethod
-    def of(
-        cls,
-        facts: RunFacts,
-        records: Iterable[Mapping[str, Any]],
-        samples: Sequence[Mapping[str, Any]] = (),
-        ledger: LedgerFacts | None = None,
-    ) -> Evidence:
-        """records: the lines of ``metrics.jsonl``; of a step that was done twice, the later ones count."""
-        steps: dict[int, dict[str, float | None]] = {}
-        for record in records:
-            if record.get("kind") != "eval":
-                numbers = {name: value for name, value in record.items() if "/" in name}
-                steps.setdefault(int(record["step"]), {}).update(numbers)
-        more = {} if ledger is None else {"ledger": ledger}
-        return cls(facts=facts, steps=steps, samples=samples, **more)
+    samples: Sequence[Mapping[str, Any]]
+    ledger: LedgerFacts
 
     @property
     def trained(self) -> list[int]:
@@ -105,7 +89,8 @@ def prompts(evidence: Evidence) -> Check:
         return _unknown(name, ledger.unread)
     committed = {rollout: groups for rollout, _, groups in ledger.commits}
     faults = [f"ledger: {fault}" for fault in ledger.faults]
-    faults += [f"step {step} was trained, and the ledger has no commit of it" for step in _without(evidence, committed)]
+    missing = [step for step in evidence.trained if step not in committed]
+    faults += [f"step {step} was trained, and the ledger has no commit of it" for step in missing]
     for step, groups in evidence.of_metric("rollout/num_groups").items():
         if groups is not None and committed.get(step, groups) != groups:
             faults.append(f"step {step} trained on {groups:g} prompts, and the ledger has committed {committed[step]}")
@@ -115,14 +100,10 @@ def prompts(evidence: Evidence) -> Check:
         return _unknown(name, "no step is committed yet")
     others = [f"{count} {state}" for state, count in ledger.counts.items() if count and state in _OTHER_STATES]
     text = f"{sum(committed.values())} prompts, each trained once, in {len(committed)} steps"
-    return _right(name, "; ".join([text, *([", ".join(others)] if others else [])]))
+    return _right(name, "; ".join(filter(None, (text, ", ".join(others)))))
 
 
 _OTHER_STATES = ("leased", "finished", "rejected", "quarantined")
-
-
-def _without(evidence: Evidence, committed: Mapping[int, int]) -> list[int]:
-    return [step for step in evidence.trained if step not in committed]
 
 
 def tokens(evidence: Evidence) -> Check:
@@ -132,11 +113,9 @@ def tokens(evidence: Evidence) -> Check:
     if evidence.facts.is_supervised:
         return _unknown(name, "supervised: the tokens are the data's own, and none were sampled")
     if not gaps:
-        why = (
-            "no step compared the log-probabilities of engine and trainer" if evidence.trained else "nothing is trained"
-        )
-        return _unknown(name, why)
-    if faults := [f"step {step}: the difference of log-probabilities is not finite" for step in _not_finite(gaps)]:
+        compared = "no step compared the log-probabilities of engine and trainer"
+        return _unknown(name, compared if evidence.trained else "nothing is trained")
+    if faults := _not_finite(gaps, "the difference of log-probabilities"):
         return _wrong(name, faults)
     step, worst = max(_finite(gaps).items(), key=lambda item: item[1])
     found = f"engine and trainer differ by {worst:.2g} nats per token at most (step {step})"
@@ -144,11 +123,7 @@ def tokens(evidence: Evidence) -> Check:
         return _unknown(name, f"{found}; the run did not note its limit")
     if limit is None:
         return _unknown(name, f"{found}; --max-logprob-diff none sets no limit")
-    over = [
-        f"step {step}: {gap:.3g} nats per token between engine and trainer, at most {limit:g} is allowed"
-        for step, gap in _finite(gaps).items()
-        if gap > limit
-    ]
+    over = _above(limit, gaps, "{:.3g} nats per token between engine and trainer")
     return _wrong(name, over) if over else _right(name, f"{found}, in {len(gaps)} of {len(evidence.trained)} steps")
 
 
@@ -160,12 +135,7 @@ def weights(evidence: Evidence) -> Check:
     if bound is None:
         return _unknown(name, "the run did not note its bound of staleness")
     staleness = evidence.of_metric("staleness/max")
-    faults = [f"step {step}: the staleness is not finite" for step in _not_finite(staleness)]
-    faults += [
-        f"step {step}: tokens are {value:g} versions old, at most {bound} is allowed"
-        for step, value in _finite(staleness).items()
-        if value > bound
-    ]
+    faults = [*_not_finite(staleness, "the staleness"), *_above(bound, staleness, "tokens are {:g} versions old")]
     claimed = [sample for sample in evidence.samples if sample.get("versions")]
     newest = max([*evidence.trained, *(rollout for rollout, _, _ in evidence.ledger.commits)]) + 1
     keeps = bool(evidence.facts.option("--partial-rollout"))
@@ -213,8 +183,7 @@ def rewards(evidence: Evidence) -> Check:
     faults = []
     for metric in ("raw_reward", "raw_reward_all"):
         for part in PARTS_OF_ROLLOUTS:
-            steps = _not_finite(evidence.of_metric(f"{part}/{metric}"))
-            faults += [f"step {step}: {part}/{metric} is not finite" for step in steps]
+            faults += _not_finite(evidence.of_metric(f"{part}/{metric}"), f"{part}/{metric}")
     scored = [sample for sample in evidence.samples if sample.get("reward") is not None]
     for sample in scored:
         if sample.get("status") in _UNTRAINED and not sample.get("masked"):
@@ -225,12 +194,8 @@ def rewards(evidence: Evidence) -> Check:
         return _wrong(name, faults)
     if not scored and not evidence.of_metric("rollout/raw_reward"):
         return _unknown(name, "no reward was recorded")
-    failed = sum(
-        _finite(evidence.of_metric(f"{part}/{domain}_failures")).get(step, 0.0)
-        for part in PARTS_OF_ROLLOUTS
-        for domain in ("infra", "data")
-        for step in evidence.steps
-    )
+    failures = [f"{part}/{domain}_failures" for part in PARTS_OF_ROLLOUTS for domain in ("infra", "data")]
+    failed = sum(sum(_finite(evidence.of_metric(name)).values()) for name in failures)
     text = f"{len(scored)} recorded rewards are finite; {failed:g} failed attempts"
     # Of the ledger: quarantine.jsonl also has the groups of earlier runs in the folder, and of steps done again.
     if (quarantined := evidence.ledger.counts.get("quarantined")) is not None:
@@ -270,10 +235,8 @@ def _unit(divisor: Divisor, mode: str) -> str:
 
 
 def _place(sample: Mapping[str, Any]) -> str:
-    what = "evaluation" if sample.get("kind") == "eval" else "rollout"
-    return (
-        f"{SAMPLES_FILE}: {what} {sample.get('rollout_id')}, {sample.get('uid')}, sample {sample.get('sample_index')}"
-    )
+    rollout = f"{'evaluation' if sample.get('kind') == 'eval' else 'rollout'} {sample.get('rollout_id')}"
+    return f"{SAMPLES_FILE}: {rollout}, {sample.get('uid')}, sample {sample.get('sample_index')}"
 
 
 def _is_finite(reward: Any) -> bool:
@@ -290,8 +253,14 @@ def _finite(values: Mapping[int, float | None]) -> dict[int, float]:
     return {step: value for step, value in values.items() if value is not None}
 
 
-def _not_finite(values: Mapping[int, float | None]) -> list[int]:
-    return [step for step, value in values.items() if value is None]
+def _not_finite(values: Mapping[int, float | None], what: str) -> list[str]:
+    return [f"step {step}: {what} is not finite" for step, value in values.items() if value is None]
+
+
+def _above(limit: float, values: Mapping[int, float | None], what: str) -> list[str]:
+    """The steps whose value is larger. what: the value, in the form of ``str.format``."""
+    over = {step: what.format(value) for step, value in _finite(values).items() if value > limit}
+    return [f"step {step}: {text}, at most {limit:g} is allowed" for step, text in over.items()]
 
 
 def _right(name: str, text: str) -> Check:

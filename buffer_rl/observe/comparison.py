@@ -12,13 +12,13 @@ from statistics import median
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.checks import Check, checks_of
 from buffer_rl.observe.curve import Series, curves_of
-from buffer_rl.observe.figures import CHARTS, Figure
+from buffer_rl.observe.figures import CHARTS, Figure, line_figure
 from buffer_rl.observe.gains import EvalGain, eval_gains
 from buffer_rl.observe.metrics import steps_of
 from buffer_rl.observe.page import render_page
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.report import MARKS, Report, end_text
-from buffer_rl.observe.svg_chart import COLOURS, NARROW, Line, line_chart
+from buffer_rl.observe.svg_chart import COLOURS, Line
 from buffer_rl.options.redaction import MASK
 
 MAX_RUNS = COLOURS
@@ -62,9 +62,7 @@ def render_comparison(reports: Sequence[Report], title: str = "") -> str:
     if len(reports) > MAX_RUNS:
         raise ConfigError(f"{len(reports)} runs are too many for one page", expected=f"at most {MAX_RUNS}")
     names = unique_names([report.title for report in reports])
-    runs = [
-        ComparedRun.of(name, colour, report) for colour, (name, report) in enumerate(zip(names, reports, strict=True))
-    ]
+    runs = [ComparedRun.of(*each) for each in zip(names, range(len(names)), reports, strict=True)]
     return render_page(
         "comparison.html",
         title=title or " · ".join(names),
@@ -133,9 +131,4 @@ def _over_runs(
         Line(name=run.name, points=of_run, colour=run.colour, marked=marked, dashed=run.colour % 2 == 1)
         for run, of_run in zip(runs, points, strict=True)
     ]
-    label = f"{heading} over training steps"
-    if not wide:
-        return Figure(heading=heading, picture=line_chart(lines, label=label))
-    picture = line_chart(lines, label=label, width=1000, height=280, unit_range=True)
-    narrow = line_chart(lines, label=label, height=NARROW, unit_range=True)
-    return Figure(heading=heading, picture=picture, narrow=narrow, wide=True)
+    return line_figure(heading, lines, {}, wide=wide)

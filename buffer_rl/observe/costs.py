@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from buffer_rl.errors import DataError
-from buffer_rl.observe.metrics import DROP_PREFIX, read_metrics
-from buffer_rl.observe.run_folder import SAMPLES_FILE, read_jsonl
+from buffer_rl.observe.metrics import read_metrics, steps_of
+from buffer_rl.observe.run_folder import SAMPLES_FILE, records_in
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.plan.roles import ACTOR, MODEL_FIELDS
 
@@ -108,19 +108,13 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
     """The costs of the run in ``folder``. Raises DataError if it has no trace, or too few steps for a fit."""
     spans = read_trace(folder)
     if not any(span.name == "update" for span in spans.get(ACTOR, ())):
-        raise DataError(
-            "there is no timeline of training steps",
-            where=str(Path(folder) / TRACE_FILE),
-            expected="the folder (--run-dir) of a run that trained",
-        )
+        where, expected = str(Path(folder) / TRACE_FILE), "the folder (--run-dir) of a run that trained"
+        raise DataError("there is no timeline of training steps", where=where, expected=expected)
     steps = _steps(spans, read_metrics(folder), shape)
     if len(steps) < FEWEST_STEPS:
-        raise DataError(
-            f"{len(steps)} steps without a checkpoint or an evaluation follow the first one",
-            where=str(folder),
-            expected=f"at least {FEWEST_STEPS} for a fit",
-            hint="--num-rollout 12, and a larger --save-interval and --eval-interval",
-        )
+        what = f"{len(steps)} steps without a checkpoint or an evaluation follow the first one"
+        hint = "--num-rollout 12, and a larger --save-interval and --eval-interval"
+        raise DataError(what, where=str(folder), expected=f"at least {FEWEST_STEPS} for a fit", hint=hint)
     unknown: list[str] = []
     residuals: dict[str, float] = {}
     passes = tuple(sorted({span.name for span in spans[ACTOR]} & set(MODEL_FIELDS)))
@@ -132,9 +126,8 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
     lengths = _lengths(Path(folder), steps, shape, unknown)
     dropped = fmean(step.dropped for step in steps)
     if others := sorted(set(spans) - {"rollout", ACTOR, "publish", "save"}):
-        unknown.append(
-            f"what depends on roles with processes of their own, whose work is left out: {', '.join(others)}"
-        )
+        left_out = ", ".join(others)
+        unknown.append(f"what depends on roles with processes of their own, whose work is left out: {left_out}")
     unknown.append("tokens of prompts: their cost is part of that of the responses' tokens")
     unknown.append("how an update scales with ranks: here its token part is divided by them")
     return Recorded(
@@ -153,18 +146,13 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
 
 def _steps(spans: Mapping[str, Sequence[WorkSpan]], lines: Sequence[Mapping[str, Any]], shape: Shape) -> list[Step]:
     """Every step but the first one, and but those with a checkpoint or an evaluation beside them."""
-    metrics: dict[int, dict[str, float]] = defaultdict(dict)
-    for line in lines:
-        if line.get("kind") != "eval":
-            metrics[int(line["step"])] |= {
-                name: value for name, value in line.items() if isinstance(value, int | float)
-            }
+    metrics = steps_of(lines)
     ends = {span.step: span.end for span in spans.get("publish", ()) if span.name == "publish"}
     ends = ends or {span.step: span.end for span in spans[ACTOR] if span.name == "update"}
     others = [span for members in spans.values() for span in members if span.name in ("save", "evaluate")]
     steps = []
     for before, now in pairwise(sorted(step for step in ends if step >= 0)):
-        start, end, found = ends[before], ends[now], metrics[now]
+        start, end, found = ends[before], ends[now], metrics.get(now, {})
         if now != before + 1 or "perf/step_time" not in found or any(s.start < end and s.end > start for s in others):
             continue
         steps.append(_step(end - start, found, shape))
@@ -175,17 +163,13 @@ def _step(seconds: float, found: Mapping[str, float], shape: Shape) -> Step:
     mean = found.get("rollout/response_len/mean", 0.0)
     trained = mean * found.get("rollout/num_groups", shape.groups) * shape.samples
     prefix = "production/" if "production/generated_tokens" in found else "rollout/"
-    dropped = sum(
-        value
-        for name, value in found.items()
-        if name.startswith(prefix + DROP_PREFIX.rpartition("/")[2]) and not name.endswith("too_old")
-    )
+    drops = (name for name in found if name.startswith(f"{prefix}drop_") and not name.endswith("too_old"))
     times = {name.removeprefix("perf/").removesuffix("_time"): v for name, v in found.items() if name.endswith("_time")}
     return Step(
         seconds=seconds,
         tokens=trained,
         generated=found.get(prefix + "generated_tokens", trained),
-        dropped=dropped,
+        dropped=sum(found[name] for name in drops),
         longest=found.get(prefix + "response_len/max", mean),
         times={"update": 0.0, "train": 0.0, "publish": 0.0, "rollout": 0.0, **times},
     )
@@ -247,9 +231,8 @@ def _generation(
     fit = least_squares(list(zip(depths, shares, strict=True)), spent, STEP_SHARE)
     residuals["generation"] = fit.residual
     if not fit.is_told:
-        unknown.append(
-            "what a decoding step takes whatever its batch: noise leaves it open, and half of generation is expected"
-        )
+        what = "what a decoding step takes whatever its batch"
+        unknown.append(f"{what}: noise leaves it open, and half of generation is expected")
     scores = [step.times.get("reward", 0.0) / (shape.groups + step.dropped) for step in steps]
     residuals["rewards"] = _spread(scores)
     return {"decode_step": fit.a, "decode_token": fit.b, "score": median(scores)}
@@ -305,8 +288,7 @@ def _fixed(steps: Sequence[Step], spans: Mapping[str, Sequence[WorkSpan]], shape
 def _lengths(folder: Path, steps: Sequence[Step], shape: Shape, unknown: list[str]) -> list[list[int]]:
     """Tokens of responses by group: of the samples that the run shows; without any, the mean of each step."""
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
-    file = folder / SAMPLES_FILE
-    for record in read_jsonl(file) if file.is_file() else []:
+    for record in records_in(folder, SAMPLES_FILE):
         if record.get("kind") != "eval" and record.get("versions"):
             groups[record["rollout_id"], str(record["uid"])].append(int(record["versions"][-1][2]))
     if groups:

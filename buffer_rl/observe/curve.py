@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS, eval_scores, read_metrics, reward_with_dropped
+from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS, eval_scores, read_metrics, reward_with_dropped, steps_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,30 +56,22 @@ class Curves:
 
 def curves_of(records: Iterable[Mapping[str, Any]]) -> Curves:
     """The curves of a run's metric lines; where a step occurs twice (after a resume) the later line counts."""
-    reward: dict[int, float] = {}
-    evals: dict[str, dict[int, float]] = {}
-    of_step: dict[int, dict[str, Any]] = {}
-    names = {f"{part}/{name}" for part in PARTS_OF_ROLLOUTS for name in ("raw_reward", "raw_reward_all")}
-    for record in records:
-        step = int(record["step"])
-        if record.get("rollout/raw_reward") is not None:
-            reward[step] = float(record["rollout/raw_reward"])
-        for name in names & record.keys():
-            of_step.setdefault(step, {})[name] = record[name]
-        for name, score in eval_scores({k: v for k, v in record.items() if k.startswith("eval/")}).items():
-            evals.setdefault(name, {})[step] = score
-    differs = any(reward_with_dropped(metrics) is not None for metrics in of_step.values())
-    everything = {
-        step: float(value)
-        for step, metrics in of_step.items()
-        for name, value in metrics.items()
-        if name.endswith("_all") and value is not None
-    }
+    lines = list(records)
+    steps, evals = steps_of(lines), dict[str, dict[int, float]]()
+    for line in lines:
+        for name, score in eval_scores(line).items():
+            evals.setdefault(name, {})[int(line["step"])] = score
+    differs = any(reward_with_dropped(metrics) is not None for metrics in steps.values())
+    of_all = [f"{part}/raw_reward_all" for part in PARTS_OF_ROLLOUTS if differs]
     return Curves(
-        reward=_series(reward),
-        all_rewards=_series(everything if differs else {}),
+        reward=_series(_values(steps, "rollout/raw_reward")),
+        all_rewards=_series({step: value for name in of_all for step, value in _values(steps, name).items()}),
         evals={name: _series(points) for name, points in evals.items()},
     )
+
+
+def _values(steps: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
+    return {step: float(metrics[name]) for step, metrics in steps.items() if name in metrics}
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -116,17 +108,15 @@ def draw_curves(curves: Curves, title: str) -> Figure:
     axes = figure.add_subplot()
     _draw_reward(axes, curves.reward, REWARD_NAME, _REWARD_COLOUR, "-")
     _draw_reward(axes, curves.all_rewards, ALL_NAME, _ALL_COLOUR, "--")
-    for number, (name, series) in enumerate(curves.evals.items()):
-        _draw_eval(axes, name, series, _EVAL_COLOURS[number % len(_EVAL_COLOURS)])
+    for (name, curve), colour in zip(curves.evals.items(), cycle(_EVAL_COLOURS), strict=False):
+        label = f"evaluation: {name} ({curve.values[0]:.2f} → {curve.values[-1]:.2f})"
+        axes.plot(curve.steps, curve.values, color=colour, linewidth=2, marker="o", markersize=5, label=label)
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel("training steps")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("mean reward")
-    everything = [
-        *curves.reward.values,
-        *curves.all_rewards.values,
-        *(v for s in curves.evals.values() for v in s.values),
-    ]
+    series = (curves.reward, curves.all_rewards, *curves.evals.values())
+    everything = [value for each in series for value in each.values]
     if everything and min(everything) >= 0 and max(everything) <= 1:
         axes.set_ylim(0, 1)
     axes.margins(x=0.03)
@@ -165,8 +155,3 @@ def _draw_reward(axes: Axes, series: Series, name: str, colour: str, style: str)
     smooth = moving_mean(series.values, _SMOOTHING_STEPS)
     label = f"{name} (mean of {_SMOOTHING_STEPS} steps)"
     axes.plot(series.steps, smooth, style, color=colour, linewidth=1.8, label=label)
-
-
-def _draw_eval(axes: Axes, name: str, series: Series, colour: str) -> None:
-    label = f"evaluation: {name} ({series.values[0]:.2f} → {series.values[-1]:.2f})"
-    axes.plot(series.steps, series.values, color=colour, linewidth=2, marker="o", markersize=5, label=label)

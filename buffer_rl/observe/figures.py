@@ -9,7 +9,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, Curves, curves_of, moving_mean
+from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean
 from buffer_rl.observe.metrics import PHASES, drops_of, phase_seconds
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.svg_chart import (
@@ -113,10 +113,19 @@ def small_charts(steps: Steps) -> list[Figure]:
             for number, (name, metric) in enumerate(names.items())
         ]
         lines = [line for line in lines if line.points]
-        chart = line_chart(lines, label=f"{heading} over training steps")
         legend = {line.name: line.colour % COLOURS for line in lines if len(lines) > 1}
-        figures.append(Figure(heading=heading, picture=chart, names=legend))
+        figures.append(line_figure(heading, lines, legend))
     return [figure for figure in figures if figure.picture]
+
+
+def line_figure(heading: str, lines: Sequence[Line], names: Mapping[str, int], *, wide: bool = False) -> Figure:
+    """The lines over training steps. wide: as wide as the page, of values that may be shares."""
+    label = f"{heading} over training steps"
+    if not wide:
+        return Figure(heading=heading, picture=line_chart(lines, label=label), names=names)
+    picture = line_chart(lines, label=label, width=1000, height=280, unit_range=True)
+    narrow = line_chart(lines, label=label, height=NARROW, unit_range=True)
+    return Figure(heading=heading, picture=picture, narrow=narrow, names=names, wide=True)
 
 
 def _memory_names(steps: Steps) -> dict[str, str]:
@@ -127,15 +136,7 @@ def _memory_names(steps: Steps) -> dict[str, str]:
 
 def learning_curve(records: Sequence[Mapping[str, Any]]) -> Figure:
     """Training reward and evaluations over the steps."""
-    lines, names = reward_lines(curves_of(records))
-    label = "Mean reward over training steps"
-    wide = line_chart(lines, label=label, width=1000, height=280, unit_range=True)
-    narrow = line_chart(lines, label=label, height=NARROW, unit_range=True)
-    return Figure(heading="Mean reward", picture=wide, narrow=narrow, names=names, wide=True)
-
-
-def reward_lines(curves: Curves) -> tuple[list[Line], dict[str, int]]:
-    """The lines, and the legend."""
+    curves = curves_of(records)
     lines: list[Line] = []
     names: dict[str, int] = {}
     for title, series, colour in ((REWARD_NAME, curves.reward, 0), (ALL_NAME, curves.all_rewards, COLOURS - 1)):
@@ -151,7 +152,7 @@ def reward_lines(curves: Curves) -> tuple[list[Line], dict[str, int]]:
     for number, (name, series) in enumerate(curves.evals.items(), start=1):
         names[f"evaluation: {name}"] = number % COLOURS
         lines.append(Line(name=name, points=series.points, colour=number, marked=True))
-    return lines, names
+    return line_figure("Mean reward", lines, names, wide=True)
 
 
 def phase_table(steps: Steps) -> tuple[list[Phase], list[Figure]]:
@@ -170,10 +171,8 @@ def phase_table(steps: Steps) -> tuple[list[Phase], list[Figure]]:
     draw = partial(stacked_bars, list(timed), layers, colours=PHASE_COLOURS)
     shares = draw(label="Share of each phase over training steps", share=True)
     lengths = draw(label="Seconds of each phase over training steps")
-    return phases, [
-        Figure(heading="Share of a step", picture=shares),
-        Figure(heading="Seconds of a step", picture=lengths),
-    ]
+    headed = {"Share of a step": shares, "Seconds of a step": lengths}
+    return phases, [Figure(heading=heading, picture=picture) for heading, picture in headed.items()]
 
 
 def timeline(spans: Spans) -> list[tuple[Figure, StepStats]]:
@@ -185,9 +184,8 @@ def timeline(spans: Spans) -> list[tuple[Figure, StepStats]]:
     for rollout_id, which in chosen_steps(windows).items():
         stats = step_stats(spans, rollout_id, windows[rollout_id], kind)
         members = spans_within(spans, stats.start, stats.end)
-        name = f"Step {rollout_id} ({which})" if which else f"Step {rollout_id}"
         picture, names = step_picture(members, stats), names_shown(members)
-        heading = f"{name}: {headline(stats)}"
+        heading = f"Step {rollout_id}{f' ({which})' if which else ''}: {headline(stats)}"
         shown.append((Figure(heading=heading, picture=picture, names=names, wide=True, scrolls=True), stats))
     return shown
 
@@ -195,10 +193,7 @@ def timeline(spans: Spans) -> list[tuple[Figure, StepStats]]:
 def drops_figure(steps: Steps) -> Figure | None:
     """Dropped groups by reason; None if no group was dropped."""
     drops = [drops_of(metrics) for metrics in steps.values()]
-    reasons = Counter[str]()
-    for of_step in drops:
-        reasons.update(of_step)
-    if not reasons:
+    if not (reasons := sum(map(Counter, drops), Counter[str]())):
         return None
     ordered = [reason for reason, _ in reasons.most_common()]
     layers = {reason: [float(of_step.get(reason, 0)) for of_step in drops] for reason in ordered[: COLOURS - 1]}

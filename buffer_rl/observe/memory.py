@@ -41,8 +41,5 @@ class PeakMemory:
 def peak_metrics(role: str, peaks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The peaks of all processes of a role, as metrics: the largest of any, on the host and on a device."""
     names = {"host": f"perf/peak_memory/{role}_gb", "device": f"perf/peak_memory/{role}_device_gb"}
-    return {
-        name: max(peak[kind] for peak in peaks if kind in peak)
-        for kind, name in names.items()
-        if any(kind in peak for peak in peaks)
-    }
+    found = {name: [peak[kind] for peak in peaks if kind in peak] for kind, name in names.items()}
+    return {name: max(values) for name, values in found.items() if values}

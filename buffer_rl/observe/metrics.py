@@ -88,9 +88,8 @@ class MetricHub:
             try:
                 logger.log(metrics, step)
             except Exception as error:  # fault boundary: a logger is a plugin
-                _log.warning(
-                    "logger %r failed at step %d and is dropped: %s: %s", name, step, type(error).__name__, error
-                )
+                failed = f"{type(error).__name__}: {error}"
+                _log.warning("logger %r failed at step %d and is dropped: %s", name, step, failed)
                 del self._loggers[name]
                 _close_quietly(name, logger)
 
@@ -200,11 +199,8 @@ class TensorBoardLogger:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [
-            Summary.Value(tag=name, simple_value=float(value))
-            for name, value in metrics.items()
-            if math.isfinite(float(value))
-        ]
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:

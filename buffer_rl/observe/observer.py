@@ -14,7 +14,7 @@ from buffer_rl.args import Args
 from buffer_rl.errors import EndedBySignal
 from buffer_rl.observe.metrics import MetricHub
 from buffer_rl.observe.progress import ROLLOUT_PHASES, Progress
-from buffer_rl.observe.run_folder import SampleDump, add_facts, write_facts
+from buffer_rl.observe.run_folder import QUARANTINE_FILE, SampleDump, add_facts, write_facts
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, Spans, spans_after, step_metrics
@@ -49,9 +49,8 @@ class RunObserver:
         self._run_dir = run_dir = str(args.run_dir)
         if isinstance(args, Options):
             write_facts(run_dir, args, provenance, startup.command if startup else ())
-        loggers = {
-            name: construct("logger", name, registry.resolve("logger", name), args, run_dir) for name in args.logger
-        }
+        found = {name: registry.resolve("logger", name) for name in args.logger}
+        loggers = {name: construct("logger", name, logger, args, run_dir) for name, logger in found.items()}
         self.evaluated = -1
         self._registry = registry
         self._metrics = MetricHub(run_dir, loggers, resume_step=resume_step)
@@ -158,9 +157,8 @@ class RunObserver:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rollout ``step`` was trained on and published: all metrics of the step."""
-        spans = {**self._spans}
-        for role, members in self._under_way.items():
-            spans[role] = [*spans.get(role, ()), *members]
+        begun = {role: [*self._spans.get(role, ()), *members] for role, members in self._under_way.items()}
+        spans = {**self._spans, **begun}
         metrics = {**metrics, **step_metrics(spans, step, self._overlap)}
         self._spans, self._under_way = spans_after(self._spans, step, self._overlap), {}
         self._metrics.log(metrics, step)
@@ -221,8 +219,7 @@ class Incidents:
         """All incidents of the run."""
         lines = []
         if quarantined := sum(self._quarantined.values()):
-            where = self._run_dir / "quarantine.jsonl"
-            lines.append(f"{_groups(quarantined)} of this run in quarantine: {where}")
+            lines.append(f"{_groups(quarantined)} of this run in quarantine: {self._run_dir / QUARANTINE_FILE}")
         if left_out := sum(self._left_out.values()):
             where = self._run_dir / "non_finite"
             lines.append(f"{left_out} optimizer steps were not finite and were left out; their rows: {where}")

@@ -58,7 +58,7 @@ class Board:
     evals: dict[str, float] = field(default_factory=dict)
     eval_step: int | None = None
     rewards: list[float] = field(default_factory=list)
-    training_started_at: float | None = None
+    training_started_at: float = 0.0
 
     @property
     def steps_done(self) -> int:
@@ -68,9 +68,7 @@ class Board:
     def record_step(self, metrics: Mapping[str, float], step: int, now: float) -> None:
         """Store the metrics of training step ``step``, which has just ended."""
         if self.first_step is None:
-            self.first_step = step
-            duration = metrics.get("perf/step_time", 0.0)
-            self.training_started_at = now - duration
+            self.first_step, self.training_started_at = step, now - metrics.get("perf/step_time", 0.0)
         self.last_step = step
         self.metrics = dict(metrics)
         self.drops.setdefault(step, Counter()).update(drops_of(metrics))
@@ -87,16 +85,9 @@ class Board:
         self.drops = {done: drops for done, drops in self.drops.items() if done < step}
         self.first_step = None
 
-    def record_eval(self, metrics: Mapping[str, float], step: int) -> None:
-        """Store the results of the evaluation after ``step`` training steps."""
-        self.evals = eval_scores(metrics)
-        self.eval_step = step
-
     def remaining_s(self, now: float) -> float | None:
         """Expected time to the end, from the mean time of this run's steps, evaluations included."""
         if self.total_steps is None or self.last_step is None or self.first_step is None:
-            return None
-        if self.training_started_at is None:
             return None
         done = self.last_step - self.first_step + 1
         return (now - self.training_started_at) / done * max(0, self.total_steps - self.steps_done)
@@ -186,7 +177,7 @@ class Progress:
     def eval(self, metrics: Mapping[str, float], step: int) -> None:
         """The evaluation after ``step`` training steps has ended with these metrics."""
         with self._lock:
-            self._board.record_eval(metrics, step)
+            self._board.evals, self._board.eval_step = eval_scores(metrics), step
         self._say(eval_line(metrics, step))
 
     def notice(self, line: str) -> None:
@@ -264,17 +255,9 @@ def _figures(board: Board) -> Table:
     ]
     if training:
         grid.add_row("train", Text("  ".join(training)))
-    if "perf/tokens_per_s" in metrics or "perf/step_time" in metrics:
-        speed = []
-        if "perf/tokens_per_s" in metrics:
-            speed.append(f"{format_count(metrics['perf/tokens_per_s'])} tokens/s")
-        if "perf/step_time" in metrics:
-            speed.append(f"{metrics['perf/step_time']:.1f} s a step")
+    if speed := _speed(metrics, "s a step"):
         grid.add_row("speed", Text("  ".join(speed)))
-    drops = Counter(board.running_drops)
-    for of_step in board.drops.values():
-        drops.update(of_step)
-    if drops:
+    if drops := sum(board.drops.values(), Counter(board.running_drops)):
         dropped = "  ".join(f"{count} {reason}" for reason, count in sorted(drops.items()))
         grid.add_row("dropped", Text(printable(f"{dropped}  (groups, whole run)")))
     return grid
@@ -309,14 +292,18 @@ def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) 
         if name in metrics:
             more = reward_of_all(metrics) if label == "reward" else ""
             parts.append(f"{label} {form.format(metrics[name])}{more}")
-    drops = drops_of(metrics)
-    if drops:
+    if drops := drops_of(metrics):
         parts.append("dropped " + ", ".join(f"{count} {reason}" for reason, count in sorted(drops.items())))
-    if "perf/tokens_per_s" in metrics:
-        parts.append(f"{format_count(metrics['perf/tokens_per_s'])} tokens/s")
-    if "perf/step_time" in metrics:
-        parts.append(f"{metrics['perf/step_time']:.1f} s")
-    return "  ".join(parts)
+    return "  ".join([*parts, *_speed(metrics, "s")])
+
+
+def _speed(metrics: Mapping[str, float], unit: str) -> list[str]:
+    """Tokens per second, and the time of the step in ``unit``, as far as they were measured."""
+    shown: dict[str, Callable[[float], str]] = {
+        "perf/tokens_per_s": lambda value: f"{format_count(value)} tokens/s",
+        "perf/step_time": lambda value: f"{value:.1f} {unit}",
+    }
+    return [show(metrics[name]) for name, show in shown.items() if name in metrics]
 
 
 def reward_of_all(metrics: Mapping[str, float]) -> str:

@@ -26,7 +26,7 @@ from buffer_rl.observe.gains import EvalGain, eval_gains, gain_table
 from buffer_rl.observe.metrics import METRICS_FILE, PARTS_OF_ROLLOUTS, read_metrics, steps_of
 from buffer_rl.observe.page import render_page, write_page
 from buffer_rl.observe.progress import format_duration
-from buffer_rl.observe.run_folder import QUARANTINE_FILE, SAMPLES_FILE, RunFacts, read_facts, read_jsonl
+from buffer_rl.observe.run_folder import QUARANTINE_FILE, SAMPLES_FILE, RunFacts, read_facts, records_in
 from buffer_rl.observe.sample_groups import followed_prompts, prompt_groups
 from buffer_rl.observe.startup import text_of
 from buffer_rl.observe.svg_chart import format_number
@@ -55,18 +55,23 @@ class Report:
     @property
     def evidence(self) -> Evidence:
         """What the checks look at."""
-        return Evidence.of(self.facts, self.metrics, self.samples, self.ledger)
+        steps: dict[int, dict[str, float | None]] = {}
+        for record in self.metrics:
+            if record.get("kind") != "eval":
+                numbers = {name: value for name, value in record.items() if "/" in name}
+                steps.setdefault(int(record["step"]), {}).update(numbers)
+        ledger = self.ledger or LedgerFacts(unread="the ledger was not read")
+        return Evidence(facts=self.facts, steps=steps, samples=self.samples, ledger=ledger)
 
 
 def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts | None = None) -> Report:
     """The files of the run in ``run_dir``, without their addresses. Raises DataError if it has no metrics or a line of
     its files is damaged."""
     folder = Path(run_dir)
-    samples = folder / SAMPLES_FILE
     return Report(
         title=title or folder.absolute().name,
         metrics=read_metrics(folder),
-        samples=read_jsonl(samples) if samples.exists() else [],
+        samples=records_in(folder, SAMPLES_FILE),
         facts=read_facts(folder),
         spans=read_trace(folder),
         ledger=ledger,
@@ -112,21 +117,18 @@ def run_report(
         out.print(gain_table(gains))
     else:
         out.print("This run evaluated nothing: give it --eval-prompt-data NAME=PATH.", markup=False)
-    rewards = curves_of(records).reward.values
-    if rewards:
-        line = f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}"
-        out.print(Text(line), highlight=False)
-    seconds = sum(record.get("perf/step_time") or 0.0 for record in records)
-    if seconds:
-        out.print(Text(f"training steps took {format_duration(seconds)} together"), highlight=False)
+    lines = []
+    if rewards := curves_of(records).reward.values:
+        lines.append(f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}")
+    if seconds := sum(record.get("perf/step_time") or 0.0 for record in records):
+        lines.append(f"training steps took {format_duration(seconds)} together")
     if start := report.facts.start:
-        out.print(Text(printable(f"start: {text_of(start)}")), highlight=False, soft_wrap=True)
-    for line in check_lines(checks_of(report.evidence)):
-        out.print(Text(printable(line)), highlight=False, soft_wrap=True)
+        lines.append(f"start: {text_of(start)}")
     files = run_files(run_dir)
     width = max(map(len, files), default=0)
-    for name, path in files.items():
-        out.print(Text(printable(f"{name:<{width}}  {path}")), highlight=False, soft_wrap=True)
+    lines += [*check_lines(checks_of(report.evidence)), *(f"{name:<{width}}  {path}" for name, path in files.items())]
+    for line in lines:
+        out.print(Text(printable(line)), highlight=False, soft_wrap=True)
     return gains
 
 

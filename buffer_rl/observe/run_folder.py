@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jsonlines
+from pydantic import TypeAdapter
 
 from buffer_rl import __version__
 from buffer_rl.args import Args
@@ -68,9 +69,8 @@ class JsonlWriter:
             _keep_records(path, keep)
         self._lock = threading.Lock()
         self._file: TextIO = path.open("a", encoding="utf-8", errors=SURROGATES)
-        self._writer = jsonlines.Writer(
-            self._file, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False), flush=True
-        )
+        dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+        self._writer = jsonlines.Writer(self._file, dumps=dumps, flush=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line. Raises ``ValueError`` for NaN or infinity and ``TypeError`` for what JSON cannot hold."""
@@ -98,11 +98,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:  # also of what is not UTF-8
             raise DataError(f"not JSON: {error}", where=f"{path}:{number}", expected="one object a line") from error
         if not isinstance(record, dict):
-            raise DataError(
-                f"a {type(record).__name__}, not an object", where=f"{path}:{number}", expected="one object a line"
-            )
+            what = f"a {type(record).__name__}, not an object"
+            raise DataError(what, where=f"{path}:{number}", expected="one object a line")
         records.append(record)
     return records
+
+
+def records_in(folder: str | Path, name: str) -> list[dict[str, Any]]:
+    """``read_jsonl`` of the file ``name`` in a run's folder; empty if there is none."""
+    path = Path(folder, name)
+    return read_jsonl(path) if path.is_file() else []
 
 
 def records_before(resume_step: int | None, step_field: str) -> Callable[[Mapping[str, Any]], bool] | None:
@@ -113,8 +118,7 @@ def records_before(resume_step: int | None, step_field: str) -> Callable[[Mappin
     """
     if resume_step is None:
         return None
-    last_eval, last_step = resume_step, resume_step - 1
-    return lambda record: record[step_field] <= (last_eval if record.get("kind") == "eval" else last_step)
+    return lambda record: record[step_field] < resume_step + (record.get("kind") == "eval")
 
 
 def _keep_records(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -227,7 +231,7 @@ class RunFacts:
     end: Mapping[str, str] = field(default_factory=dict)
     loss: str = ""
     max_staleness: int | None = None
-    start: Mapping[str, float] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)
     version: str = ""
     changed: Mapping[str, Any] = field(default_factory=dict)
     data: Sequence[Mapping[str, Any]] = ()
@@ -292,19 +296,6 @@ def read_facts(run_dir: str | Path) -> RunFacts:
     """The facts of the run in ``run_dir``; empty where the file is missing or has another format."""
     try:
         found = json.loads((Path(run_dir) / RUN_FILE).read_text(encoding="utf-8"))
-        started, version = str(found["started"]), str(found["version"])
-        return RunFacts(
-            started=started,
-            start=dict(found.get("start", {})),
-            command=tuple(map(str, found.get("command", ()))),
-            options=dict(found.get("options", {})),
-            end={str(key): str(value) for key, value in dict(found.get("end", {})).items()},
-            loss=str(found.get("loss", "")),
-            max_staleness=found.get("max_staleness"),
-            version=version,
-            changed=dict(found["changed"]),
-            data=tuple(dict(source) for source in found.get("data", ())),
-            cores=found.get("cores"),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return TypeAdapter(RunFacts).validate_python(found)  # pydantic's own reader takes no lone surrogates
+    except (OSError, ValueError):  # of pydantic too
         return RunFacts()

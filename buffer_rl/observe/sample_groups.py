@@ -33,9 +33,9 @@ class Reward:
     @property
     def level(self) -> str:
         """For the filter: at which end of the range it is."""
-        return (
-            "" if self.share is None else "lowest" if self.share <= 0 else "highest" if self.share >= 1 else "between"
-        )
+        if self.share is None:
+            return ""
+        return "lowest" if self.share <= 0 else "highest" if self.share >= 1 else "between"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +137,12 @@ def followed_prompts(records: Sequence[Mapping[str, Any]], *, reward_key: str = 
     """Of each evaluation set prompts that were recorded at two steps or more, with at most ``MAX_STEPS`` of these,
     spread evenly: the first such prompt, and those whose mean reward changed most between the first step and the last.
     """
-    evals = [record for record in records if record.get("kind") == "eval" and record.get("uid") is not None]
     scale = Scale.of(records)
     by_prompt: dict[tuple[str, str], dict[int, list[Mapping[str, Any]]]] = {}
-    for record in evals:
-        key = str(record.get("data_set", "")), str(record["uid"])
-        by_prompt.setdefault(key, {}).setdefault(_step(record), []).append(record)
+    for record in records:
+        if record.get("kind") == "eval" and record.get("uid") is not None:
+            key = str(record.get("data_set", "")), str(record["uid"])
+            by_prompt.setdefault(key, {}).setdefault(_step(record), []).append(record)
     of_set: dict[str, list[dict[int, list[Mapping[str, Any]]]]] = {}
     for (data_set, _), steps in by_prompt.items():
         if len(steps) > 1:
@@ -151,9 +151,8 @@ def followed_prompts(records: Sequence[Mapping[str, Any]], *, reward_key: str = 
     for data_set, (first, *others) in of_set.items():
         others.sort(key=lambda steps: -abs(_mean(steps[max(steps)], reward_key) - _mean(steps[min(steps)], reward_key)))
         for steps in (first, *others[: MAX_FOLLOWED - 1]):
-            groups = [
-                _group(steps[step], scale, reward_key, most=MAX_ANSWERS) for step in spread(sorted(steps), MAX_STEPS)
-            ]
+            chosen = spread(sorted(steps), MAX_STEPS)
+            groups = [_group(steps[step], scale, reward_key, most=MAX_ANSWERS) for step in chosen]
             shown = {"prompt": groups[0].prompt, "label": groups[0].label}
             found.append(FollowedPrompt(data_set=data_set, **shown, steps=groups))
     return found

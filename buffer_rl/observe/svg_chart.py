@@ -58,9 +58,8 @@ class _Frame:
 
     def y(self, value: float) -> float:
         """Pixels from the top."""
-        return (
-            self.height - _BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (self.height - _TOP - _BOTTOM)
-        )
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return self.height - _BOTTOM - share * (self.height - _TOP - _BOTTOM)
 
 
 def line_chart(
@@ -83,16 +82,15 @@ def line_chart(
         kind = f"line c{line.colour % COLOURS}" + (" faint" if line.faint else "")
         dashes = ' stroke-dasharray="6 4"' if line.dashed else ""
         if len(points) > 1:
-            parts.append(
-                f'<polyline class="{kind}"{dashes} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
-            )
+            corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            parts.append(f'<polyline class="{kind}"{dashes} points="{corners}"/>')
         if line.marked or len(points) == 1:
             parts += [
                 f'<circle class="dot c{line.colour % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
                 f"<title>{escape(line.name)}, step {step:g}: {format_number(value)}</title></circle>"
                 for (x, y), (step, value) in zip(points, line.points, strict=True)
             ]
-    return _svg(frame, label, parts)
+    return _svg(width, height, label, parts)
 
 
 def stacked_bars(
@@ -129,13 +127,9 @@ def stacked_bars(
                 colour = number % COLOURS if colours is None else colours[name]
                 shown = f"{value:.0%}" if share else format_number(value)
                 upper, lower = frame.y(base + value), frame.y(base)
-                parts.append(
-                    f'<rect class="bar c{colour}" x="{left:.1f}" y="{upper:.1f}"'
-                    f' width="{max(right - left - 0.6, 0.6):.1f}" height="{lower - upper:.1f}">'
-                    f"<title>{escape(name)}, {span}: {shown}</title></rect>"
-                )
+                parts.append(_bar(colour, left, upper, right - left, lower - upper, f"{name}, {span}: {shown}"))
             base += value
-    return _svg(frame, label, parts)
+    return _svg(width, height, label, parts)
 
 
 def picture_file(parts: Sequence[str], *, label: str, width: int, height: int) -> str:
@@ -158,10 +152,8 @@ def thinned(line: Line) -> Line:
     edges = _edges(len(line.points), MAX_POINTS)
     if len(edges) == len(line.points) + 1:
         return line
-    means = []
-    for start, end in pairwise(edges):
-        part = line.points[start:end]
-        means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
+    parts = [line.points[start:end] for start, end in pairwise(edges)]
+    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
     return replace(line, points=means)
 
 
@@ -211,8 +203,14 @@ def _axes(frame: _Frame, *, percent: bool = False) -> str:
     return "".join(parts)
 
 
-def _svg(frame: _Frame, label: str, parts: Sequence[str]) -> str:
-    size = f'viewBox="0 0 {frame.width} {frame.height}"'
+def _bar(colour: int, x: float, y: float, width: float, height: float, title: str) -> str:
+    """A bar with a gap behind it. x, y: its upper left corner in pixels."""
+    size = f'width="{max(width - 0.6, 0.6):.1f}" height="{height:.1f}"'
+    return f'<rect class="bar c{colour}" x="{x:.1f}" y="{y:.1f}" {size}><title>{escape(title)}</title></rect>'
+
+
+def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+    size = f'viewBox="0 0 {width} {height}"'
     return f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
@@ -246,10 +244,8 @@ def headline(stats: StepStats) -> str:
     """One line: how long it took, the overlap that it reached, and how many times its bound it took."""
     parts = [f"{format_seconds(stats.wall)}, {stats.kind}"]
     if stats.overlap_share is not None:
-        parts.append(
-            f"overlap {format_seconds(stats.overlapped)} of {format_seconds(stats.streamed)} "
-            f"({stats.overlap_share:.0%})"
-        )
+        overlap = f"{format_seconds(stats.overlapped)} of {format_seconds(stats.streamed)}"
+        parts.append(f"overlap {overlap} ({stats.overlap_share:.0%})")
     if stats.wall_to_bound is not None:
         parts.append(f"{stats.wall_to_bound:.2f}× the minimum")
     return " · ".join(parts)
@@ -265,8 +261,7 @@ def names_shown(spans: Spans) -> dict[str, int]:
 def step_picture(spans: Spans, stats: StepStats) -> str:
     """The lanes of one step as an SVG picture."""
     parts, height = step_lanes(spans, stats, stats.wall)
-    label = f"Timeline of step {stats.rollout_id}"
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return _svg(WIDTH, height, f"Timeline of step {stats.rollout_id}", parts)
 
 
 def step_lanes(spans: Spans, stats: StepStats, seconds: float) -> tuple[list[str], int]:
@@ -311,12 +306,9 @@ def _lane(members: Sequence[WorkSpan], stats: StepStats, top: float, scale: floa
             times = f"{format_seconds(end - start)} from {format_seconds(start - stats.start)}"
             name = f"{first.name} ({count} times)" if count > 1 else first.name
             title = f"{name}, rollout {first.rollout_id}{rows_text}: {times}"
-            width = max((end - start) * scale - 0.6, 0.6)
-            parts.append(
-                f'<rect class="bar c{_colour(_kind(first))}" x="{_STEP_LEFT + (start - stats.start) * scale:.1f}"'
-                f' y="{top + number * height:.1f}" width="{width:.1f}" height="{height - (len(rows) > 1):.1f}">'
-                f"<title>{escape(title)}</title></rect>"
-            )
+            left, width = _STEP_LEFT + (start - stats.start) * scale, (end - start) * scale
+            bar_height = height - (len(rows) > 1)
+            parts.append(_bar(_colour(_kind(first)), left, top + number * height, width, bar_height, title))
     return parts
 
 

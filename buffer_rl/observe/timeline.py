@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from buffer_rl.errors import DataError
@@ -107,32 +106,32 @@ class TraceFile:
         self._path = Path(run_dir) / TRACE_FILE
         self._resume_step = resume_step
         self._file: IO[str] | None = None
-        self._rows: dict[str, int] = {}
-        self._lanes: dict[str, list[int]] = {}  # by role: when each of its lanes is free again
-        self._end = 0
-        self._offset: int | None = None
-        self._is_empty = True
 
     def __enter__(self) -> TraceFile:
+        self._rows: dict[str, int] = {}
+        self._lanes: dict[str, list[int]] = {}  # by role: when each of its lanes is free again
+        self._is_empty = True
+        self._end = 0
+        self._offset: int | None = 0
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept: list[dict[str, Any]] = []
-        if self._resume_step is None:
+        kept: dict[str, list[WorkSpan]] = {}
+        if (step := self._resume_step) is None:
             set_aside(self._path)
-        elif self._path.is_file():
-            kept = [event for event in _read_events(self._path) if _is_before(event, self._resume_step)]
+        else:
+            kept = {
+                role: [span for span in spans if span.step < step] for role, spans in read_trace(self._path).items()
+            }
         temporary = self._path.with_name(f".{TRACE_FILE}.tmp")
         temporary.write_text("[", encoding="utf-8")
         temporary.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
-        for event in kept:
-            self._remember(event)
-            self._write(event)
-        self._file.flush()
+        for role, spans in kept.items():
+            self.write(role, spans)
+            self._end = max([self._end, *(round(span.end * _MICROSECONDS) for span in spans)])
+        self._offset = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.write("\n]\n")
             self._file.close()
@@ -140,9 +139,8 @@ class TraceFile:
 
     def went_back(self, step: int) -> None:
         """Go on from the checkpoint after ``step`` steps, as for ``resume_step``; -1: from the start."""
-        self.__exit__(None, None, None)
-        self._resume_step, self._rows, self._lanes = step, {}, {}
-        self._end, self._offset, self._is_empty = 0, None, True
+        self.__exit__()
+        self._resume_step = step
         self.__enter__()
 
     def write(self, role: str, spans: Iterable[WorkSpan]) -> None:
@@ -157,9 +155,8 @@ class TraceFile:
             begin, duration = start + self._offset, max(round(span.seconds * _MICROSECONDS), 1)
             facts = {"rollout_id": span.rollout_id} | ({"rows": span.num_rows} if span.num_rows else {})
             place = {"pid": self._rows[role], "tid": self._lane(role, begin, begin + duration)}
-            self._write(
-                {"ph": "X", "name": span.name, "cat": role, "ts": begin, "dur": duration, **place, "args": facts}
-            )
+            event = {"ph": "X", "name": span.name, "cat": role, "ts": begin, "dur": duration}
+            self._write({**event, **place, "args": facts})
         self._file.flush()
 
     def _name_row(self, role: str) -> None:
@@ -178,12 +175,6 @@ class TraceFile:
         lanes[lane] = end
         return lane + 1
 
-    def _remember(self, event: dict[str, Any]) -> None:
-        if event["ph"] == "X":
-            self._end = max(self._end, event["ts"] + event["dur"])
-        elif event["name"] == "process_name":
-            self._rows[event["args"]["name"]] = event["pid"]
-
     def _write(self, event: dict[str, Any]) -> None:
         assert self._file is not None
         self._file.write(("\n" if self._is_empty else ",\n") + json.dumps(event))
@@ -201,53 +192,34 @@ def read_trace(path: str | Path) -> dict[str, list[WorkSpan]]:
     spans: dict[str, list[WorkSpan]] = {}
     if not file.is_file():
         return spans
-    for event in _read_events(file):
-        if event["ph"] == "X":
-            start = event["ts"] / _MICROSECONDS
-            span = WorkSpan(
-                name=str(event["name"]),
-                rollout_id=int(event["args"]["rollout_id"]),
-                start=start,
-                end=start + event["dur"] / _MICROSECONDS,
-                num_rows=int(event["args"].get("rows", 0)),
-            )
-            spans.setdefault(str(event["cat"]), []).append(span)
-    return {role: sorted(spans[role], key=lambda span: span.start) for role in in_order(spans)}
-
-
-def in_order(roles: Iterable[str]) -> list[str]:
-    """Roles as they are shown: as in ``ROLES``, then the others by name."""
-    return sorted(roles, key=lambda role: (_ORDER.index(role) if role in ROLES else len(ROLES), role))
-
-
-def _read_events(path: Path) -> Sequence[dict[str, Any]]:
-    lines = path.read_bytes().decode(errors="replace").removesuffix("\n").split("\n")
-    events = []
+    lines = file.read_bytes().decode(errors="replace").removesuffix("\n").split("\n")
     for number, line in enumerate(lines, start=1):
         text = line.strip().rstrip(",")
         if text in ("", "[", "]"):
             continue
         try:
-            events.append(_checked(json.loads(text)))
+            event = json.loads(text)
+            if event["ph"] == "X":
+                spans.setdefault(str(event["cat"]), []).append(_span_of(event))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):  # the run was killed while it wrote, or is writing
                 break
-            raise DataError(
-                f"no trace event: {error}", where=f"{path}:{number}", expected="one event of the Trace Event Format"
-            ) from error
-    return events
+            expected = "one event of the Trace Event Format"
+            raise DataError(f"no trace event: {error}", where=f"{file}:{number}", expected=expected) from error
+    return {role: sorted(spans[role], key=lambda span: span.start) for role in in_order(spans)}
 
 
-def _checked(event: dict[str, Any]) -> dict[str, Any]:
-    if event["ph"] == "X":
-        _ = event["name"], event["cat"], event["ts"] + event["dur"], int(event["args"]["rollout_id"])
-    elif event["name"] == "process_name":
-        _ = event["pid"], event["args"]["name"]
-    return event
+def _span_of(event: Mapping[str, Any]) -> WorkSpan:
+    start, facts = event["ts"] / _MICROSECONDS, event["args"]
+    return WorkSpan(
+        name=str(event["name"]),
+        rollout_id=int(facts["rollout_id"]),
+        start=start,
+        end=start + event["dur"] / _MICROSECONDS,
+        num_rows=int(facts.get("rows", 0)),
+    )
 
 
-def _is_before(event: dict[str, Any], resume_step: int) -> bool:
-    """Whether an event of an earlier run stays when a run goes on after ``resume_step`` steps."""
-    if event["ph"] != "X":
-        return True
-    return bool(event["args"]["rollout_id"] < resume_step + (event["name"] in _NAMED_BY_VERSION))
+def in_order(roles: Iterable[str]) -> list[str]:
+    """Roles as they are shown: as in ``ROLES``, then the others by name."""
+    return sorted(roles, key=lambda role: (_ORDER.index(role) if role in ROLES else len(ROLES), role))

@@ -27,7 +27,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice, pairwise
-from typing import Any
 
 from buffer_rl.observe.timeline import WorkSpan, in_order
 from buffer_rl.plan.schedule import Mode
@@ -111,10 +110,7 @@ def step_windows(spans: Spans, kind: Overlap | None = None) -> dict[int, Interva
         return _training_windows(spans)
     of_rollout = [span for span in spans.get("rollout", ()) if span.name == "rollout"]
     starts = sorted(span.start for span in spans.get("rollout", ()))
-    last_end: dict[int, float] = {}
-    for members in spans.values():
-        for span in members:
-            last_end[span.step] = max(last_end.get(span.step, span.end), span.end)
+    last_end = _ends(span for members in spans.values() for span in members)
     windows = {}
     for span in sorted(of_rollout, key=lambda span: span.start):
         after = bisect_right(starts, span.start)
@@ -126,9 +122,7 @@ def _training_windows(spans: Spans) -> dict[int, Interval]:
     """From the end of the step before to that of the step's last work, of steps with an update."""
     work = [span for role, members in spans.items() if role != "rollout" for span in members]
     updated = {span.rollout_id for span in work if span.name == "update"}
-    ends: dict[int, float] = {}
-    for span in work:
-        ends[span.step] = max(ends.get(span.step, span.end), span.end)
+    ends = _ends(work)
     start = min((span.start for members in spans.values() for span in members), default=0.0)
     windows = {}
     for step in sorted(ends):
@@ -136,6 +130,14 @@ def _training_windows(spans: Spans) -> dict[int, Interval]:
             windows[step] = (start, ends[step])
         start = ends[step]
     return windows
+
+
+def _ends(spans: Iterable[WorkSpan]) -> dict[int, float]:
+    """When the last of the spans of each step ended."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        ends[span.step] = max(ends.get(span.step, span.end), span.end)
+    return ends
 
 
 def spans_after(spans: Spans, step: int, kind: Overlap) -> dict[str, list[WorkSpan]]:
@@ -173,40 +175,54 @@ def step_stats(spans: Spans, rollout_id: int, window: Interval | None = None, ki
     start, end = window or step_windows(spans, kind)[rollout_id]
     shown = spans_within(spans, start, end)
     own = {role: [span for span in shown[role] if span.step == rollout_id] for role in shown}
+    busy = {role: merged(_clipped(shown[role], start, end)) for role in shown}
     if kind.crosses_steps:
-        return _step_across(rollout_id, (start, end), kind, shown, own)
-    generation = merged(_clipped(own.get("rollout", ()), start, end))
+        generation = busy["rollout"] = _generation(shown, start, end)
+        parts, tail, bound = _across_steps(own, generation, (start, end), kind)
+    else:
+        generation = merged(_clipped(own.get("rollout", ()), start, end))
+        parts, tail, bound = _within_step(own, generation, (start, end), kind)
+    working = [role for role in busy if role not in PHASES_OF_OTHERS]
+    return StepStats(
+        rollout_id=rollout_id,
+        start=start,
+        end=end,
+        kind=kind,
+        generation=length(generation),
+        streamed=sum(b - a for a, b in parts),
+        overlapped=sum(length(common([part], generation)) for part in parts),
+        tail=tail,
+        bound=bound,
+        busy={role: length(busy[role]) for role in busy},
+        idle={role: 1.0 - length(busy[role]) / (end - start) if end > start else 0.0 for role in working},
+        waits={role: _waits(role, busy, start, end) for role in working},
+    )
+
+
+def _within_step(
+    own: Spans, generation: list[Interval], window: Interval, kind: Overlap
+) -> tuple[list[Interval], float, float]:
+    """The streamed work of a step, its tail, and the bound. own: the step's spans."""
+    start, end = window
     worked = {role: [span for span in own[role] if _is_streamed(role, span)] for role in own}
     streamed = {role: _clipped(worked[role], start, end) for role in worked}
     parts = [part for role in streamed for part in streamed[role]]
     tail = _tail(worked, generation, end)
     updates = [span for span in own.get("train", ()) if span.name == "update"]
     last = merged(_clipped((*updates, *(span for role in PHASES_OF_OTHERS for span in own.get(role, ()))), start, end))
-    gen_seconds = length(generation)
     early = merged([*generation, *parts])
     if kind is Overlap.LOCKSTEP:
         bound = length(early)
     else:
-        bound = max([gen_seconds, *(length(merged(members)) - tail for members in streamed.values())]) + tail
-    bound += length(last) - length(common(last, early))
-    return StepStats(
-        rollout_id=rollout_id,
-        start=start,
-        end=end,
-        kind=kind,
-        generation=gen_seconds,
-        streamed=sum(b - a for a, b in parts),
-        overlapped=sum(length(common([part], generation)) for part in parts),
-        tail=tail,
-        bound=bound,
-        **_shares({role: merged(_clipped(shown[role], start, end)) for role in shown}, start, end),
-    )
+        bound = max([length(generation), *(length(merged(members)) - tail for members in streamed.values())]) + tail
+    return parts, tail, bound + length(last) - length(common(last, early))
 
 
-def _step_across(rollout_id: int, window: Interval, kind: Overlap, shown: Spans, own: Spans) -> StepStats:
-    """The statistics of a step of an asynchronous run. shown, own: what ran in it, and the part of its own work."""
+def _across_steps(
+    own: Spans, generation: list[Interval], window: Interval, kind: Overlap
+) -> tuple[list[Interval], float, float]:
+    """As ``_within_step``, of a step of an asynchronous run, which has no tail."""
     start, end = window
-    generation = _generation(shown, start, end)
     work = [(role, span) for role in own if role != "rollout" for span in own[role]]
     parts = _clipped((span for role, span in work if role not in PHASES_OF_OTHERS), start, end)
     sending = merged(_clipped(own.get("publish", ()), start, end))
@@ -216,35 +232,13 @@ def _step_across(rollout_id: int, window: Interval, kind: Overlap, shown: Spans,
         bound += length(sending) - length(common(sending, merged([*generation, *training])))
     else:
         bound = max(length(generation), length(merged([*training, *sending])))
-    busy = {role: merged(_clipped(shown[role], start, end)) for role in shown}
-    return StepStats(
-        rollout_id=rollout_id,
-        start=start,
-        end=end,
-        kind=kind,
-        generation=length(generation),
-        streamed=sum(b - a for a, b in parts),
-        overlapped=sum(length(common([part], generation)) for part in parts),
-        tail=0.0,
-        bound=bound,
-        **_shares({**busy, "rollout": generation}, start, end),
-    )
+    return parts, 0.0, bound
 
 
 def _generation(spans: Spans, start: float, end: float) -> list[Interval]:
     """When engines had tickets or an evaluation to work on, and were not paused."""
     pauses = merged(_clipped((span for span in spans.get("publish", ()) if span.name == "pause"), start, end))
     return without(merged(_clipped(spans.get("rollout", ()), start, end)), pauses)
-
-
-def _shares(busy: Mapping[str, list[Interval]], start: float, end: float) -> dict[str, Any]:
-    """``busy``, ``idle`` and ``waits`` of a step."""
-    working = [role for role in busy if role not in PHASES_OF_OTHERS]
-    return {
-        "busy": {role: length(busy[role]) for role in busy},
-        "idle": {role: 1.0 - length(busy[role]) / (end - start) if end > start else 0.0 for role in working},
-        "waits": {role: _waits(role, busy, start, end) for role in working},
-    }
 
 
 def advice(spans: Spans, kind: Overlap | None = None) -> str:

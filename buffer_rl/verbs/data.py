@@ -7,8 +7,7 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -81,14 +80,8 @@ def run_show(namespace: argparse.Namespace) -> int:
     else:
         print_notices(["--hf-checkpoint FOLDER also shows each prompt as the model reads it, and its number of tokens"])
     for row in itertools.islice(dataset, max(0, namespace.n)):
-        shown = {
-            dataset.unit if dataset.unit == "line" else "file_row": row.line,
-            "row": row.row,
-            "id": row.id,
-            "prompt": row.prompt,
-            "label": row.label,
-            "metadata": row.metadata,
-        }
+        shown: dict[str, Any] = {dataset.unit if dataset.unit == "line" else "file_row": row.line}
+        shown |= {name: getattr(row, name) for name in ("row", "id", "prompt", "label", "metadata")}
         if row.multimodal is not None:
             shown["multimodal"] = row.multimodal
         if encoder is not None:
@@ -113,66 +106,45 @@ def run_stats(namespace: argparse.Namespace) -> int:
     """Print what the rows of each file are like."""
     for file in namespace.files:
         facts = dataset_stats(file, read_dataset(file, _row_keys(namespace)))
-        say(json.dumps(asdict(facts), ensure_ascii=False) if namespace.json else stats_text(facts))
+        say(json.dumps(facts, ensure_ascii=False) if namespace.json else stats_text(facts))
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """Lengths in characters; all 0 where nothing was measured."""
-
-    shortest: int = 0
-    median: float = 0.0
-    mean: float = 0.0
-    longest: int = 0
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> Lengths:
-        """The lengths' extremes, median and mean."""
-        if not lengths:
-            return cls()
-        return cls(shortest=min(lengths), median=float(median(lengths)), mean=mean(lengths), longest=max(lengths))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetStats:
-    """Counts of one file. A label of several answers counts each of them in ``label_lengths``.
+def dataset_stats(file: str, dataset: PromptDataset) -> dict[str, Any]:
+    """Counts of ``dataset``, which was read from ``file``. A label of several answers counts each of them in
+    ``label_lengths``.
 
     duplicate_prompts: rows whose prompt an earlier row has. conflicting_labels: prompts that come with more than one
     label. metadata: in how many rows each key is.
     """
-
-    file: str
-    rows: int
-    chat_rows: int
-    prompt_lengths: Lengths
-    labelled_rows: int
-    label_lengths: Lengths
-    distinct_labels: int
-    duplicate_prompts: int
-    conflicting_labels: int
-    metadata: dict[str, int]
-
-
-def dataset_stats(file: str, dataset: PromptDataset) -> DatasetStats:
-    """Count the rows of ``dataset``, which was read from ``file``."""
     labels_of: dict[str, set[str]] = {}
     for row in dataset:
         labels_of.setdefault(_canonical(row.prompt), set()).add(_canonical(row.label))
     labels = [row.label for row in dataset if row.label is not None]
     answers = [answer for label in labels for answer in (label if isinstance(label, list) else [label])]
-    return DatasetStats(
-        file=file,
-        rows=len(dataset),
-        chat_rows=sum(not isinstance(row.prompt, str) for row in dataset),
-        prompt_lengths=Lengths.of([_prompt_length(row.prompt) for row in dataset]),
-        labelled_rows=len(labels),
-        label_lengths=Lengths.of([len(str(answer)) for answer in answers]),
-        distinct_labels=len({_canonical(label) for label in labels}),
-        duplicate_prompts=len(dataset) - len(labels_of),
-        conflicting_labels=sum(len(labels) > 1 for labels in labels_of.values()),
-        metadata=dict(sorted(Counter(key for row in dataset for key in row.metadata).items())),
-    )
+    return {
+        "file": file,
+        "rows": len(dataset),
+        "chat_rows": sum(not isinstance(row.prompt, str) for row in dataset),
+        "prompt_lengths": _lengths([_prompt_length(row.prompt) for row in dataset]),
+        "labelled_rows": len(labels),
+        "label_lengths": _lengths([len(str(answer)) for answer in answers]),
+        "distinct_labels": len({_canonical(label) for label in labels}),
+        "duplicate_prompts": len(dataset) - len(labels_of),
+        "conflicting_labels": sum(len(labels) > 1 for labels in labels_of.values()),
+        "metadata": dict(sorted(Counter(key for row in dataset for key in row.metadata).items())),
+    }
+
+
+def _lengths(lengths: Sequence[int]) -> dict[str, float]:
+    """Extremes, median and mean in characters; all 0 if nothing was measured."""
+    found = lengths or [0]
+    return {
+        "shortest": min(found),
+        "median": float(median(found)),
+        "mean": mean(found) if lengths else 0.0,
+        "longest": max(found),
+    }
 
 
 def _prompt_length(prompt: Prompt) -> int:
@@ -180,23 +152,21 @@ def _prompt_length(prompt: Prompt) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(_content_length(message) for message in prompt)
 
 
-def stats_text(stats: DatasetStats) -> str:
+def stats_text(stats: Mapping[str, Any]) -> str:
     """The counts for people, one a line."""
-    metadata = ", ".join(f"{key} ({count})" for key, count in stats.metadata.items())
+    metadata = ", ".join(f"{key} ({count})" for key, count in stats["metadata"].items())
+    shown = "{shortest} to {longest} characters, median {median:g}, mean {mean:.1f}"
+    labels = f"in {stats['labelled_rows']} rows, {stats['distinct_labels']} distinct"
+    labels += f"; {shown.format(**stats['label_lengths'])}" if stats["labelled_rows"] else ""
+    several = f"{stats['conflicting_labels']} prompts have several labels"
     lines = [
-        f"{stats.file}: {stats.rows} rows",
-        f"  prompts    {_lengths_text(stats.prompt_lengths)}; {stats.chat_rows} of chat messages",
-        f"  labels     in {stats.labelled_rows} rows, {stats.distinct_labels} distinct"
-        + (f"; {_lengths_text(stats.label_lengths)}" if stats.labelled_rows else ""),
-        f"  duplicates {stats.duplicate_prompts} rows repeat an earlier prompt;"
-        f" {stats.conflicting_labels} prompts have several labels",
+        f"{stats['file']}: {stats['rows']} rows",
+        f"  prompts    {shown.format(**stats['prompt_lengths'])}; {stats['chat_rows']} of chat messages",
+        f"  labels     {labels}",
+        f"  duplicates {stats['duplicate_prompts']} rows repeat an earlier prompt; {several}",
         f"  metadata   {metadata or 'none'}",
     ]
     return "\n".join(lines)
-
-
-def _lengths_text(lengths: Lengths) -> str:
-    return f"{lengths.shortest} to {lengths.longest} characters, median {lengths.median:g}, mean {lengths.mean:.1f}"
 
 
 def _content_length(message: object) -> int:

@@ -89,11 +89,9 @@ def print_text(plan: DryRun, resumed: Manifest | None = None, *, every: bool = F
     say("\nData files")
     _print_columns([(source.use, mask_url(source.path), f"{len(source.dataset)} rows") for source in plan.sources])
     if plan.trial.prompts:
-        say("\nPrompts")
-        say(*_prompt_lines(plan.trial), sep="\n")
+        say("\nPrompts", *_prompt_lines(plan.trial), sep="\n")
     if plan.trial.rows:
-        say("\nScores of a trial")
-        say(*score_lines(plan.trial.rows), sep="\n")
+        say("\nScores of a trial", *score_lines(plan.trial.rows), sep="\n")
     say("\nThe run")
     _print_columns(_need_lines(plan))
     if resumed is not None:

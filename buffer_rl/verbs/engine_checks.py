@@ -98,12 +98,10 @@ def check_eval_prompts(args: Args, engines: list[ContextLimit], sources: Sequenc
     long = [f"{where}: {length} tokens" for where, length in lengths if length > limit]
     if long:
         more = [f"... and {len(long) - MAX_REPORTED} more"] if len(long) > MAX_REPORTED else []
-        raise DataError(
-            "\n".join(["evaluation prompts leave no room for a response", *long[:MAX_REPORTED], *more]),
-            where="--eval-prompt-data and --eval-config",
-            expected=f"fewer than {limit + 1} tokens ({of})",
-            hint="take the rows out, or raise the limit if the model has room",
-        )
+        what = "\n".join(["evaluation prompts leave no room for a response", *long[:MAX_REPORTED], *more])
+        where, expected = "--eval-prompt-data and --eval-config", f"fewer than {limit + 1} tokens ({of})"
+        hint = "take the rows out, or raise the limit if the model has room"
+        raise DataError(what, where=where, expected=expected, hint=hint)
 
 
 def _evaluates(args: Args) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.driver.folders import AUTO
-from buffer_rl.errors import ConfigError
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.help import given_flags, keep_in_help, set_flag
 from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.verbs import train
@@ -54,10 +54,8 @@ def run(namespace: argparse.Namespace) -> int:
     flags = given_flags(namespace)
     args = resolve_namespace(namespace).args
     sets = eval_sets_of(args)
-    if not sets:
-        raise ConfigError(
-            "there is nothing to evaluate on", where="--eval-prompt-data", hint="add --eval-prompt-data NAME=PATH"
-        )
+    what, hint = "--eval-prompt-data: there is nothing to evaluate on", "add --eval-prompt-data NAME=PATH"
+    refuse(not sets, what, hint)
     set_flag(namespace, "num_rollout", "0")
     if args.load == AUTO and args.save is not None:
         set_flag(namespace, "load", args.save)

@@ -15,6 +15,9 @@ from buffer_rl.files.remote import is_remote
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_url
 
+_LOAD = "a folder or URL step_NNNNNN, or --save's, then the newest in it"
+_SAVE_DTYPE = "number format of the weights; input: as the checkpoint has them, whose run had a --save-dtype too"
+
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb."""
@@ -23,19 +26,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         description="Check a checkpoint against its manifest and copy its model and tokenizer into a folder of their\n"
         "own, which transformers and every engine can load.",
     )
-    parser.add_argument(
-        "--load",
-        required=True,
-        metavar="CHECKPOINT",
-        help="a folder or URL step_NNNNNN, or --save's, then the newest in it",
-    )
+    parser.add_argument("--load", required=True, metavar="CHECKPOINT", help=_LOAD)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make; it must not be there")
-    parser.add_argument(
-        "--save-dtype",
-        choices=["input", "float32", "bfloat16", "float16"],
-        default="input",
-        help="number format of the weights; input: as the checkpoint has them, whose run had a --save-dtype too",
-    )
+    formats = ["input", "float32", "bfloat16", "float16"]
+    parser.add_argument("--save-dtype", choices=formats, default="input", help=_SAVE_DTYPE)
     parser.set_defaults(run=run)
 
 

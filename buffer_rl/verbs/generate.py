@@ -17,10 +17,11 @@ from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.options import check_template_kwargs
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.errors import ConfigError, DataError
+from buffer_rl.errors import DataError
 from buffer_rl.files.checkpoint import opened_checkpoint
 from buffer_rl.files.hf_config import max_positions, read_config
 from buffer_rl.observe.terminal import say
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.help import add_config_flag, add_help, add_options, keep_in_help
 from buffer_rl.options.section import required
 from buffer_rl.options.sources import resolve_namespace
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FLEET_CHECK_S = 1.0
+_SHOWN = ("sample_index", "prompt", "label", "response", "status")
 _DESCRIPTION = """\
 Sample responses to prompts, as the rollouts of a run would. The options, their file (--config) and their variables
 are those of train; --load CHECKPOINT asks the model of a checkpoint. Options that have nothing to do with sampling
@@ -56,13 +58,9 @@ _ACTING_SECTIONS = ("Engine", "SGLang", "Reward")
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb."""
     sections = sections_of(plugins_named(argv))
-    parser = subparsers.add_parser(
-        "generate",
-        description=_DESCRIPTION,
-        usage="buffer-rl generate (--hf-checkpoint FOLDER | --load CHECKPOINT) (--prompt TEXT | --prompt-data FILE)"
-        " [-n INT] [--json]",
-        add_help=False,
-    )
+    usage = "buffer-rl generate (--hf-checkpoint FOLDER | --load CHECKPOINT) (--prompt TEXT | --prompt-data FILE)"
+    usage += " [-n INT] [--json]"
+    parser = subparsers.add_parser("generate", description=_DESCRIPTION, usage=usage, add_help=False)
     add_help(parser, sections)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
     parser.add_argument("-n", type=_count, default=1, metavar="INT", help="number of responses per prompt (default: 1)")
@@ -79,12 +77,9 @@ def run(namespace: argparse.Namespace) -> int:
     print_notices(resolved.notices)
     with ExitStack() as stack:
         args = with_counts(resolved.args)
-        if args.load and not starts_engines(args):
-            raise ConfigError(
-                "the engines there serve weights of their own, not the checkpoint's",
-                where="--load and --router-url",
-                hint="leave out one of them; buffer-rl eval publishes the checkpoint to the engines first",
-            )
+        what = "--load and --router-url: the engines there serve weights of their own, not the checkpoint's"
+        hint = "leave out one of them; buffer-rl eval publishes the checkpoint to the engines first"
+        refuse(args.load and not starts_engines(args), what, hint)
         if args.load:
             checkpoint = stack.enter_context(opened_checkpoint(args.load))
             args = args.model_copy(update={"hf_checkpoint": str(checkpoint.folder / "hf")})
@@ -95,21 +90,16 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:
-    if not args.hf_checkpoint:
-        raise ConfigError("there is no model to ask", where="--hf-checkpoint", hint="add --hf-checkpoint PATH")
+    refuse(not args.hf_checkpoint, "--hf-checkpoint: there is no model to ask", "add --hf-checkpoint PATH")
     unused = ("ref_load", "opd_teacher_load", "critic_load", "load", "save")
     args = with_local_paths(args.model_copy(update=dict.fromkeys(unused)), PluginRegistry.from_flags(args.plugin))
     check_folders(args)
     if args.data_source_path is not None:
         args = args.model_copy(update={"prompt_data": None})  # which that source reads, in its own way
-        if not namespace.prompt:
-            raise ConfigError(
-                "a data source of your own has no end, and is not asked for prompts here",
-                where="--data-source-path",
-                hint="add --prompt TEXT, or '--data-source-path none --prompt-data FILE'",
-            )
-    if not (namespace.prompt or args.prompt_data):
-        raise ConfigError("there is no prompt", where="--prompt", hint="add --prompt TEXT or --prompt-data FILE")
+        what = "--data-source-path: a data source of your own has no end, and is not asked for prompts here"
+        refuse(not namespace.prompt, what, "add --prompt TEXT, or '--data-source-path none --prompt-data FILE'")
+    hint = "add --prompt TEXT or --prompt-data FILE"
+    refuse(not (namespace.prompt or args.prompt_data), "--prompt: there is no prompt", hint)
     check_template_kwargs(args.apply_chat_template_kwargs)
     return _ask(args, namespace.prompt, namespace.n)
 
@@ -161,7 +151,7 @@ def _within_context(args: Args) -> Args:
     limits = (args.rollout_max_context_len, args.engine_context_length, max_positions(config))
     if "rollout_max_response_len" in args.model_fields_set or not any(limits):
         return args
-    return args.model_copy(update={"rollout_max_context_len": min(limit for limit in limits if limit)})
+    return args.model_copy(update={"rollout_max_context_len": min(filter(None, limits))})
 
 
 async def _while_engines_last(fleet: EngineFleet, answers: Coroutine[Any, Any, T]) -> T:
@@ -221,15 +211,8 @@ async def _answers_of_engine(args: Args, samples: Sequence[Sample], encoder: Pro
                 result = await client.agenerate(f"ask:{sample.row_id}", prompt_ids, chosen)
             sample.tokens, sample.response = [*prompt_ids, *result.output_ids], result.text
             sample.response_length, sample.status = len(result.output_ids), result.status
-            return {
-                "uid": str(sample.uid),
-                "sample_index": sample.sample_index,
-                "prompt": sample.prompt,
-                "label": sample.label,
-                "response": result.text,
-                "status": str(result.status),
-                "tokens": len(result.output_ids),
-            }
+            shown = {name: getattr(sample, name) for name in _SHOWN}
+            return {"uid": str(sample.uid), **shown, "tokens": sample.response_length}
 
         tasks = [asyncio.create_task(answer(sample)) for sample in samples]
         try:

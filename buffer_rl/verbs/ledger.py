@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
 from buffer_rl.records.groups import GroupUid
-from buffer_rl.verbs.table import print_table
+from buffer_rl.verbs.table import print_table, shown_time
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -41,12 +41,9 @@ def run(namespace: argparse.Namespace) -> int:
     """Returns 1 if ``--verify`` finds a fault. Raises ConfigError for a path or a uid that is not one, CheckpointError
     for a file that is damaged."""
     uid = _parsed(namespace.uid) if namespace.uid else None
-    audit = LedgerAudit(ledger_path(namespace.path))
-    try:
+    with closing(LedgerAudit(ledger_path(namespace.path))) as audit:
         facts = _group_facts(audit, uid) if uid else _run_facts(audit)
         faults = audit.faults() if namespace.verify else None
-    finally:
-        audit.close()
     if faults is not None:
         facts["faults"] = faults
     if namespace.json:
@@ -70,9 +67,8 @@ def ledger_path(path: str) -> Path:
         for file in (folder / FILE_NAME, *sorted(folder.glob(f"files_*/{FILE_NAME}"))):
             if file.is_file():
                 return file
-    raise ConfigError(
-        "there is no ledger here", where=str(path), expected=f"a file, or a folder that holds {FILE_NAME}"
-    )
+    expected = f"a file, or a folder that holds {FILE_NAME}"
+    raise ConfigError("there is no ledger here", where=str(path), expected=expected)
 
 
 def _parsed(text: str) -> GroupUid:
@@ -97,13 +93,9 @@ def _run_facts(audit: LedgerAudit) -> dict[str, Any]:
 
 
 def _group_facts(audit: LedgerAudit, uid: GroupUid) -> dict[str, Any]:
-    entry = audit.entry(uid)
-    return {
-        "path": str(audit.path),
-        "uid": str(uid),
-        "entry": asdict(entry) if entry else None,
-        "history": [asdict(line) for line in audit.history(uid)],
-    }
+    entry, history = audit.entry(uid), [asdict(line) for line in audit.history(uid)]
+    facts = {"entry": asdict(entry) if entry else None, "history": history}
+    return {"path": str(audit.path), "uid": str(uid), **facts}
 
 
 def _print_run(facts: dict[str, Any]) -> None:
@@ -112,12 +104,7 @@ def _print_run(facts: dict[str, Any]) -> None:
         last = facts["last_commit"]
         say(f"{facts['commits']} rollouts committed, the last one is {last['rollout_id']} at step {last['step']}")
     rows = [
-        [
-            row["source"],
-            "foreign" if row["epoch"] is None else str(row["epoch"]),
-            "?" if row["num_rows"] is None else str(row["num_rows"]),
-            *(str(number) for number in row["counts"].values()),
-        ]
+        [row["source"], _cell(row["epoch"], "foreign"), _cell(row["num_rows"], "?"), *map(str, row["counts"].values())]
         for row in facts["epochs"]
     ]
     print_table(["source", "epoch", "rows", *GroupState], rows)
@@ -134,16 +121,15 @@ def _print_newest(facts: dict[str, Any]) -> None:
         print_table(["rollout", *names], rows)
     if selections := facts["newest_selections"]:
         say("\nnewest selections")
-        rows = [
-            [
-                f"train_{row['rollout_id']}",
-                str(row["num_groups"]),
-                "" if row["step"] is None else str(row["step"]),
-                ", ".join(f"train_{ticket}" for ticket in row["tickets"]),
-            ]
-            for row in selections
-        ]
+        rows = []
+        for row in selections:
+            leased_by = ", ".join(f"train_{ticket}" for ticket in row["tickets"])
+            rows.append([f"train_{row['rollout_id']}", str(row["num_groups"]), _cell(row["step"]), leased_by])
         print_table(["rollout", "groups", "trained at step", "tickets"], rows)
+
+
+def _cell(number: int | None, unknown: str = "") -> str:
+    return unknown if number is None else str(number)
 
 
 def _print_group(facts: dict[str, Any]) -> None:
@@ -154,8 +140,6 @@ def _print_group(facts: dict[str, Any]) -> None:
     headings = ("time", "from", "to", "attempt", "rollout", "step", "opening", "reason")
     rows = []
     for line in facts["history"]:
-        time = datetime.fromtimestamp(line["time"]).isoformat(sep=" ", timespec="milliseconds")
-        numbers = [line[name] for name in ("attempt", "rollout_id", "step", "incarnation")]
-        cells = ["" if number is None else str(number) for number in numbers]
-        rows.append([time, line["before"], line["after"], *cells, line["reason"]])
+        cells = [_cell(line[name]) for name in ("attempt", "rollout_id", "step", "incarnation")]
+        rows.append([shown_time(line["time"]), line["before"], line["after"], *cells, line["reason"]])
     print_table(headings, rows)

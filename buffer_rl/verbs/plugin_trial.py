@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptRow, RowKeys
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.errors import BufferRLError, ConfigError, PluginError
+from buffer_rl.errors import BufferRLError, PluginError
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import dump_args
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, SampleGroup, Ticket
@@ -55,17 +56,11 @@ def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, a
     DataError for the file, and PluginError or RolloutError for a function that fails or answers what it must not.
     """
     trials: Mapping[str, Callable[..., Coroutine[Any, Any, list[str]]]] = {
-        "reward": _try_reward,
-        "group_reward": _try_reward,
+        **dict.fromkeys(("reward", "group_reward"), _try_reward),
         "filter": _try_filter,
-        "generate": _try_generate,
-        "agent": _try_agent,
-        "environment": _try_agent,
+        **dict.fromkeys(("generate", "agent", "environment"), _try_samples),
     }
-    if kind not in trials:
-        raise ConfigError(
-            f"a plugin of the kind {kind!r} is not called on rows", where="--on", expected=", ".join(trials)
-        )
+    refuse(kind not in trials, f"--on: a plugin of the kind {kind!r} is not called on rows", expected=", ".join(trials))
     source = RowSource(use="answers", path=path, dataset=read_dataset(path, RowKeys.from_args(args)))
     return asyncio.run(trials[kind](registry, kind, reference, source, args))
 
@@ -92,12 +87,8 @@ async def _try_reward(registry: PluginRegistry, kind: str, reference: str, sourc
 
 def _answers(source: RowSource, row: PromptRow) -> dict[str, Sample]:
     """Answers to the row, with a token for each byte of their text."""
-
-    def encode(text: str) -> list[int]:
-        return list(text.encode())
-
     sample = source.sample(row)
-    return answers_to(sample, encode(str(sample.prompt)), encode, None)
+    return answers_to(sample, list(str(sample.prompt).encode()), lambda text: list(text.encode()), None)
 
 
 async def _try_filter(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
@@ -116,22 +107,8 @@ async def _try_filter(registry: PluginRegistry, kind: str, reference: str, sourc
     return lines
 
 
-async def _try_generate(
-    registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args
-) -> list[str]:
-    options = {"custom_generate_function_path": reference, "custom_generate_timeout_s": CALL_S}
-    return await _try_samples(registry, source, args.model_copy(update=options))
-
-
-async def _try_agent(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
-    own: dict[str, Any] = {"agent_path": None, "agent_command": None, "tools_path": [], "environment": None}
-    own["environment" if kind == "environment" else "agent_path"] = reference
-    options = {**own, "agent_timeout_s": CALL_S}
-    return await _try_samples(registry, source, args.model_copy(update=options))
-
-
-async def _try_samples(registry: PluginRegistry, source: RowSource, args: Args) -> list[str]:
-    """Generate a sample of each row as ``args`` say, against an engine in this process."""
+async def _try_samples(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
+    """Generate a sample of each row, against an engine in this process."""
     from buffer_rl.engines.client import EngineClient
     from buffer_rl.testing.fake_engine import FakeEngine
     from buffer_rl.testing.tiny import DEFAULT_CHARACTERS, make_char_tokenizer
@@ -143,7 +120,7 @@ async def _try_samples(registry: PluginRegistry, source: RowSource, args: Args) 
     lines = []
     with FakeEngine(decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))) as engine:
         urls = {"router_url": engine.url, "engine_urls": [engine.url]}
-        args = args.model_copy(update=urls)
+        args = args.model_copy(update={**_options_of(kind, reference), **urls})
         async with EngineClient(engine.url, [engine.url], timeout_s=CALL_S) as client:
             context = RolloutContext.build(args, registry=registry, engine=client, tokenizer=tokenizer)
             try:
@@ -153,6 +130,14 @@ async def _try_samples(registry: PluginRegistry, source: RowSource, args: Args) 
             finally:
                 await context.aclose()
     return lines
+
+
+def _options_of(kind: str, reference: str) -> dict[str, Any]:
+    """The options with which a run plays a sample by the plugin."""
+    if kind == "generate":
+        return {"custom_generate_function_path": reference, "custom_generate_timeout_s": CALL_S}
+    none: dict[str, Any] = {"agent_path": None, "agent_command": None, "tools_path": [], "environment": None}
+    return {**none, "environment" if kind == "environment" else "agent_path": reference, "agent_timeout_s": CALL_S}
 
 
 async def _generate(context: RolloutContext, engine: FakeEngine, source: RowSource, row: PromptRow) -> list[str]:
@@ -171,9 +156,9 @@ async def _generate(context: RolloutContext, engine: FakeEngine, source: RowSour
         scored = replace(group, samples=[part.changed(reward=_reward_of(context.args, part)) for part in group])
         GroupConverter(context.args).encode(scored, evaluation=False)
     asked = engine.log.num_posts - before
-    requests = "1 request" if asked == 1 else f"{asked} requests"
+    requests = f"{asked} request{'' if asked == 1 else 's'}"
     return [
-        f"  {part.status}, {_rows_text(part)}{requests}, reward {part.reward}: {part.response!r:.60}  {where}"
+        f"  {part.status}, {_rows_text(part)}, {requests}, reward {part.reward}: {part.response!r:.60}  {where}"
         for part in group
     ]
 
@@ -184,11 +169,9 @@ def _reward_of(args: Args, part: Sample) -> Any:
 
 
 def _rows_text(part: Sample) -> str:
-    masked = ", masked" if part.remove_sample else ""
-    if not part.parts:
-        return f"{part.response_length} tokens{masked}, "
-    sampled = sum(row.effective_response_length for row in part.rows)
-    return f"{len(part.rows)} rows, {sampled} tokens{masked}, "
+    sampled = sum(row.effective_response_length for row in part.rows) if part.parts else part.response_length
+    rows = f"{len(part.rows)} rows, " if part.parts else ""
+    return f"{rows}{sampled} tokens{', masked' if part.remove_sample else ''}"
 
 
 @contextmanager

@@ -33,6 +33,9 @@ _CHECK = """Import one plugin and check its signature. A loss and an advantage e
 from a seed, and checked for what their unit or scope and needs promise: one line a property; the exit status is 1 where
 one fails. With --on FILE a reward, a filter, a generate function, an agent or an environment is called, too, on rows of
 the file."""
+_ON = """call the plugin on rows of this file. A reward gets the label, an empty and a truncated answer. A filter gets
+groups with rewards of 0 and 1. The others get an engine that answers the label"""
+_PLUGIN = "load a pluggy plugin, or block one with no:NAME"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -49,26 +52,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         "--kind", metavar="KIND", choices=list(KINDS), help="the kind to check for; guessed where absent"
     )
     check.add_argument("reference", metavar="REF", help="module:name, ./file.py:name or a registered name")
-    check.add_argument(
-        "--on",
-        metavar="FILE",
-        help="call the plugin on rows of this file. A reward gets the label, an empty and a truncated answer. A filter "
-        "gets groups with rewards of 0 and 1. The others get an engine that answers the label",
-    )
+    check.add_argument("--on", metavar="FILE", help=_ON)
     check.add_argument("--config", metavar="FILE", help="with --on: options of a run, such as label_key and reward_key")
     new = actions.add_parser("new", help="write a working plugin of your own, with its test")
     new.add_argument("kind", metavar="KIND", choices=list(KINDS), help=f"one of {', '.join(KINDS)}")
     new.add_argument("name", metavar="NAME", help="of the file and of the function in it")
     new.add_argument("--output", metavar="FOLDER", default=".", help="where the two files go; the working directory")
     for action in (listing, check):
-        action.add_argument(
-            "-p",
-            "--plugin",
-            action="append",
-            default=[],
-            metavar="NAME",
-            help="load a pluggy plugin, or block one with no:NAME",
-        )
+        action.add_argument("-p", "--plugin", action="append", default=[], metavar="NAME", help=_PLUGIN)
     parser.set_defaults(run=run)
 
 
@@ -110,7 +101,9 @@ def write_plugin(kind: str, name: str, folder: Path) -> tuple[Path, Path]:
     for path in paths:
         if path.exists():
             raise ConfigError(f"{path} is there already", hint="choose another name or --output FOLDER")
-    texts = plugin_texts(row, name)
+    values = {"kind": row, "module": name, "name": object_name(row, name)}
+    files = (f"{kind}.py.jinja", f"test_{kind}.py.jinja")
+    texts = [templates("plugin").get_template(file).render(values) for file in files]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts, strict=True):
@@ -123,14 +116,6 @@ def write_plugin(kind: str, name: str, folder: Path) -> tuple[Path, Path]:
 def object_name(kind: PluginKind, name: str) -> str:
     """The name of the function, or of the class for kinds that are classes: ``my_logger`` makes ``MyLogger``."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("_")) if kind.constructed else name
-
-
-def plugin_texts(kind: PluginKind, name: str) -> tuple[str, str]:
-    """The plugin's file and its test's."""
-    values = {"kind": kind, "module": name, "name": object_name(kind, name)}
-    files = (f"{kind.name}.py.jinja", f"test_{kind.name}.py.jinja")
-    plugin, test = (templates("plugin").get_template(file).render(values) for file in files)
-    return plugin, test
 
 
 def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
@@ -204,10 +189,8 @@ def first_sentence(row: PluginInfo) -> str:
         module = ast.parse(Path(row.file).read_bytes())
     except (OSError, SyntaxError, ValueError):  # of a compiled module, or with null bytes
         return ""
-    found = (node for node in module.body if getattr(node, "name", None) == attr)
-    own = next(
-        (node for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)), None
-    )
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    own = next((node for node in module.body if isinstance(node, kinds) and node.name == attr), None)
     text = (own and ast.get_docstring(own)) or ast.get_docstring(module) or ""
     paragraph = " ".join(re.split(r"\n\s*\n", text)[0].replace("``", "").split())
     return re.split(r"(?<=[.!?])\s", paragraph)[0].rstrip(".:")

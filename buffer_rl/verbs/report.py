@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run (--run-dir of train); several are compared"
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="where to write it (default: RUN_DIR/report.html, of several runs comparison.html here)",
-    )
+    where = "where to write it (default: RUN_DIR/report.html, of several runs comparison.html here)"
+    parser.add_argument("--output", metavar="FILE", help=where)
     parser.add_argument("--title", metavar="TEXT", default="", help="the heading (default: the folder's name)")
     parser.set_defaults(run=run)
 
@@ -83,12 +80,10 @@ def _reading(where: str) -> Iterator[None]:
     except BufferRLError:
         raise
     except Exception as error:  # fault boundary: the files may have been edited, or written by another program
-        raise DataError(
-            f"the report could not be made: {type(error).__name__}: {error}",
-            where=where,
-            expected="metrics.jsonl, samples.jsonl and run.json as a run writes them",
-            hint="correct or remove what was edited there, and try buffer-rl report again",
-        ) from error
+        what = f"the report could not be made: {type(error).__name__}: {error}"
+        expected = "metrics.jsonl, samples.jsonl and run.json as a run writes them"
+        hint = "correct or remove what was edited there, and try buffer-rl report again"
+        raise DataError(what, where=where, expected=expected, hint=hint) from error
 
 
 def ledger_facts(run_dir: str | Path) -> LedgerFacts:
@@ -97,14 +92,11 @@ def ledger_facts(run_dir: str | Path) -> LedgerFacts:
     if not path.is_file():
         return LedgerFacts(unread=f"the folder has no {FILE_NAME}")
     try:
-        audit = LedgerAudit(path)
-        try:
+        with closing(LedgerAudit(path)) as audit:
             counts = dict.fromkeys(map(str, GroupState), 0)
             for epoch in audit.epochs():
                 for state, count in epoch.counts.items():
                     counts[str(state)] += count
             return LedgerFacts(faults=audit.faults(), commits=audit.commits(), counts=counts)
-        finally:
-            audit.close()
     except CheckpointError as error:  # damaged, which is no lack of knowledge
         return LedgerFacts(faults=[str(error)])

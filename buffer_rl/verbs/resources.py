@@ -34,7 +34,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What a run takes of this machine. parameters: of ``--hf-checkpoint``, as its files say. disk: bytes that the
-    folders of the run hold at its end. processes: those that compute, by name. rows: of an optimizer step."""
+    folders of the run hold at its end. processes: those that compute, by name. rows: of the smallest optimizer step."""
 
     parameters: int
     disk: int
@@ -65,22 +65,15 @@ def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None)
 
     free_bytes: of the disk of a folder; that of the system where absent.
     """
-    rows = rows_of_step(args)
+    rows = args.rollout_batch_size // args.num_steps_per_rollout * args.n_samples_per_prompt
     _check_ranks(args, rows)
     parameters, on_disk = _size_of_model(args)
     spaces = _spaces(args, parameters, on_disk)
     processes, cores = _processes(args), num_cores()
     disk = sum(space.most for space in spaces)
     needs = Needs(parameters=parameters, disk=disk, processes=processes, cores=cores, rows=rows)
-    return needs, [
-        *_core_notices(args, needs),
-        *_disk_notices(spaces, free_bytes or (lambda folder: shutil.disk_usage(folder).free)),
-    ]
-
-
-def rows_of_step(args: Args) -> int:
-    """Samples of the smallest optimizer step of a rollout."""
-    return int(args.rollout_batch_size // args.num_steps_per_rollout * args.n_samples_per_prompt)
+    free_bytes = free_bytes or (lambda folder: shutil.disk_usage(folder).free)
+    return needs, [*_core_notices(args, needs), *_disk_notices(spaces, free_bytes)]
 
 
 def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[str, tuple[int, str]]:
@@ -138,12 +131,9 @@ def _check_ranks(args: Args, rows: int) -> None:
     product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
     if args.num_steps_per_rollout > 1:
         product += f" in {args.num_steps_per_rollout} optimizer steps"
-    raise ConfigError(
-        f"{args.num_train_ranks} trainer ranks cannot share the {rows} rows of a step ({product})",
-        where=f"{flag_of('num_train_ranks')} and {flag_of('rollout_batch_size')}",
-        expected="at least one row for each rank",
-        hint=f"--num-train-ranks {rows}, or larger steps",
-    )
+    what = f"{args.num_train_ranks} trainer ranks cannot share the {rows} rows of a step ({product})"
+    where, hint = "--num-train-ranks and --rollout-batch-size", f"--num-train-ranks {rows}, or larger steps"
+    raise ConfigError(what, where=where, expected="at least one row for each rank", hint=hint)
 
 
 def _processes(args: Args) -> dict[str, int]:
@@ -162,14 +152,12 @@ def _processes(args: Args) -> dict[str, int]:
 
 
 def _core_notices(args: Args, needs: Needs) -> list[str]:
-    busiest = max((count for count in needs.processes.values()), default=0)
+    busiest = max(needs.processes.values(), default=0)
     if args.ray_address is not None or busiest <= needs.cores:
         return []
-    cores = "1 core" if needs.cores == 1 else f"{needs.cores} cores"
-    return [
-        f"{needs.text} on {cores}: they take turns, and most of them hold a model in memory (fewer are quicker here; "
-        "--ray-address joins a cluster)"
-    ]
+    turns = f"{needs.text} on {needs.cores} core{'' if needs.cores == 1 else 's'}: they take turns"
+    hint = "fewer are quicker here; --ray-address joins a cluster"
+    return [f"{turns}, and most of them hold a model in memory ({hint})"]
 
 
 def _size_of_model(args: Args) -> tuple[int, int]:
@@ -219,17 +207,13 @@ def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> lis
         free = free_bytes(nearest_folder(together[0].folder))
         least, most = sum(space.least for space in together), sum(space.most for space in together)
         flags = " and ".join(space.flag for space in together)
+        has, whole = bytes_text(free), bytes_text(most)
         if free < least:
-            raise ConfigError(
-                f"the disk has {bytes_text(free)} free, and the run writes at least {bytes_text(least)}",
-                where=flags,
-                expected=f"{bytes_text(most)} for the whole run",
-                hint="name a folder on a larger disk",
-                see="docs/troubleshooting.md#the-disk-is-full",
-            )
+            what = f"the disk has {has} free, and the run writes at least {bytes_text(least)}"
+            expected = f"{whole} for the whole run"
+            hint, see = "name a folder on a larger disk", "docs/troubleshooting.md#the-disk-is-full"
+            raise ConfigError(what, where=flags, expected=expected, hint=hint, see=see)
         if free < most:
-            notices.append(
-                f"{flags}: the disk has {bytes_text(free)} free, and the whole run writes {bytes_text(most)} (a larger "
-                "--save-interval writes fewer checkpoints, and --keep-last keeps fewer)"
-            )
+            hint = "a larger --save-interval writes fewer checkpoints, and --keep-last keeps fewer"
+            notices.append(f"{flags}: the disk has {has} free, and the whole run writes {whole} ({hint})")
     return notices

@@ -79,12 +79,15 @@ async def _score_source(
         if MODEL in targets:
             return "--rm-model scores them"
         with at_row(source, row):
-            answers = _answers(context, sample)
+            prompt_ids, end = context.prompts.encode(sample), context.tokenizer.eos_token_id
+            if context.renders:
+                sample.prompt = context.prompts.rendered(sample)
+            answers = answers_to(sample, prompt_ids, context.prompts.encode_text, end)
         for target in targets:
-            found = await score_answers(args, registry, pool, target, answers, where=source.dataset.where(row))
-            if found is None:
-                return f"{target.reference} needs what exists only while a rollout runs"
             at, reward = source.dataset.where(row), target.reference
+            found = await score_answers(args, registry, pool, target, answers, where=at)
+            if found is None:
+                return f"{reward} needs what exists only while a rollout runs"
             scored.append(TriedRow(use=source.use, where=at, reward=reward, scores=found))
             if LABEL in found and not _is_best(found) and not target.of_group:
                 await _try_forms(args, pool, target, answers[LABEL], scored[-1])
@@ -95,19 +98,11 @@ async def _score_source(
     return ""
 
 
-def _answers(context: RolloutContext, sample: Sample) -> dict[str, Sample]:
-    """Answers to the row, by name: the label where it is text, nothing, and half an answer that was cut."""
-    prompt_ids = context.prompts.encode(sample)
-    if context.renders:
-        sample.prompt = context.prompts.rendered(sample)
-    end = context.tokenizer.eos_token_id
-    return answers_to(sample, prompt_ids, context.prompts.encode_text, end)
-
-
 def answers_to(
     sample: Sample, prompt_ids: list[int], encode: Callable[[str], list[int]], end: int | None
 ) -> dict[str, Sample]:
-    """As above. encode: of text, to token ids; end: the token that ends a response."""
+    """Answers to the row, by name: the label if it is text, nothing, and half an answer that was cut. encode: of text,
+    to token ids; end: the token that ends a response."""
     label = label_text(sample.label)
     text = label or str(sample.prompt)
     chosen = {LABEL: (label, Status.COMPLETED)} if label else {}
@@ -140,9 +135,8 @@ async def score_answers(
     """The score of each answer to the row at ``where``; None for an asynchronous reward that needs a rollout, within
     which a run calls it. Raises PluginError if it fails."""
     samples = list(answers.values())
-    items: Sequence[Sample | SampleGroup] = samples
-    if target.of_group:
-        items = [SampleGroup(uid=samples[0].row_id.uid, samples=samples)]
+    group = SampleGroup(uid=samples[0].row_id.uid, samples=samples)
+    items: Sequence[Sample | SampleGroup] = [group] if target.of_group else samples
     outcomes = await pool.score(target, items)
     for name, outcome in zip(["group"] if target.of_group else answers, outcomes, strict=True):
         if outcome.kind not in (None, FailureKind.ABSTAINED):
@@ -190,19 +184,13 @@ def judged(rows: Sequence[TriedRow]) -> list[str]:
     """Notices about rewards that do not tell the answers of ``rows``, of one source, apart."""
     with_label = [row for row in rows if LABEL in row.scores]
     values = {score for row in with_label for score in row.scores.values()}
-    if not with_label:
-        return []
-    first = with_label[0]
     if len(values) == 1:
-        return [
-            f"the reward {first.reward!r} gives {values.pop():g} to every answer that was tried ({first.use}: labels, "
-            "empty and truncated answers): equal rewards train nothing"
-        ]
+        what = f"the reward {with_label[0].reward!r} gives {values.pop():g} to every answer that was tried"
+        tried = f"{with_label[0].use}: labels, empty and truncated answers"
+        return [f"{what} ({tried}): equal rewards train nothing"]
     for row in with_label:
         if not _is_best(row.scores):
-            others = ", ".join(f"{name} {score:g}" for name, score in row.scores.items() if name != LABEL)
-            return [
-                f"the reward {row.reward!r} does not score the label best at {row.where}: label "
-                f"{row.scores[LABEL]:g}, {others} (the label was tried as it is, and as \\boxed{{}} or 'Answer: ')"
-            ]
+            shown = ", ".join(f"{name} {row.scores[name]:g}" for name in sorted(row.scores, key=lambda n: n != LABEL))
+            what = f"the reward {row.reward!r} does not score the label best at {row.where}: {shown}"
+            return [f"{what} (the label was tried as it is, and as \\boxed{{}} or 'Answer: ')"]
     return []

@@ -28,12 +28,8 @@ class RowSource:
 
     def facts(self) -> dict[str, Any]:
         """What a run notes of it."""
-        return {
-            "use": self.use,
-            "path": self.path,
-            "num_rows": len(self.dataset),
-            "source_hash": self.dataset.source_hash,
-        }
+        of_dataset = {"num_rows": len(self.dataset), "source_hash": self.dataset.source_hash}
+        return {"use": self.use, "path": self.path, **of_dataset}
 
     def sample(self, row: PromptRow) -> Sample:
         """The row as the rollout function gets it."""

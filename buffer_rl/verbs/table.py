@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ def print_notices(texts: Iterable[str]) -> None:
     """Tell the user on stderr, one line per text."""
     for text in texts:
         say(f"buffer-rl: notice: {text}", file=sys.stderr)
+
+
+def shown_time(seconds: float) -> str:
+    """Seconds since 1970 as the local time, to the millisecond."""
+    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="milliseconds")
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], styles: Iterable[str] = ()) -> None:

@@ -352,9 +352,7 @@ def _resume_hint(args: Args, arguments: Sequence[str]) -> str:
     """How to continue a run that a signal ended."""
     if args.save is None:
         return "nothing was saved: with --save PATH a run can be resumed"
-    kept, skips = [], False
-    for token in arguments:
-        if not skips and not token.startswith("--load="):
-            kept.append(token)
-        skips = token == "--load" and bool(kept.pop())
+    loading = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    loading.add_argument("--load")
+    kept = loading.parse_known_args(arguments)[1]
     return f"to resume: {shlex.join(['buffer-rl', *kept, '--load', 'auto'])}"

@@ -9,7 +9,7 @@ import asyncio
 import pickle
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -106,13 +106,14 @@ def check_vocabulary(args: Args, tokenizer: Any, trial: Trial) -> None:
         used = [(number, token) for number, token in beyond if number not in special]
         where = f"{flag_of(name)} {folder}"
         if used:
-            raise ConfigError(
-                f"{len(used)} tokens of the tokenizer have ids that the model does not have, such as {used[0][1]!r} "
-                f"with {used[0][0]}",
-                where=where,
-                expected=f"ids below {rows}, the vocab_size in config.json",
-                hint="the tokenizer of another model; or tokens were added and the embedding was not resized",
+            number, token = used[0]
+            what = (
+                f"{len(used)} tokens of the tokenizer have ids that the model does not have, such as {token!r} with "
+                f"{number}"
             )
+            expected = f"ids below {rows}, the vocab_size in config.json"
+            hint = "the tokenizer of another model; or tokens were added and the embedding was not resized"
+            raise ConfigError(what, where=where, expected=expected, hint=hint)
         if beyond:
             trial.notices.append(
                 f"{where}: the model has {rows} embedding rows, and none for {len(beyond)} special tokens, such as "
@@ -138,14 +139,12 @@ def try_prompts(context: RolloutContext, source: RowSource, limits: Sequence[Lim
     """Render and encode the first and the longest prompt, and many others if the longest exceeds a limit."""
     first, longest = source.dataset[0], max(source.spread(MAX_WALKED), key=_size)
     found = TriedPrompts(use=source.use, text=source.rendered(first, context.prompts))
-
-    def encode(rows: Iterable[PromptRow]) -> None:
-        for row in rows:
-            found.add(len(encode_row(context.prompts, source, row)), source.dataset.where(row))
-
-    encode([first] if longest.row == first.row else [first, longest])
+    rows = {first.row: first, longest.row: longest}
+    for row in rows.values():
+        found.add(len(encode_row(context.prompts, source, row)), source.dataset.where(row))
     if any(found.longest > limit for limit, _, _ in limits):
-        encode(row for row in source.spread(MAX_ENCODED) if row.row not in (first.row, longest.row))
+        for row in (other for other in source.spread(MAX_ENCODED) if other.row not in rows):
+            found.add(len(encode_row(context.prompts, source, row)), source.dataset.where(row))
     return found
 
 
@@ -215,16 +214,13 @@ def prompt_limits(args: Args, engines: Sequence[tuple[int, str]]) -> list[Limit]
 def check_lengths(limits: Sequence[Limit], trial: Trial) -> None:
     """Raises ConfigError if no training prompt is short enough; a notice counts those that are not."""
     lengths = [length for prompts in trial.prompts if prompts.use == "train" for length in prompts.lengths]
+    hint = "the chat template and a row's tools are part of the prompt"
     for limit, of, what in limits if lengths else ():
         long = sum(length > limit for length in lengths)
         counted = f"{long} of {len(lengths)} training prompts that were encoded have more than {limit} tokens"
+        expected = f"at least {min(lengths)}, the tokens of the shortest"
         if long == len(lengths):
-            raise ConfigError(
-                counted,
-                where=of,
-                expected=f"at least {min(lengths)}, the tokens of the shortest",
-                hint="the chat template and a row's tools are part of the prompt",
-            )
+            raise ConfigError(counted, where=of, expected=expected, hint=hint)
         if long:
             trial.notices.append(f"{counted} ({of}); such a prompt {what}")
 

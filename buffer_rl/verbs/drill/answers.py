@@ -5,21 +5,20 @@ What it needs is in the environment variable ``PLAN``, which reaches every proce
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import http.client
 import itertools
 import json
 import os
-import threading
-import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import aiohttp
+from aiohttp import web
+
+from buffer_rl.engines.http import LoopThread
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess
 from buffer_rl.plugin.registry import PluginRegistry
 
@@ -29,7 +28,8 @@ PLAN = "DRILL_ANSWERS_PLAN"
 TIMEOUT_S = 600.0
 MOST_OF_A_KIND = 5
 """False answers of one engine: an agent's group takes many requests, and none of them may meet one."""
-LOOPBACK = "127.0.0.1"
+MOST_BYTES = 1 << 40
+"""Of a request: weights are sent in them."""
 _DROPPED = frozenset({"connection", "transfer-encoding", "content-length", "host", "server", "date", "keep-alive"})
 
 
@@ -90,71 +90,63 @@ class _Fronted:
     """An engine process whose URL is the proxy's; meets ``buffer_rl.kinds.engine.EngineProcess``."""
 
     def __init__(self, engine: EngineProcess, host: str) -> None:
-        self._engine = engine
-        plan = json.loads(os.environ[PLAN])
-        self._server = ThreadingHTTPServer((host, 0), _Proxy)
-        self._server.daemon_threads = True
-        self._server.engine, self._server.plan = engine, plan  # type: ignore[attr-defined]
-        self._server.number = itertools.count(1)  # type: ignore[attr-defined]
-        self.url = f"http://{host}:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._engine, self._plan = engine, json.loads(os.environ[PLAN])
+        self._number = itertools.count(1)
+        self._thread = LoopThread("drill-answers")
+        self.url = self._thread.run(self._start(host))
         self.wait_ready, self.check = engine.wait_ready, engine.check
 
     def stop(self) -> None:
         self._engine.stop()
-        self._server.shutdown()
-        self._server.server_close()
+        self._thread.run(self._end())
+        self._thread.stop()
 
+    async def _start(self, host: str) -> str:
+        timeout, left_out = aiohttp.ClientTimeout(total=TIMEOUT_S), ["Accept-Encoding"]
+        self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False, skip_auto_headers=left_out)
+        app = web.Application(client_max_size=MOST_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, 0).start()
+        return f"http://{host}:{self._runner.addresses[0][1]}"
 
-class _Proxy(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    async def _end(self) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
 
-    def do_POST(self) -> None:
-        self._pass_on()
-
-    def do_GET(self) -> None:
-        self._pass_on()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-    def _body(self) -> bytes:
-        """Of the request; a router that passes bodies on as they come, as smg, sends them in chunks."""
-        if self.headers.get("transfer-encoding", "identity").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("content-length") or 0))
-        chunks = []
-        while size := int(self.rfile.readline().partition(b";")[0].strip() or b"0", 16):  # nothing: who asked is gone
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        while self.rfile.readline().strip():  # trailers
-            pass
-        return b"".join(chunks)
-
-    def _pass_on(self) -> None:
-        body = self._body()
-        server: Any = self.server
-        target = urllib.parse.urlsplit(server.engine.url)
-        connection = http.client.HTTPConnection(target.hostname or LOOPBACK, target.port, timeout=TIMEOUT_S)
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        """Have the engine answer the request, and falsify the answer if it is its turn."""
+        body, target = await request.read(), self._engine.url + request.path_qs
+        kept = {name: value for name, value in request.headers.items() if name.lower() not in _DROPPED}
         try:
-            kept = {name: value for name, value in self.headers.items() if name.lower() not in _DROPPED}
-            connection.request(self.command, self.path, body, kept)
-            answer = connection.getresponse()
-            status, found, headers = answer.status, answer.read(), answer.getheaders()
-        except (OSError, http.client.HTTPException):
-            self.close_connection = True  # as an engine that is gone
-            return
-        finally:
-            connection.close()
-        if self.path == "/generate" and status == 200:
-            status, found = _falsified(server, json.loads(body), found)
-        with contextlib.suppress(ConnectionError):  # who asked is gone
-            self.send_response(status)
-            for name, value in headers:
-                if name.lower() not in _DROPPED:
-                    self.send_header(name, value)
-            self.send_header("content-length", str(len(found)))
-            self.end_headers()
-            self.wfile.write(found)
+            async with self._session.request(request.method, target, data=body or None, headers=kept) as answer:
+                status, found, headers = answer.status, await answer.read(), answer.headers
+        except (OSError, aiohttp.ClientError, TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()  # as an engine that is gone
+            return web.Response(status=502)
+        if request.path == "/generate" and status == 200:
+            status, found = self._falsified(json.loads(body), found)
+        own = {name: value for name, value in headers.items() if name.lower() not in _DROPPED}
+        return web.Response(status=status, body=found, headers=own)
+
+    def _falsified(self, asked: dict[str, Any], found: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer to ``asked``: false if it is its turn, and noted then."""
+        path, rid = Path(self._plan["folder"], "false.jsonl"), str(asked.get("rid", ""))
+        if not rid.startswith("train_"):  # of an evaluation, which is not in the ledger, or a check of the run's own
+            return 200, found
+        if path.exists() and json.dumps(rid) in path.read_text():
+            _note(path, {"again": rid})
+            return 200, found
+        answer = json.loads(found)
+        rows = answer if isinstance(answer, list) else [answer]
+        turn, rest = divmod(next(self._number), self._plan["every"])
+        if rest or turn > MOST_OF_A_KIND * len(KINDS) or not rows[0].get("output_ids"):
+            return 200, found
+        name = list(KINDS)[turn % len(KINDS)]
+        _note(path, {"kind": name, "rid": rid})
+        return 500 if name == "status 500" else 200, KINDS[name](answer)
 
 
 def notes(folder: Path) -> tuple[Counter[str], list[tuple[str, str]]]:
@@ -164,25 +156,6 @@ def notes(folder: Path) -> tuple[Counter[str], list[tuple[str, str]]]:
     kinds = {line["rid"]: line["kind"] for line in lines if "kind" in line}
     again = Counter(kinds[line["again"]] for line in lines if "again" in line)
     return again, [(rid.partition(":")[2].rsplit("/", 1)[0], kind) for rid, kind in kinds.items()]
-
-
-def _falsified(server: Any, asked: dict[str, Any], found: bytes) -> tuple[int, bytes]:
-    """Status and body of the answer to ``asked``: false if it is its turn, and noted then."""
-    path, rid = Path(server.plan["folder"], "false.jsonl"), str(asked.get("rid", ""))
-    if not rid.startswith("train_"):  # of an evaluation, which is not in the ledger, or a check of the run's own
-        return 200, found
-    if path.exists() and json.dumps(rid) in path.read_text():
-        _note(path, {"again": rid})
-        return 200, found
-    answer = json.loads(found)
-    rows = answer if isinstance(answer, list) else [answer]
-    number = next(server.number)
-    turn, rest = divmod(number, server.plan["every"])
-    if rest or turn > MOST_OF_A_KIND * len(KINDS) or not rows[0].get("output_ids"):
-        return 200, found
-    name = list(KINDS)[turn % len(KINDS)]
-    _note(path, {"kind": name, "rid": rid})
-    return 500 if name == "status 500" else 200, KINDS[name](answer)
 
 
 def _note(path: Path, line: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import StrictUndefined, Template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,8 @@ class Certificate:
     def passed(self) -> bool:
         """Whether every fault was found and survived, with exact accounting."""
         clean = not any(self.runs.values()) and all(row.passed for row in self.rows)
-        return clean and not (
-            self.groups_lost or self.groups_doubled or self.rewards_from_failures or self.equal_bits is False
-        )
+        miscounted = self.groups_lost or self.groups_doubled or self.rewards_from_failures
+        return clean and not miscounted and self.equal_bits is not False
 
     def facts(self) -> dict[str, Any]:
         """For JSON and the page."""
@@ -69,10 +68,9 @@ class Certificate:
         """``certificate.json`` and ``certificate.html``; returns the latter's path."""
         facts = self.facts()
         (folder / "certificate.json").write_text(json.dumps(facts, indent=2) + "\n")
-        loader = FileSystemLoader(Path(__file__).parent)
-        environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+        template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         page = folder / "certificate.html"
-        page.write_text(environment.get_template("page.html").render(facts))
+        page.write_text(Template(template, autoescape=True, undefined=StrictUndefined).render(facts))
         return page
 
     def lines(self) -> list[str]:

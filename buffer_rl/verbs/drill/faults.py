@@ -10,9 +10,10 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 
 TITLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -23,12 +24,15 @@ TITLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "trainer rank": ("ray::TrainRank",),
         "role": ("ray::RoleWorker", "ray::FusedProcess"),
         "reward model": ("ray::RewardModelWorker",),
-        "storage": ("ray::StorageActor",),
+        "router": ("buffer_rl.engines.router_process", "::router"),
     }
 )
 """The parts of a run, by what the command line of their processes begins with or contains."""
+KINDS: Mapping[str, str] = MappingProxyType(
+    {"kill": "killed", "stop": "stopped", "slow": "ten times slower", "cut": "cut off", "disk": "on a full disk"}
+)
+"""What happens to the process, by the kind of a fault."""
 SLICE_S = 0.1
-ROUTER = ("buffer_rl.engines.router_process", "::router")
 PHASES: Mapping[str, str] = MappingProxyType(
     {"generation": "perf/rollout_time", "training": "perf/train_time", "publication": "perf/publish_time"}
 )
@@ -60,14 +64,7 @@ class Fault:
     phase: str
 
     def __str__(self) -> str:
-        verb = {
-            "kill": "killed",
-            "stop": "stopped",
-            "slow": "ten times slower",
-            "cut": "cut off",
-            "disk": "on a full disk",
-        }[self.kind]
-        return f"{self.part} {verb} in {self.phase}"
+        return f"{self.part} {KINDS[self.kind]} in {self.phase}"
 
 
 def planned(parts: Sequence[str], kinds: Sequence[str], *, every_phase: bool) -> list[Fault]:
@@ -79,22 +76,10 @@ def planned(parts: Sequence[str], kinds: Sequence[str], *, every_phase: bool) ->
     return [fault for number, fault in enumerate(found) if number % len(phases) == number // len(phases) % len(phases)]
 
 
-def parts_of(driver: int) -> dict[str, list[Process]]:
-    """The processes of each part that a run has, below its driver's."""
-    found: dict[str, list[Process]] = {}
-    for process in descendants(driver):
-        for part, titles in TITLES.items():
-            if any(title in process.command for title in titles):
-                found.setdefault(part, []).append(process)
-    return found
-
-
 def strike(fault: Fault, driver: int) -> Process | None:
     """Put the fault in, at once. Returns the process that it met; None if there is none."""
-    if fault.kind == "cut":
-        met = next((each for each in descendants(driver) if any(title in each.command for title in ROUTER)), None)
-    else:
-        met = next(iter(parts_of(driver).get(fault.part, [])), None)
+    titles = TITLES[fault.part]
+    met = next((each for each in descendants(driver) if any(title in each.command for title in titles)), None)
     if met is None:
         return None
     if fault.kind == "disk":
@@ -125,15 +110,21 @@ def lift(fault: Fault, met: Process) -> None:
 
 def moment(phase: str, step: Mapping[str, float]) -> float:
     """Seconds from the end of a step to the middle of ``phase`` in the next one, as an undisturbed step took them."""
-    phases = list(PHASES)
     lengths = [step.get(metric, 0.0) for metric in PHASES.values()]
-    number = phases.index(phase)
+    number = list(PHASES).index(phase)
     return sum(lengths[:number]) + lengths[number] / 2
+
+
+def usual_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each metric that tells how long a phase takes, over all steps but the first."""
+    names = {*PHASES.values(), "perf/step_time"}
+    later = steps[1:] or steps
+    return {name: median(values) for name in names if (values := [step[name] for step in later if name in step])}
 
 
 def descendants(pid: int) -> list[Process]:
     """Children of ``pid``, their children and so on, without zombies; ``pid`` itself is not among them."""
-    table = list(_all_processes())
+    table = [process for folder in Path("/proc").glob("[0-9]*") if (process := read_process(folder)) is not None]
     found: list[Process] = []
     parents = {pid}
     while parents:
@@ -151,8 +142,3 @@ def read_process(folder: Path) -> Process | None:
     except OSError:  # it ended meanwhile
         return None
     return None if state == "Z" else Process(pid=int(folder.name), parent=int(parent), command=words)
-
-
-def _all_processes() -> Iterator[Process]:
-    found = (read_process(folder) for folder in Path("/proc").glob("[0-9]*"))
-    return (process for process in found if process is not None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.rollout.user_functions import is_async
+from buffer_rl.rollout.user_functions import call_user
 
 PLAN = "DRILL_REWARD_PLAN"
 """JSON: ``folder`` for marks of faults that were put in, ``every``: one of how many groups meets one, ``kinds``."""
@@ -54,6 +54,12 @@ def _is_first(mark: Path) -> bool:
     return True
 
 
+def reward_marks(folder: Path) -> list[tuple[str, str]]:
+    """The groups that met a fault of the reward, with its kind."""
+    names = [path.name.rsplit(".", 2) for path in folder.iterdir()]
+    return [(uid, kind) for uid, _, kind in names]
+
+
 async def _fail(kind: str) -> float:
     if kind == "nan":
         return float("nan")
@@ -68,9 +74,7 @@ async def _fail(kind: str) -> float:
 
 async def _own(args: Any, sample: Any) -> Any:
     function = _resolved(tuple(args.plugin), json.loads(os.environ[PLAN])["reward"])
-    if is_async(function):
-        return await function(args, sample)
-    return await asyncio.to_thread(function, args, sample)
+    return await call_user(function, functools.partial(function, args, sample))
 
 
 @functools.cache

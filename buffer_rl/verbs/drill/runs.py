@@ -1,17 +1,20 @@
-"""The runs of a drill: each is ``buffer-rl train`` in a process of its own, watched by what it writes."""
+"""The runs of a drill: each is ``buffer-rl train`` in a process of its own, watched by what it writes. The small model
+that they have in place of a large one."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 from safetensors.numpy import load_file
 
@@ -19,11 +22,25 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
-from buffer_rl.errors import CheckpointError, DeadlineError
-from buffer_rl.observe.metrics import METRICS_FILE, read_metrics
-from buffer_rl.verbs.drill.faults import PHASES
+from buffer_rl.errors import CheckpointError, ConfigError, DeadlineError
+from buffer_rl.observe.metrics import METRICS_FILE
+from buffer_rl.observe.run_folder import records_in
 
 POLL_S = 0.02
+LARGEST_BYTES = 100_000_000
+"""Of the weights of a model that a drill takes as it is."""
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 END_S = 60.0
 """For a run that was asked to end."""
 
@@ -49,11 +66,7 @@ class DrillRun:
 
     def steps(self) -> list[dict[str, float]]:
         """The metrics of its trained steps so far, in the order in which they were trained."""
-        return [line for line in self.lines() if "perf/step_time" in line]
-
-    def lines(self) -> list[dict[str, float]]:
-        """All of its metrics so far."""
-        return read_metrics(self.folder) if (self.folder / METRICS_FILE).exists() else []
+        return [line for line in records_in(self.folder, METRICS_FILE) if "perf/step_time" in line]
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Whether ``condition`` came to hold before the run ended. Raises DeadlineError."""
@@ -105,12 +118,8 @@ class Outcome:
     @classmethod
     def of(cls, folder: Path) -> Outcome:
         """What the folder of an ended run holds. Raises CheckpointError if its ledger or model cannot be read."""
-        audit = LedgerAudit(folder / FILE_NAME)
-        try:
-            faults = audit.faults()
-            states = list(audit.states())
-        finally:
-            audit.close()
+        with closing(LedgerAudit(folder / FILE_NAME)) as audit:
+            faults, states = audit.faults(), audit.states()
         try:
             files = [load_file(file) for file in sorted((folder / "hf").glob("*.safetensors"))]
         except OSError as error:
@@ -124,35 +133,52 @@ class Outcome:
         )
 
 
-def usual_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each metric that tells how long a phase takes, over all steps but the first."""
-    names = {*PHASES.values(), "perf/step_time"}
-    later = steps[1:] or steps
-    return {name: median(values) for name in names if (values := [step[name] for step in later if name in step])}
-
-
 AGAIN, UNUSED, COUNTED = "tried again", "not used", "trained or dropped at the first attempt"
 """What became of a group whose reward failed once; the last one is wrong."""
 _USED = (GroupState.TRAINED, GroupState.REJECTED)
 
 
-def reward_marks(folder: Path) -> list[tuple[str, str]]:
-    """The groups that met a fault of the reward, with its kind."""
-    names = [path.name.rsplit(".", 2) for path in folder.iterdir()]
-    return [(uid, kind) for uid, _, kind in names]
-
-
 def fates(ledger: Path, marks: Sequence[tuple[str, str]]) -> dict[str, Counter[str]]:
-    """By kind of fault, what became of the groups that met it, in the ledger of the run."""
+    """By kind of fault, what became of the groups that met it, in the ledger of the run; empty if there is none."""
     found: dict[str, Counter[str]] = {}
-    audit = LedgerAudit(ledger)
-    try:
+    if not ledger.exists():
+        return found
+    with closing(LedgerAudit(ledger)) as audit:
         uids = {str(uid): uid for uid, _ in audit.states()}
-        for name, kind in marks:
+        for name, kind in sorted(marks, key=lambda mark: mark[1]):
             lines = audit.history(uids[name]) if name in uids else []
             attempts = [line.attempt for line in lines if line.after in _USED]
             fate = UNUSED if not attempts else AGAIN if attempts[-1] > 1 else COUNTED
             found.setdefault(kind, Counter())[fate] += 1
-    finally:
-        audit.close()
     return found
+
+
+def is_small(folder: Path) -> bool:
+    """Whether a drill takes the model as it is."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= LARGEST_BYTES
+
+
+def write_small(source: Path, target: Path) -> None:
+    """Write random weights in ``SIZES`` for the architecture of the folder ``source``, and its tokenizer, into the
+    folder ``target``. Raises ConfigError if transformers cannot build it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    for name, size in SIZES.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(size, getattr(config, name)))
+    if isinstance(layers := getattr(config, "layer_types", None), list):
+        config.layer_types = layers[: config.num_hidden_layers]
+    try:
+        torch.manual_seed(0)
+        factory: Any = AutoModelForCausalLM
+        factory.from_config(config).to(torch.float32).save_pretrained(target)
+    except Exception as error:  # fault boundary: many architectures
+        what = f"no small {config.model_type} can be made: {type(error).__name__}: {error}"
+        hint = "--drill-model own, or a small --hf-checkpoint"
+        raise ConfigError(what, where="--drill-model small", hint=hint) from error
+    for file in source.iterdir():
+        is_weight = file.suffix in (".safetensors", ".bin", ".pth") or file.name.endswith(".index.json")
+        if file.is_file() and not is_weight and not (target / file.name).exists():
+            shutil.copy(file, target / file.name)

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +22,9 @@ from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.verbs import train
 from buffer_rl.verbs.drill import answers
 from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
-from buffer_rl.verbs.drill.faults import Fault, hold_back, lift, moment, planned, strike
-from buffer_rl.verbs.drill.reward import KINDS, PLAN
-from buffer_rl.verbs.drill.runs import COUNTED, DrillRun, Outcome, fates, reward_marks, usual_step
-from buffer_rl.verbs.drill.small import is_small, write_small
+from buffer_rl.verbs.drill.faults import Fault, hold_back, lift, moment, planned, strike, usual_step
+from buffer_rl.verbs.drill.reward import KINDS, PLAN, reward_marks
+from buffer_rl.verbs.drill.runs import COUNTED, DrillRun, Outcome, fates, is_small, write_small
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -37,7 +37,6 @@ failure became a reward.
 
 The options are those of train. A model of more than 100 MB is replaced by a small random one of its architecture.
 """
-FLAGS = ("--drill-dir", "--drill-steps", "--drill-model", "--drill-faults", "--every-phase")
 KINDS_OF_RUNS = ("kill", "stop", "slow", "cut", "reward", "answers", "disk", "driver")
 SHORT_S = "5"
 """Deadlines of hangs, in place of those of the configuration."""
@@ -55,6 +54,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     usage = "buffer-rl drill --config FILE [--OPTION VALUE ...]"
     train.add_parser(subparsers, argv, name="drill", description=_DESCRIPTION, usage=usage)
     parser = subparsers.choices["drill"]
+    _add_own_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drill-dir", metavar="FOLDER", help="its folder (default: beside --run-dir, with -drill)")
     parser.add_argument(
         "--drill-steps", type=int, default=6, metavar="INT", help="steps of a run at least (default: 6)"
@@ -66,7 +70,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         "--drill-faults", nargs="+", choices=KINDS_OF_RUNS, default=[*KINDS_OF_RUNS], help="which (default: all)"
     )
     parser.add_argument("--every-phase", action="store_true", help="each fault in every phase of a step: takes longer")
-    parser.set_defaults(run=run)
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -79,12 +82,9 @@ def run(namespace: argparse.Namespace) -> int:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / "certificate.json").write_text("{}\n")
-    drill = Drill(args, namespace, folder)
-    certificate = drill.certificate()
+    certificate = Drill(args, namespace, folder).certificate()
     page = certificate.write(folder)
-    for line in certificate.lines():
-        say(line)
-    say(f"certificate              {page}")
+    say(*certificate.lines(), f"certificate              {page}", sep="\n")
     return 0 if certificate.passed else 1
 
 
@@ -160,11 +160,9 @@ class Drill:
         with self._run("undisturbed") as run:
             status = run.wait(START_S + LIMIT_S)
             if status:
-                raise ConfigError(
-                    f"the undisturbed run ended with status {status}; the end of its output:\n{run.last_lines()}",
-                    where=str(run.output),
-                    hint="mend the configuration first; buffer-rl train --dry-run checks it in seconds",
-                )
+                what = f"the undisturbed run ended with status {status}; the end of its output:\n{run.last_lines()}"
+                hint = "mend the configuration first; buffer-rl train --dry-run checks it in seconds"
+                raise ConfigError(what, where=str(run.output), hint=hint)
             usual = usual_step(run.steps())
         self._ended("undisturbed", run, 0)
         say(f"undisturbed run: {usual['perf/step_time']:.2f} s a step")
@@ -182,8 +180,7 @@ class Drill:
         self._ended("processes", run, status)
 
     def _strike(self, run: DrillRun, fault: Fault, usual: dict[str, float]) -> None:
-        wait = moment(fault.phase, usual)
-        _pause(run, wait)
+        _pause(run, moment(fault.phase, usual))
         steps = run.steps()
         met, began = strike(fault, run.driver), time.monotonic()
         if met is None:
@@ -199,14 +196,14 @@ class Drill:
             run.wait_until(lambda: not met.alive(), START_S + LIMIT_S)
         # In a publication, the step that is under way has been trained.
         survived = _trains_on(run, len(run.steps()) + (fault.phase == "publication"))
-        seconds = time.monotonic() - began
-        wrong = () if survived else (run.last_lines(),)
-        if passes == met.alive():
-            found = "waited for" if passes else f"process {met.pid} was replaced"
-        else:
-            found, wrong = "", (*wrong, "it was replaced" if passes else "it is still there")
+        recovered_s = time.monotonic() - began if survived else None
+        wrong = [] if survived else [run.last_lines()]
+        found = "waited for" if passes else f"process {met.pid} was replaced"
+        if passes != met.alive():
+            wrong.append("it was replaced" if passes else "it is still there")
+            found = ""
         last = int(steps[-1]["step"]) if steps else None
-        self._add(Row(fault=str(fault), step=last, found=found, recovered_s=seconds if survived else None, wrong=wrong))
+        self._add(Row(fault=str(fault), step=last, found=found, recovered_s=recovered_s, wrong=tuple(wrong)))
 
     def _with_failing_rewards(self) -> None:
         """One run whose reward raises, ends its process, is no number, or is refused, once for some samples."""
@@ -223,14 +220,12 @@ class Drill:
         flags += ["--on-reward-error", "retry", "--no-trial", "--max-data-failures", str(self.num_steps * 1000)]
         with self._run("rewards", flags, {PLAN: json.dumps(plan)}) as run:
             status = run.wait(START_S + LIMIT_S)
-        found = fates(run.folder / FILE_NAME, reward_marks(marks)) if (run.folder / FILE_NAME).exists() else {}
+        found = fates(run.folder / FILE_NAME, reward_marks(marks))
         if unmet := [kind for kind in KINDS if kind not in found]:
             self.left_out[f"reward: {', '.join(unmet)}"] = "so few groups met none: more --drill-steps"
-        for kind, counts in sorted(found.items()):
+        for kind, counts in found.items():
             self.counted += counts[COUNTED]
-            fate = ", ".join(f"{number} {what}" for what, number in counts.items())
-            wrong = (fate,) if counts[COUNTED] else ()
-            self._add(Row(fault=f"reward: {kind}, of {counts.total()} groups", found=fate, wrong=wrong))
+            self._add_fates(f"reward: {kind}, of {counts.total()} groups", counts, bool(counts[COUNTED]))
         self._ended("rewards", run, status)
 
     def _with_false_answers(self) -> None:
@@ -248,13 +243,10 @@ class Drill:
         with self._run("answers", flags, {answers.PLAN: json.dumps(plan)}) as run:
             status = run.wait(START_S + LIMIT_S)
         asked_again, marks = answers.notes(notes)
-        found = fates(run.folder / FILE_NAME, marks) if (run.folder / FILE_NAME).exists() else {}
-        for kind, counts in sorted(found.items()):
-            fate = ", ".join(f"{number} {what}" for what, number in counts.items())
+        found = fates(run.folder / FILE_NAME, marks)
+        for kind, counts in found.items():
             taken = counts[COUNTED] > asked_again[kind]  # the client repeats some requests itself
-            self._add(
-                Row(fault=f"engine: {kind}, {counts.total()} answers", found=fate, wrong=(fate,) if taken else ())
-            )
+            self._add_fates(f"engine: {kind}, {counts.total()} answers", counts, taken)
         if unmet := [kind for kind in answers.KINDS if kind not in found]:
             self.left_out[f"engine: {', '.join(unmet)}"] = "so few requests met none: more --drill-steps"
         self._ended("answers", run, status)
@@ -271,10 +263,9 @@ class Drill:
                 found = "its end was seen from outside"
             else:
                 met = strike(fault, run.driver)
-                status = run.wait(START_S + LIMIT_S)
+                found = _first_error(run) if run.wait(START_S + LIMIT_S) else ""
                 if met is not None:
                     lift(fault, met)
-                found = _first_error(run) if status else ""
         with self._run(name, ["--load", "auto"]) as again:
             _trains_on(again, step)
             seconds = time.monotonic() - began
@@ -319,6 +310,10 @@ class Drill:
                 wrong.append(f"its weights are others; {found.quarantined} groups are in quarantine")
         self.ends[name] = tuple(wrong)
 
+    def _add_fates(self, fault: str, counts: Counter[str], is_wrong: bool) -> None:
+        fate = ", ".join(f"{number} {what}" for what, number in counts.items())
+        self._add(Row(fault=fault, found=fate, wrong=(fate,) if is_wrong else ()))
+
     def _add(self, row: Row) -> None:
         self.rows.append(row)
         say(line_of(row))
@@ -350,12 +345,6 @@ def _first_error(run: DrillRun) -> str:
 
 def _without_own_flags(arguments: Sequence[str]) -> list[str]:
     """The arguments of ``train`` among those of the drill."""
-    kept: list[str] = []
-    skips = False
-    for word in arguments:
-        flag = word.partition("=")[0]
-        if flag.startswith("--"):
-            skips = flag in FLAGS
-        if not skips:
-            kept.append(word)
-    return kept
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_own_flags(own)
+    return own.parse_known_args(arguments)[1]

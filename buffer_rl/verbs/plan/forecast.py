@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -21,7 +22,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.driver.driver import Driver
-from buffer_rl.observe.costs import Costs, Recorded
+from buffer_rl.observe.costs import Costs, Recorded, Shape
 from buffer_rl.observe.timeline import WorkReport, WorkSpan
 from buffer_rl.plan.roles import ACTOR, FIELD_OF_MODEL
 from buffer_rl.plan.schedule import RolePlan, RunPlan, Schedule
@@ -34,19 +35,19 @@ NUM_PROMPTS = 4096
 WITHOUT_LIMIT = 1e12
 ROUNDS, FURTHEST = 4, 4.0
 """Of ``calibrated``: runs at most, and by how much a round changes costs at most."""
+OF_GENERATION = ("decode_step", "decode_token", "score", "ticket")
+OF_TRAINING = ("update_fixed", "update_token", "forward_token")
+"""The costs that a round of ``calibrated`` changes together."""
+_TIMEOUTS = [f"{what}_timeout_s" for what in ("rollout", "train", "publish", "save", "buffer")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class Setup(Shape):
     """A configuration. slots: requests that an engine decodes together. cores: that all processes share, None if each
     has a device of its own. others: processes of other work on the machine, always busy. streams_gradients:
     ``--stream-gradients``."""
 
     schedule: Schedule
-    engines: int
-    ranks: int
-    groups: int
-    samples: int
     slots: int
     cores: float | None = None
     others: float = 0.0
@@ -74,18 +75,14 @@ class Forecast:
         return self.tokens / self.step_s if self.step_s > 0 else 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class Lengths:
-    """Tokens of each response: each group is drawn, by its uid, from those of a recorded run."""
+def drawn_lengths(recorded: Sequence[Sequence[int]]) -> Callable[[GroupUid, int], int]:
+    """Tokens of a response by its group and index: each group is drawn, by its uid, from those of a recorded run."""
 
-    recorded: Sequence[Sequence[int]]
-    drawn: dict[GroupUid, Sequence[int]] = field(default_factory=dict)
+    @cache
+    def group(uid: GroupUid) -> Sequence[int]:
+        return Random(f"{uid}").choice(recorded)
 
-    def __call__(self, uid: GroupUid, index: int) -> int:
-        if uid not in self.drawn:
-            self.drawn[uid] = Random(f"{uid}").choice(self.recorded)
-        group = self.drawn[uid]
-        return group[index % len(group)]
+    return lambda uid, index: group(uid)[index % len(group(uid))]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,56 +116,48 @@ class _Rollouts(VirtualRollouts):
 
 @dataclass(slots=True, kw_only=True)
 class _Trainer:
-    """The role ``train``: ranks that share a step's tokens."""
+    """The role ``train``: ranks that share the tokens of a step of ``rollouts``. tokens: of each step."""
 
-    runtime: VirtualRuntime
-    state: BufferState
+    rollouts: _Rollouts
     process: Process
-    host: Process
-    costs: Costs
     setup: Setup
-    length: Lengths
-    kept: Mapping[int, Sequence[float]]
     tokens: list[float] = field(default_factory=list)
 
     async def fetch(self, rollout_id: int) -> None:
-        self._count(rollout_id)
-        await self.host.work(self.costs.prepare)
+        rows = [row for part in self.rollouts.state.plan_data(rollout_id).slices for row in part.row_ids]
+        self.tokens.append(sum(self.rollouts.length(row.uid, row.sample_index) for row in rows))
+        await self.rollouts.host.work(self.rollouts.costs.prepare)
 
     async def log_probs(self, model: str, rollout_id: int | None, writes: bool) -> None:
         if rollout_id is not None:
             await self.fetch(rollout_id)
-        await self._work(self.costs.forward_token * self.tokens[-1])
+        await self._work(self.rollouts.costs.forward_token * self.tokens[-1])
 
     async def train(self) -> Mapping[str, float]:
-        await self._work(self.costs.update_token * self.tokens[-1], self.costs.update_fixed)
+        await self._work(self.rollouts.costs.update_token * self.tokens[-1], self.rollouts.costs.update_fixed)
         return {}
 
     async def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
         """Passes over each group of a ticket once it is finished, and with ``gradients`` forward and backward."""
-        of_token = len(models) * self.costs.forward_token + gradients * self.costs.update_token
+        of_token = len(models) * self.rollouts.costs.forward_token + gradients * self.rollouts.costs.update_token
         done = 0
         while done < self.setup.groups:
-            finished = self.kept[rollout_id][done:]
+            finished = self.rollouts.kept[rollout_id][done:]
             if not finished:
-                await self.runtime.until_changed()
+                await self.rollouts.runtime.until_changed()
                 continue
             done += len(finished)
             await self._work(of_token * sum(finished))
         if gradients:
-            self.tokens.append(sum(self.kept[rollout_id]))
+            self.tokens.append(sum(self.rollouts.kept[rollout_id]))
         return WorkReport()
 
     async def finish_stream(self) -> Mapping[str, float]:
-        await self._work(0.0, self.costs.update_fixed)
+        await self._work(0.0, self.rollouts.costs.update_fixed)
         return {}
 
     def discard(self) -> None:
         """Nothing to forget."""
-
-    def _count(self, rollout_id: int) -> None:
-        rows = [row for part in self.state.plan_data(rollout_id).slices for row in part.row_ids]
-        self.tokens.append(sum(self.length(row.uid, row.sample_index) for row in rows))
 
     async def _work(self, shared: float, fixed: float = 0.0) -> None:
         await self.process.work(fixed + shared / self.setup.ranks)
@@ -180,17 +169,14 @@ class _Observer:
     def __init__(self, runtime: VirtualRuntime) -> None:
         self._runtime = runtime
         self.ends: list[float] = []
-        self.tickets: list[float] = []
-        self.updates: list[float] = []
+        self.seconds: dict[str, list[float]] = defaultdict(list)  # of the spans of each name
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.ends.append(self._runtime.now())
 
     def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
         for span in spans:
-            noted = {"rollout": self.tickets, "update": self.updates}.get(span.name)
-            if noted is not None:
-                noted.append(span.seconds)
+            self.seconds[span.name].append(span.seconds)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
@@ -223,9 +209,7 @@ class _NotedBuffer:
 def forecast(recorded: Recorded, costs: Costs, setup: Setup, num_steps: int, prompts: Path) -> Forecast:
     """A run of so many steps in virtual time. prompts: a file of ``write_prompts``."""
     runtime = VirtualRuntime({})
-    state = _buffer(setup, prompts)
     machine = Machine(runtime=runtime, cores=setup.cores, others=setup.others)
-    length = Lengths(recorded=recorded.lengths)
     host = machine.process(float)
     engines = BatchingEngines(
         machine=machine,
@@ -236,43 +220,32 @@ def forecast(recorded: Recorded, costs: Costs, setup: Setup, num_steps: int, pro
         publish_s=costs.publish,
         pause_s=costs.pause,
     )
-    noted = _NotedBuffer(state, host, costs.rest)
+    noted = _NotedBuffer(_buffer(setup, prompts), host, costs.rest)
     rollouts = _Rollouts(
         runtime=runtime,
         state=noted,
         engines=SimpleNamespace(),  # type: ignore[arg-type]
-        length=length,
+        length=drawn_lengths(recorded.lengths),
         drops=recorded.drops,
         batches=engines,
         worker=machine.process(float),
         host=host,
         costs=costs,
     )
-    process = machine.process(float, weight=setup.ranks)
-    trainer = _Trainer(
-        runtime=runtime,
-        state=state,
-        process=process,
-        host=host,
-        costs=costs,
-        setup=setup,
-        length=length,
-        kept=rollouts.kept,
-    )
+    trainer = _Trainer(rollouts=rollouts, process=machine.process(float, weight=setup.ranks), setup=setup)
     selections = VirtualSelections(runtime=runtime, state=noted)  # type: ignore[arg-type]
     runtime.roles |= {"buffer": noted, "selection": selections, "rollout": rollouts, "publish": engines, ACTOR: trainer}
     observer = _Observer(runtime)
     Driver(_plan(recorded, setup, num_steps), runtime, observer).run()  # type: ignore[arg-type]
-    skipped = num_steps // 5
-    whole = observer.ends[-1]
+    skipped, whole = num_steps // 5, observer.ends[-1]
     return Forecast(
         setup=setup,
         step_s=(whole - observer.ends[skipped]) / (num_steps - 1 - skipped),
         tokens=fmean(trainer.tokens[skipped + 1 :]),
-        ticket_s=fmean(observer.tickets[1:]),
-        update_s=fmean(observer.updates[1:]),
+        ticket_s=fmean(observer.seconds["rollout"][1:]),
+        update_s=fmean(observer.seconds["update"][1:]),
         engines_busy=fmean(engine.busy_s for engine in engines.engines) / whole,
-        trainer_busy=process.busy_s / whole,
+        trainer_busy=trainer.process.busy_s / whole,
         others_busy=machine.others_s / whole,
         staleness=noted.staleness,
     )
@@ -288,16 +261,8 @@ def calibrated(recorded: Recorded, setup: Setup, num_steps: int, prompts: Path) 
     for _ in range(ROUNDS):
         found = forecast(recorded, costs, setup, num_steps, prompts)
         generation, training = _ratio(recorded.ticket_s, found.ticket_s), _ratio(recorded.update_s, found.update_s)
-        costs = replace(
-            costs,
-            decode_step=costs.decode_step * generation,
-            decode_token=costs.decode_token * generation,
-            score=costs.score * generation,
-            ticket=costs.ticket * generation,
-            update_fixed=costs.update_fixed * training,
-            update_token=costs.update_token * training,
-            forward_token=costs.forward_token * training,
-        )
+        factors = dict.fromkeys(OF_GENERATION, generation) | dict.fromkeys(OF_TRAINING, training)
+        costs = replace(costs, **{name: getattr(costs, name) * factor for name, factor in factors.items()})
         if max(abs(generation - 1.0), abs(training - 1.0)) < 0.01:
             break
     return costs
@@ -321,21 +286,13 @@ def _buffer(setup: Setup, prompts: Path) -> BufferState:
     args: Any = compose(CORE_SECTIONS)(
         prompt_data=str(prompts), rollout_batch_size=setup.groups, n_samples_per_prompt=setup.samples
     )
-    return BufferState(
-        PromptDataSource(args), ledger=Ledger.in_memory(), groups_per_step=setup.groups, schedule=setup.schedule
-    )
+    source, ledger = PromptDataSource(args), Ledger.in_memory()
+    return BufferState(source, ledger=ledger, groups_per_step=setup.groups, schedule=setup.schedule)
 
 
 def _plan(recorded: Recorded, setup: Setup, num_steps: int) -> RunPlan:
     models = {name: model for model, name in FIELD_OF_MODEL.items()}
     passes = tuple((ACTOR, models[name]) for name in recorded.passes)
-    return RunPlan(
-        num_rollouts=num_steps,
-        schedule=setup.schedule,
-        roles=RolePlan(passes=passes, stream_gradients=setup.streams_gradients),
-        rollout_timeout_s=WITHOUT_LIMIT,
-        train_timeout_s=WITHOUT_LIMIT,
-        publish_timeout_s=WITHOUT_LIMIT,
-        save_timeout_s=WITHOUT_LIMIT,
-        buffer_timeout_s=WITHOUT_LIMIT,
-    )
+    roles = RolePlan(passes=passes, stream_gradients=setup.streams_gradients)
+    timeouts: dict[str, Any] = dict.fromkeys(_TIMEOUTS, WITHOUT_LIMIT)
+    return RunPlan(num_rollouts=num_steps, schedule=setup.schedule, roles=roles, **timeouts)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.observe.terminal import say
+from buffer_rl.options.checks import refuse
 from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.verbs.table import print_table
 
@@ -27,11 +28,23 @@ if TYPE_CHECKING:
     from buffer_rl.verbs.plan.forecast import Forecast, Setup
 
 GRADIENTS = "stream-gradients"
+SCHEDULES = f"some of lockstep, pipelined, {GRADIENTS}, one-step-off, async:S:M"
 DEFAULT_SCHEDULES = ("lockstep", "pipelined", GRADIENTS, "one-step-off", "async:1:2", "async:2:4")
 NUM_STEPS = 16
+_CORES = "cores that all processes share (default: those of the run's machine, if engines and trainer run on CPUs)"
 ALL_SPLITS = 8
 """Devices up to which every split is tried; beyond, so many splits at most."""
-HEADINGS = ("", "schedule", "engines", "ranks", "s a step", "tokens/s", "engines busy", "trainer busy", "staleness")
+COLUMNS = {
+    "schedule": "{schedule}",
+    "engines": "{engines}",
+    "ranks": "{ranks}",
+    "s a step": "{step_s:.3g}",
+    "tokens/s": "{tokens_per_s:,.0f}",
+    "engines busy": "{engines_busy:.0%}",
+    "trainer busy": "{trainer_busy:.0%}",
+    "staleness": "{staleness_mean:.2f}, at most {staleness_max}",
+}
+"""Heading to cell, of the values of a forecast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +55,11 @@ class Plan:
     current: Forecast
     forecasts: Sequence[Forecast]
     notes: Sequence[str]
+
+    @property
+    def best(self) -> Forecast:
+        """The forecast with the most trained tokens per second."""
+        return max(self.forecasts, key=lambda found: found.tokens_per_s)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -55,18 +73,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
         "--trace", metavar="RUN_DIR", required=True, help="the folder of a recorded run, of 8 steps or more"
     )
     parser.add_argument("--gpus", metavar="N", type=int, help="devices in all (default: as many as the run had)")
-    parser.add_argument(
-        "--schedules",
-        metavar="LIST",
-        default=",".join(DEFAULT_SCHEDULES),
-        help=f"some of lockstep, pipelined, {GRADIENTS}, one-step-off, async:S:M (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cores",
-        metavar="N",
-        type=float,
-        help="cores that all processes share (default: those of the run's machine, if engines and trainer run on CPUs)",
-    )
+    chosen = ",".join(DEFAULT_SCHEDULES)
+    parser.add_argument("--schedules", metavar="LIST", default=chosen, help=f"{SCHEDULES} (default: %(default)s)")
+    parser.add_argument("--cores", metavar="N", type=float, help=_CORES)
     parser.add_argument(
         "--steps", metavar="N", type=int, default=NUM_STEPS, help="steps to simulate (default: %(default)s)"
     )
@@ -76,8 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError and DataError."""
-    if namespace.steps < 5:
-        raise ConfigError(f"{namespace.steps} steps are too few", where="--steps", expected="5 or more")
+    refuse(namespace.steps < 5, f"--steps: {namespace.steps} steps are too few", expected="5 or more")
     schedules = [parse_schedule(text) for text in namespace.schedules.split(",")]
     plan = make_plan(Path(namespace.trace), schedules, namespace.gpus, namespace.cores, namespace.steps)
     say(json.dumps(_facts(plan), indent=2)) if namespace.json else _print(plan)
@@ -89,19 +97,14 @@ def parse_schedule(text: str) -> tuple[Schedule, bool]:
     asynchronous = re.fullmatch(r"async(?::(\d+):(\d+))?", text.strip())
     try:
         if asynchronous is not None:
-            target, bound = (
-                int(number or default) for number, default in zip(asynchronous.groups(), (1, 2), strict=True)
-            )
-            return Schedule(mode=Mode.ASYNC, target=target, max_staleness=bound), False
+            target, bound = asynchronous.groups()
+            return Schedule(mode=Mode.ASYNC, target=int(target or 1), max_staleness=int(bound or 2)), False
         if text.strip() == GRADIENTS:
             return Schedule(mode=Mode.PIPELINED, streams=True), True
         mode = Mode(text.strip())
     except ValueError as error:
-        raise ConfigError(
-            f"{text!r} is no schedule: {error}",
-            where="--schedules",
-            expected=f"some of lockstep, pipelined, {GRADIENTS}, one-step-off, async:S:M, with commas",
-        ) from error
+        what, expected = f"{text!r} is no schedule: {error}", f"{SCHEDULES}, with commas"
+        raise ConfigError(what, where="--schedules", expected=expected) from error
     if mode is Mode.ONE_STEP_OFF:
         return Schedule(mode=mode, target=1, max_staleness=1, drains=True), False
     return Schedule(mode=mode, streams=mode is Mode.PIPELINED), False
@@ -119,42 +122,31 @@ def make_plan(
     folder: Path, schedules: Sequence[tuple[Schedule, bool]], gpus: int | None, cores: float | None, num_steps: int
 ) -> Plan:
     """Fit the run in ``folder``, and simulate it with every schedule and split. Raises ConfigError and DataError."""
-    from buffer_rl.observe.costs import Shape, fitted
+    from buffer_rl.observe.costs import fitted
     from buffer_rl.verbs.plan.forecast import calibrated, forecast, write_prompts
 
     args = options_of(folder)
     setup, notes = setup_of(args, folder, cores)
-    shape = Shape(groups=setup.groups, samples=setup.samples, engines=setup.engines, ranks=setup.ranks)
-    recorded = fitted(folder, shape)
+    recorded = fitted(folder, setup)
     per_engine = int(args.rollout_num_gpus_per_engine)
     splits = splits_of(gpus or setup.ranks + setup.engines * per_engine, per_engine)
     with tempfile.TemporaryDirectory() as name:
         prompts = write_prompts(Path(name))
         costs = calibrated(recorded, setup, num_steps, prompts)
         current = forecast(recorded, costs, setup, num_steps, prompts)
-        found = [
-            forecast(
-                recorded,
-                costs,
-                replace(setup, schedule=schedule, streams_gradients=streams, engines=engines, ranks=ranks),
-                num_steps,
-                prompts,
-            )
+        others = [
+            replace(setup, schedule=schedule, streams_gradients=streams, engines=engines, ranks=ranks)
             for schedule, streams in schedules
             for engines, ranks in splits
         ]
+        found = [forecast(recorded, costs, other, num_steps, prompts) for other in others]
     return Plan(recorded=replace(recorded, costs=costs), current=current, forecasts=found, notes=notes)
 
 
 def splits_of(devices: int, per_engine: int = 1) -> list[tuple[int, int]]:
     """Engines and ranks that use all of so many devices. Raises ConfigError if there are too few."""
-    most = (devices - 1) // per_engine
-    if most < 1:
-        raise ConfigError(
-            f"{devices} devices are too few",
-            where="--gpus",
-            expected=f"{per_engine} for an engine and 1 for the trainer",
-        )
+    most, expected = (devices - 1) // per_engine, f"{per_engine} for an engine and 1 for the trainer"
+    refuse(most < 1, f"--gpus: {devices} devices are too few", expected=expected)
     if most < ALL_SPLITS:
         counts = list(range(1, most + 1))
     else:
@@ -170,11 +162,8 @@ def setup_of(args: Any, folder: Path, cores: float | None) -> tuple[Setup, list[
 
     args = with_counts(args)
     if args.colocate or args.offload_train or args.offload_rollout:
-        raise ConfigError(
-            "engines and trainer of this run take turns on their devices, which is not simulated",
-            where=str(folder),
-            expected="a run with devices for each",
-        )
+        what = "engines and trainer of this run take turns on their devices, which is not simulated"
+        raise ConfigError(what, where=str(folder), expected="a run with devices for each")
     if args.schedule == Mode.ASYNC and args.stream_gradients:
         raise ConfigError("--stream-gradients is simulated with --schedule pipelined alone", where=str(folder))
     notes = ["checkpoints, evaluations and what older samples cost in learning are not counted"]
@@ -207,17 +196,11 @@ def options_of(folder: Path) -> Any:
         raise ConfigError(f"there is no folder {str(folder)!r}", where="--trace", expected="a run's folder (--run-dir)")
     facts = read_facts(folder)
     if not facts.version:
-        raise DataError(
-            "there is no list of the run's options", where=str(folder / RUN_FILE), expected="the folder of a run"
-        )
+        what = "there is no list of the run's options"
+        raise DataError(what, where=str(folder / RUN_FILE), expected="the folder of a run")
     given: Mapping[str, Any] = {flag.removeprefix("--").replace("-", "_"): v for flag, v in facts.changed.items()}
     options: Any = compose(CORE_SECTIONS)
     return options.model_construct(**{name: v for name, v in given.items() if name in options.model_fields})
-
-
-def best_of(plan: Plan) -> Forecast:
-    """The forecast with the most trained tokens per second."""
-    return max(plan.forecasts, key=lambda found: found.tokens_per_s)
 
 
 def _print(plan: Plan) -> None:
@@ -234,55 +217,37 @@ def _print(plan: Plan) -> None:
     for what in recorded.unknown:
         say(f"not told by the trace: {what}")
     say("")
-    best = best_of(plan)
-    rows = [_row("best" if found is best else "", found) for found in plan.forecasts]
-    print_table(HEADINGS, [_row("recorded", current), *rows], ["", *("bold" if row[0] else "" for row in rows)])
+    rows = [_row("best" if found is plan.best else "", found) for found in plan.forecasts]
+    print_table(["", *COLUMNS], [_row("recorded", current), *rows], ["", *("bold" if row[0] else "" for row in rows)])
 
 
 def _row(mark: str, found: Forecast) -> tuple[str, ...]:
-    stale = found.staleness or [0]
-    return (
-        mark,
-        name_of(found.setup),
-        str(found.setup.engines),
-        str(found.setup.ranks),
-        f"{found.step_s:.3g}",
-        f"{found.tokens_per_s:,.0f}",
-        f"{found.engines_busy:.0%}",
-        f"{found.trainer_busy:.0%}",
-        f"{fmean(stale):.2f}, at most {max(stale)}",
-    )
+    values = _values(found)
+    return (mark, *(shown.format(**values) for shown in COLUMNS.values()))
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
     """As JSON values."""
-    best = best_of(plan)
-    recorded = plan.recorded
+    recorded, measured = plan.recorded, {"num_steps": plan.recorded.num_steps, "measured_step_s": plan.recorded.step_s}
     return {
-        "recorded": {
-            "num_steps": recorded.num_steps,
-            "measured_step_s": recorded.step_s,
-            **_values(plan.current),
-        },
+        "recorded": {**measured, **_values(plan.current)},
         "assumed": list(plan.notes),
         "costs": asdict(recorded.costs),
         "residuals": dict(recorded.residuals),
         "unknown": list(recorded.unknown),
         "drops": recorded.drops,
-        "forecasts": [{**_values(found), "best": found is best} for found in plan.forecasts],
+        "forecasts": [{**_values(found), "best": found is plan.best} for found in plan.forecasts],
     }
 
 
 def _values(found: Forecast) -> dict[str, Any]:
     stale = found.staleness or [0]
+    measured = {name: getattr(found, name) for name in ("step_s", "tokens_per_s", "engines_busy", "trainer_busy")}
     return {
         "schedule": name_of(found.setup),
         "engines": found.setup.engines,
         "ranks": found.setup.ranks,
-        "step_s": found.step_s,
-        "tokens_per_s": found.tokens_per_s,
-        "engines_busy": found.engines_busy,
-        "trainer_busy": found.trainer_busy,
+        **measured,
         "staleness_mean": fmean(stale),
         "staleness_max": max(stale),
     }

@@ -6,6 +6,7 @@ of ``--dump-samples`` groups a rollout. Prompt, label and metadata come from the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,14 +32,13 @@ FANNED_OUT = "fanned_out"
 class RecordedStep:
     """The groups of one rollout with the rewards that they had. total: how many it has in the ledger, None if it is not
     known. trained_on: the ``reward`` of each row after normalisation, by row, where it was recorded. skipped: groups
-    that cannot be scored, by reason. whole: the groups are those of a step, with their tokens, and not of a ticket."""
+    that cannot be scored, by reason."""
 
     rollout_id: int
     groups: list[SampleGroup] = field(default_factory=list)
     total: int | None = None
     trained_on: dict[RowId, float] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
-    whole: bool = False
+    skipped: Counter[str] = field(default_factory=Counter)
 
 
 class RecordReader:
@@ -49,13 +49,11 @@ class RecordReader:
         self._records = records
         self._args = args
         self._source = self._opened_source()
-        self._lines: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+        self._lines: dict[int, dict[str, list[Mapping[str, Any]]]] = {}  # by rollout and uid
         for line in records.samples:
             if line.get("kind") == "train":
-                self._lines.setdefault((int(line["rollout_id"]), str(line.get("uid"))), []).append(line)
-        self._by_uid: dict[str, list[list[Mapping[str, Any]]]] = {}
-        for (_, uid), lines in self._lines.items():
-            self._by_uid.setdefault(uid, []).append(lines)
+                of_rollout = self._lines.setdefault(int(line["rollout_id"]), {})
+                of_rollout.setdefault(str(line.get("uid")), []).append(line)
         self._tokenizer: Any = None
 
     def steps(self) -> list[RecordedStep]:
@@ -63,7 +61,7 @@ class RecordReader:
         commits = {rollout: number for rollout, _, number in self._records.audit.commits()}
         finished = {ticket.rollout_id: ticket.finished for ticket in self._records.audit.tickets(-1)}
         found = []
-        for rollout in sorted({*commits, *finished, *(number for number, _ in self._lines)}):
+        for rollout in sorted({*commits, *finished, *self._lines}):
             batch = self._records.dumped(rollout)
             if batch is None:
                 found.append(self._of_lines(rollout, finished.get(rollout)))
@@ -96,44 +94,40 @@ class RecordReader:
 
     def _of_lines(self, rollout: int, total: int | None) -> RecordedStep:
         step = RecordedStep(rollout_id=rollout, total=total)
-        for (number, text), lines in self._lines.items():
-            if number != rollout:
-                continue
+        for text, lines in self._lines.get(rollout, {}).items():
             uid = GroupUid.parse(text)
-            prompt, parts = self._prompts(uid, lines), dict[int, int]()
-            samples = []
+            prompt, parts, samples = self._prompts(uid, lines), Counter[int](), []
             for line in lines:
-                index = int(line["sample_index"])
-                length = max((int(span[2]) for span in line.get("versions") or ()), default=1)
+                index, length = int(line["sample_index"]), _length(line) or 1
                 sample = self._sample(prompt, index, [0] * (1 + length), length, line["response"])
-                sample.part = parts[index] = parts.get(index, -1) + 1
+                sample.part = parts[index]
+                parts[index] += 1
                 sample.status, sample.reward = Status(line["status"]), line["reward"]
                 samples.append(sample)
             step.groups.append(SampleGroup(uid=uid, samples=samples))
         return step
 
     def _of_rows(self, batch: TrainBatch, total: int | None) -> RecordedStep:
-        step = RecordedStep(rollout_id=batch.rollout_id, total=total, whole=True)
+        step = RecordedStep(rollout_id=batch.rollout_id, total=total)
         places: dict[GroupUid, list[int]] = {}
         for place, row in enumerate(batch.row_ids):
             places.setdefault(row.uid, []).append(place)
-        columns = {
-            name: np.asarray(batch.columns[name]).tolist() for name in ("response_length", "raw_reward", "reward")
-        }
+        names = ("response_length", "raw_reward", "reward")
+        lengths, rewards, trained_on = (np.asarray(batch.columns[name]).tolist() for name in names)
         truncated = np.asarray(batch.columns.get("truncated", [False] * len(batch))).tolist()
         for uid, of_group in places.items():
             rows = [batch.row_ids[place] for place in of_group]
             if any(row.part for row in rows):
-                step.skipped[FANNED_OUT] = step.skipped.get(FANNED_OUT, 0) + 1
+                step.skipped[FANNED_OUT] += 1
                 continue
-            known = self._by_uid.get(str(uid), [])
+            known = [of[str(uid)] for of in self._lines.values() if str(uid) in of]
             try:
                 prompt, samples = self._prompts(uid, known[-1] if known else ()), []
             except DataError:
-                step.skipped[NO_PROMPT] = step.skipped.get(NO_PROMPT, 0) + 1
+                step.skipped[NO_PROMPT] += 1
                 continue
             for place, row in zip(of_group, rows, strict=True):
-                length = int(columns["response_length"][place])
+                length = int(lengths[place])
                 tokens = np.asarray(batch.columns["tokens"][place]).tolist()
                 text = _text_of(known, row.sample_index, length)
                 text = self._decoded(tokens[len(tokens) - length :]) if text is None else text
@@ -141,8 +135,8 @@ class RecordReader:
                 mask = np.asarray(batch.columns["loss_mask"][place])
                 sample.loss_mask, sample.remove_sample = mask.astype(int).tolist(), not mask.any()
                 sample.status = Status.TRUNCATED if truncated[place] else Status.COMPLETED
-                sample.reward = columns["raw_reward"][place]
-                step.trained_on[row] = columns["reward"][place]
+                sample.reward = rewards[place]
+                step.trained_on[row] = trained_on[place]
                 samples.append(sample)
             step.groups.append(SampleGroup(uid=uid, samples=samples))
         return step
@@ -164,6 +158,9 @@ def _text_of(known: Sequence[Sequence[Mapping[str, Any]]], index: int, length: i
     """The text of a response in samples.jsonl, which a generate function may have written; None if it is not sure that
     the line is of these tokens."""
     lines = [line for line in known[0] if line["sample_index"] == index] if len(known) == 1 else []
-    if len(lines) != 1 or max((int(span[2]) for span in lines[0].get("versions") or ()), default=0) != length:
-        return None
-    return str(lines[0]["response"])
+    return str(lines[0]["response"]) if len(lines) == 1 and _length(lines[0]) == length else None
+
+
+def _length(line: Mapping[str, Any]) -> int:
+    """Tokens of the response of a sample's line."""
+    return max((int(span[2]) for span in line.get("versions") or ()), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 FILTER_FAILED = "filter_failed"
+_WRITTEN = ("sample_index", "part", "prompt", "response", "label", "status")
+"""What the lines of ``write_rows`` have of a sample as it is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Rescored:
 
     rollout_id: int
     groups: list[ScoredGroup]
-    comparison: Comparison
+    comparison: Comparison = field(default_factory=Comparison)
     advantages: dict[RowId, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -101,10 +103,10 @@ async def rescore(args: Args, registry: PluginRegistry, steps: Iterable[Recorded
                 else:
                     failed[result[0]] += 1
                     errors.setdefault(*result)
-            rescored = Rescored(rollout_id=step.rollout_id, groups=scored, comparison=Comparison(), errors=errors)
+            rescored = Rescored(rollout_id=step.rollout_id, groups=scored, errors=errors)
             _advantages(objective, rescored)
-            rescored.comparison = compared(scored, rescored.advantages)
-            rescored.comparison.of, rescored.comparison.failed = step.total, dict(failed)
+            found = compared(scored, rescored.advantages)
+            rescored.comparison = replace(found, of=step.total, failed=dict(failed))
             done.append(rescored)
     finally:
         await scorer.aclose()
@@ -151,29 +153,26 @@ def _advantages(objective: Objective, step: Rescored) -> None:
     recorded, such as log-probabilities, there are none."""
     found: list[dict[RowId, np.ndarray]] = []
     for side in ("old_columns", "new_columns"):
-        parts = [(group.rows, getattr(group, side)) for group in step.groups]
-        names = set.intersection(*(set(columns) for _, columns in parts)) if parts else set()
-        rows = [row for of_group, _ in parts for row in of_group]
+        parts = [getattr(group, side) for group in step.groups]
+        rows = [row for group in step.groups for row in group.rows]
         columns: dict[str, Any] = {}
-        for name in names:
-            values = [value for _, of_group in parts for value in of_group[name]]
-            columns[name] = np.asarray(values) if isinstance(parts[0][1][name], np.ndarray) else values
+        for name in set.intersection(*map(set, parts)) if parts else ():
+            values = [value for of_group in parts for value in of_group[name]]
+            columns[name] = np.asarray(values) if isinstance(parts[0][name], np.ndarray) else values
         batch = TrainBatch(rollout_id=step.rollout_id, task=f"train_{step.rollout_id}", row_ids=rows, columns=columns)
         try:
             objective.compute_advantages(batch)
         except (BufferRLError, KeyError) as error:
             step.errors["no_advantages"] = str(error)
             return
-        masks = batch.columns.get("loss_mask", [])
-        computed = batch.columns.get("advantages")
-        if computed is None:
+        if "advantages" not in batch.columns:
             return
-        trained = zip(rows, computed, masks, strict=True)
+        trained = zip(rows, batch.columns["advantages"], batch.columns.get("loss_mask", []), strict=True)
         found.append({row: np.asarray(values)[np.asarray(mask) != 0] for row, values, mask in trained})
     step.advantages = {row: (found[0][row], found[1][row]) for row in found[0]}
 
 
-def compared(groups: Sequence[ScoredGroup], advantages: dict[RowId, tuple[np.ndarray, np.ndarray]]) -> Comparison:
+def compared(groups: Sequence[ScoredGroup], advantages: Mapping[Any, tuple[np.ndarray, np.ndarray]]) -> Comparison:
     """The comparison of the groups, of one step or of several."""
     old = [value for group in groups for value in group.old]
     new = [value for group in groups for value in group.new]
@@ -198,12 +197,10 @@ def compared(groups: Sequence[ScoredGroup], advantages: dict[RowId, tuple[np.nda
 def total(steps: Sequence[Rescored]) -> Comparison:
     """The comparison of all steps together."""
     advantages = {(step.rollout_id, row): pair for step in steps for row, pair in step.advantages.items()}
-    found = compared([group for step in steps for group in step.groups], advantages)  # type: ignore[arg-type]
-    for step in steps:
-        found.failed = dict(Counter(found.failed) + Counter(step.comparison.failed))
-    known = [step.comparison.of for step in steps]
-    found.of = None if None in known else sum(number for number in known if number is not None)
-    return found
+    failed = sum((Counter(step.comparison.failed) for step in steps), Counter[str]())
+    known = [step.comparison.of for step in steps if step.comparison.of is not None]
+    found = compared([group for step in steps for group in step.groups], advantages)
+    return replace(found, failed=dict(failed), of=sum(known) if len(known) == len(steps) else None)
 
 
 def _best(rewards: Sequence[float]) -> list[int]:
@@ -213,10 +210,8 @@ def _best(rewards: Sequence[float]) -> list[int]:
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Spearman's rank correlation, with the mean rank for equal values; None if one side is constant."""
-    a, b = _ranks(left), _ranks(right)
-    a, b = a - a.mean(), b - b.mean()
-    norm = float(np.sqrt((a * a).sum() * (b * b).sum()))
-    return float((a * b).sum() / norm) if norm > 0 else None
+    ranks = _ranks(left), _ranks(right)
+    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(each) > 0 for each in ranks) else None
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
@@ -235,25 +230,11 @@ def write_rows(path: Path, steps: Sequence[Rescored]) -> int:
             for scored in step.groups:
                 for sample, old, new in zip(scored.samples, scored.old, scored.new, strict=True):
                     row = sample.row_id
-                    line = {
-                        "rollout_id": step.rollout_id,
-                        "uid": str(row.uid),
-                        "sample_index": row.sample_index,
-                        "part": row.part,
-                        "prompt": sample.prompt,
-                        "response": sample.response,
-                        "label": sample.label,
-                        "status": str(sample.status),
-                        "old_reward": old,
-                        "new_reward": new,
-                        "reward": sample.reward,
-                        "dropped": scored.drop,
-                    }
-                    if row in step.advantages:
-                        means = [
-                            float(side.mean(dtype=np.float64)) if len(side) else 0.0 for side in step.advantages[row]
-                        ]
-                        line |= {"old_advantage": means[0], "new_advantage": means[1]}
+                    line = {"rollout_id": step.rollout_id, "uid": str(row.uid)}
+                    line |= {name: getattr(sample, name) for name in _WRITTEN}
+                    line |= {"old_reward": old, "new_reward": new, "reward": sample.reward, "dropped": scored.drop}
+                    for name, values in zip(("old", "new"), step.advantages.get(row, ()), strict=False):
+                        line[f"{name}_advantage"] = float(values.mean(dtype=np.float64)) if len(values) else 0.0
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                     count += 1
     return count

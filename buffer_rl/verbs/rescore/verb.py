@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.help import add_options, given_flags
 from buffer_rl.options.redaction import MASK
 from buffer_rl.options.section import compose, flag_of
@@ -52,20 +53,14 @@ def run(namespace: argparse.Namespace) -> int:
     from buffer_rl.verbs.rescore.rescoring import facts_of, rescore, write_rows
     from buffer_rl.verbs.run_records import RunRecords
 
-    records = RunRecords.opened(namespace.folder)
-    try:
+    with RunRecords.opened(namespace.folder) as records:
         args = options_of(records, namespace)
         reader = RecordReader(records, args)
         steps = reader.steps()
-    finally:
-        records.audit.close()
     print_notices(reader.notices)
     if not any(step.groups or step.skipped for step in steps):
-        raise ConfigError(
-            "the run has recorded no samples",
-            where=str(namespace.folder),
-            hint="--dump-samples N writes N groups per rollout to samples.jsonl; --save-debug-rollout-data whole steps",
-        )
+        hint = "--dump-samples N writes N groups per rollout to samples.jsonl; --save-debug-rollout-data whole steps"
+        raise ConfigError("the run has recorded no samples", where=str(namespace.folder), hint=hint)
     rescored = asyncio.run(rescore(args, PluginRegistry.from_flags(args.plugin), steps))
     facts = {"run_dir": str(namespace.folder), "reward": _reward_of(args), **facts_of(rescored)}
     if namespace.output:
@@ -84,7 +79,7 @@ def options_of(records: RunRecords, namespace: argparse.Namespace) -> Args:
     """The run's options, as ``run.json`` has them, with the reward options that the command gives. A reward that is
     given replaces the run's, its ``--reward-key`` too. Raises ConfigError."""
     given = given_flags(namespace)
-    base = {flag.removeprefix("--").replace("-", "_"): value for flag, value in records.changed.items()}
+    base = {flag.removeprefix("--").replace("-", "_"): value for flag, value in records.facts.changed.items()}
     base = {name: value for name, value in base.items() if MASK not in json.dumps(value)}  # the secrets are not there
     options_class = compose(sections_of(base.get("plugin") or []))
     if any(name in given for name in CHOICES):
@@ -92,16 +87,14 @@ def options_of(records: RunRecords, namespace: argparse.Namespace) -> Args:
             base.pop(name, None)
     chosen = resolve(compose([SECTION]), flags=given, environ={}).args
     base |= {name: getattr(chosen, name) for name in given}
-    if base.get("rm_model"):
-        hint = "add --rm-type NAME or --custom-rm-path module:fn"
-        raise ConfigError("a reward model needs processes, which are not started here", where="--rm-model", hint=hint)
+    what = "--rm-model: a reward model needs processes, which are not started here"
+    refuse(bool(base.get("rm_model")), what, "add --rm-type NAME or --custom-rm-path module:fn")
     try:
         return options_class.model_validate(base)
     except ValidationError as error:
         names = sorted({flag_of(str(detail["loc"][0])) for detail in error.errors() if detail["loc"]})
-        raise ConfigError(
-            f"the run's options are not those of this version: {', '.join(names) or error}", where="run.json"
-        ) from error
+        what = f"the run's options are not those of this version: {', '.join(names) or error}"
+        raise ConfigError(what, where="run.json") from error
 
 
 def _reward_of(args: Args) -> str:
@@ -111,9 +104,8 @@ def _reward_of(args: Args) -> str:
 def _print(facts: Mapping[str, Any]) -> None:
     say(f"{facts['run_dir']}: scored by {facts['reward']}")
     headings = ("rollout", "groups", "old mean", "new mean", "rank corr.", "equal", "equal best", "drops", "signs")
-    rows = [_cells(f"train_{step['rollout_id']}", step) for step in facts["steps"]]
-    print_table(headings, [*rows, _cells("all", facts["all"])])
-    everything = facts["all"]
+    everything, rows = facts["all"], [_cells(f"train_{step['rollout_id']}", step) for step in facts["steps"]]
+    print_table(headings, [*rows, _cells("all", everything)])
     for what in ("dropped", "failed"):
         if everything[what]:
             say(f"{what}: " + ", ".join(f"{count} {reason}" for reason, count in everything[what].items()))
@@ -126,20 +118,11 @@ def _print(facts: Mapping[str, Any]) -> None:
 
 
 def _cells(name: str, of: Mapping[str, Any]) -> list[str]:
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value:.0%}"
-
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4g}"
-
+    forms = {"old": ".4g", "new": ".4g", "correlation": ".4g", "equal_rewards": ".0%", "equal_best": ".0%"}
     return [
         name,
         f"{of['groups']} of {'?' if of['of'] is None else of['of']}",
-        number(of["old"]),
-        number(of["new"]),
-        number(of["correlation"]),
-        share(of["equal_rewards"]),
-        share(of["equal_best"]),
+        *("-" if of[key] is None else format(of[key], form) for key, form in forms.items()),
         str(sum(of["dropped"].values())),
         "-" if of["signs"] is None else f"{of['signs']} of {of['rows']}",
     ]

@@ -7,19 +7,20 @@ none of them has is listed as not recorded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from statistics import fmean, pstdev
 from typing import Any
 
 from buffer_rl.buffer.ledger_audit import Transition
 from buffer_rl.buffer.ledger_file import NOTE
-from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
+from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.rollouts import TOO_OLD, UNREPORTED
 from buffer_rl.errors import ConfigError
+from buffer_rl.observe.run_folder import QUARANTINE_FILE, records_in
 from buffer_rl.records.groups import GroupUid
 from buffer_rl.verbs.run_records import GroupRecord, RunRecords
+from buffer_rl.verbs.table import shown_time
 
 FAILURES = f"{NOTE}failures"
 FAILED, UNKNOWN, NOT_NEEDED, BEGUN_AGAIN = "failed", "unknown", "not needed", "begun again"
@@ -35,6 +36,10 @@ _REOPENED = {
     "restart": "the Buffer began again with the ledger",
     "restore": "the run went back to a checkpoint",
 }
+_SPELLING = (
+    "uids are spelled as in the run's messages, samples.jsonl and quarantine.jsonl; evaluations have "
+    "NAME@SOURCE:ROW:EPOCH; a number alone is a step"
+)
 _NOW = {
     GroupState.LEASED: "It is in work.",
     GroupState.FINISHED: "It is finished, and no step has selected it yet.",
@@ -89,17 +94,13 @@ class GroupLife:
 def group_life(records: RunRecords, uid: GroupUid) -> GroupLife:
     """Raises ConfigError for a uid that the run does not have, with the nearest ones."""
     row_of, use = _row_of(records, uid)
-    entry, history = records.audit.entry(uid), records.audit.history(uid)
-    life = GroupLife(
-        uid=uid,
-        row_of=row_of,
-        at_work=records.writer is not None,
-        num_workers=int(records.changed.get("--num-rollout-workers", 1)),
-        reward_key=records.changed.get("--reward-key"),
-    )
-    if "--rollout-function-path" not in records.changed:
-        life.filter_name = str(records.changed.get("--dynamic-sampling-filter-path", ""))
-    if entry is None:
+    audit, changed = records.audit, records.facts.changed
+    life = GroupLife(uid=uid, row_of=row_of, at_work=records.at_work, reward_key=changed.get("--reward-key"))
+    life.num_workers = int(changed.get("--num-rollout-workers", 1))
+    is_default_rollout = "--rollout-function-path" not in changed
+    if is_default_rollout:
+        life.filter_name = str(changed.get("--dynamic-sampling-filter-path", ""))
+    if (entry := audit.entry(uid)) is None:
         life.evaluations = records.eval_records(uid)
         if use.startswith("eval/") or life.evaluations:
             life.kind = "evaluation"
@@ -107,42 +108,32 @@ def group_life(records: RunRecords, uid: GroupUid) -> GroupLife:
             raise unknown_uid(records, str(uid))
         return life
     life.state, life.reason = entry.state, entry.reason
-    life.kind = "training" if row_of or _is_of_source(records, uid) else "foreign"
-    life.failures = failures_of(records.audit.facts().get(FAILURES, "{}"), uid)
-    life.attempts, life.later = split_attempts(history)
+    is_of_source = any(row.source == uid.source and row.epoch is not None for row in audit.epochs())
+    life.kind = "training" if row_of or is_of_source else "foreign"
+    life.failures = failures_of(audit.facts().get(FAILURES, "{}"), uid)
+    life.attempts, life.later = split_attempts(audit.history(uid))
     explain_requeues(life)
-    if "--rollout-function-path" not in records.changed:
-        explain_rest(
-            life, {a.ticket: records.audit.of_rollout(a.ticket) for a in life.attempts if a.ticket is not None}
-        )
+    if is_default_rollout:
+        explain_rest(life, audit.of_rollout)
     last = life.attempts[-1].ticket if life.attempts else None
-    life.record = records.group_record(uid, last, _selection(entry))
+    selection = entry.rollout_id if entry.selected or entry.state is GroupState.TRAINED else None
+    life.record = records.group_record(uid, last, selection)
     if entry.state in (GroupState.REJECTED, GroupState.QUARANTINED) and last is not None:
-        life.replaced_by = [str(other) for other in replacements(records.audit.of_rollout(last), uid)]
-    lines = [line for line in records.quarantined if line.get("uid") == str(uid)]
-    life.error = str(lines[-1].get("error", "")) if lines else ""
+        life.replaced_by = [str(other) for other in replacements(audit.of_rollout(last), uid)]
+    quarantined = [line for line in records_in(records.folder, QUARANTINE_FILE) if line.get("uid") == str(uid)]
+    life.error = str(quarantined[-1].get("error", "")) if quarantined else ""
     return life
-
-
-def _selection(entry: LedgerEntry) -> int | None:
-    return entry.rollout_id if entry.selected or entry.state is GroupState.TRAINED else None
 
 
 def _row_of(records: RunRecords, uid: GroupUid) -> tuple[str, str]:
     """The data file of a uid's row, and its use; empty if the run names no such row."""
     for source in records.facts.data:
-        use, rows = str(source.get("use", "")), source.get("num_rows")
-        # Uids of an evaluation set are of the set's name and the source's hash.
-        name = (
-            f"{use.removeprefix('eval/')}@{source.get('source_hash')}" if use != "train" else source.get("source_hash")
-        )
+        use, name, rows = str(source.get("use", "")), source.get("source_hash"), source.get("num_rows")
+        if use != "train":  # uids of an evaluation set are of the set's name and the source's hash
+            name = f"{use.removeprefix('eval/')}@{name}"
         if uid.source == name and (rows is None or 0 <= uid.row < int(rows)):
             return str(source.get("path", "")), use
     return "", ""
-
-
-def _is_of_source(records: RunRecords, uid: GroupUid) -> bool:
-    return any(row.source == uid.source and row.epoch is not None for row in records.audit.epochs())
 
 
 def failures_of(note: str, uid: GroupUid) -> dict[str, int]:
@@ -177,15 +168,15 @@ def explain_requeues(life: GroupLife) -> None:
         attempt.why = FAILED if failed >= len(unexplained) else UNKNOWN if failed else ""
 
 
-def explain_rest(life: GroupLife, events: Mapping[int, Sequence[tuple[GroupUid, Transition]]]) -> None:
+def explain_rest(life: GroupLife, events: Callable[[int], Sequence[tuple[GroupUid, Transition]]]) -> None:
     """Set ``why`` of attempts that ended without a failure: the default rollout function gives groups back at the end
-    of its rollout, so the rollout of a ticket that leased groups again afterwards was begun again. events: by
+    of its rollout, so the rollout of a ticket that leased groups again afterwards was begun again. events: of a
     ticket."""
     for attempt in life.attempts:
         if attempt.end != GroupState.PENDING or attempt.why or attempt.ended is None or attempt.ticket is None:
             continue
-        lines = [line for _, line in events[attempt.ticket] if line.after is GroupState.LEASED]
-        attempt.why = BEGUN_AGAIN if any(line.time > attempt.ended for line in lines) else NOT_NEEDED
+        leases = [line.time for _, line in events(attempt.ticket) if line.after is GroupState.LEASED]
+        attempt.why = BEGUN_AGAIN if max(leases) > attempt.ended else NOT_NEEDED
 
 
 def replacements(events: Sequence[tuple[GroupUid, Transition]], uid: GroupUid) -> list[GroupUid]:
@@ -210,13 +201,8 @@ def replacements(events: Sequence[tuple[GroupUid, Transition]], uid: GroupUid) -
 def unknown_uid(records: RunRecords, text: str) -> ConfigError:
     """The error for a uid that the run does not have."""
     near = ", ".join(map(str, nearest([uid for uid, _ in records.audit.states()], text)))
-    return ConfigError(
-        f"the run has no group {text!r:.80}",
-        where="UID",
-        expected=f"SOURCE:ROW:EPOCH of a group of the run, such as {near}" if near else "SOURCE:ROW:EPOCH",
-        hint="uids are spelled as in the run's messages, samples.jsonl and quarantine.jsonl; evaluations have "
-        "NAME@SOURCE:ROW:EPOCH; a number alone is a step",
-    )
+    expected = f"SOURCE:ROW:EPOCH of a group of the run, such as {near}" if near else "SOURCE:ROW:EPOCH"
+    return ConfigError(f"the run has no group {text!r:.80}", where="UID", expected=expected, hint=_SPELLING)
 
 
 def nearest(uids: Sequence[GroupUid], text: str, count: int = 3) -> list[GroupUid]:
@@ -234,16 +220,13 @@ def nearest(uids: Sequence[GroupUid], text: str, count: int = 3) -> list[GroupUi
 
 def sentences(life: GroupLife) -> list[str]:
     """The life as plain sentences, the oldest first."""
-    told = [_origin(life)]
-    for attempt in life.attempts:
-        told.append(_attempt(attempt, life))
-    told += [_later(line) for line in life.later]
+    told = [_origin(life), *(_attempt(attempt, life) for attempt in life.attempts), *map(_later, life.later)]
     if life.failures:
         counted = ", ".join(f"{count} {domain}" for domain, count in life.failures.items())
         told.append(f"Failed attempts at it, by domain: {counted}.")
     if life.error:
         told.append(f"The error: {life.error.splitlines()[0]}")
-    told += [_samples(record, life.reward_key, "Its samples") for record in [life.record] if record is not None]
+    told += [_samples(life.record, life.reward_key, "Its samples")] if life.record is not None else []
     told += [_samples(r, life.reward_key, f"Evaluated with version {r.rollout_id}") for r in life.evaluations]
     told += _verdict(life)
     return [sentence for sentence in told if sentence]
@@ -281,9 +264,7 @@ def _because(reason: str, life: GroupLife) -> str:
 
 
 def _requeued(attempt: Attempt) -> str:
-    if attempt.why in _REOPENED:
-        return _REOPENED[attempt.why]
-    known = {
+    known = _REOPENED | {
         FAILED: "the attempt failed",
         NOT_NEEDED: f"train_{attempt.ticket} leased no group afterwards, so it did not need it any more",
         BEGUN_AGAIN: f"no failure of it is counted, and train_{attempt.ticket} leased groups again afterwards, so its "
@@ -323,9 +304,8 @@ def _verdict(life: GroupLife) -> list[str]:
         return []
     told = []
     if life.replaced_by:
-        one = f"In its place the ticket leased {life.replaced_by[0]}."
-        several = f"In its place the ticket leased one of {', '.join(life.replaced_by)}."
-        told.append(one if len(life.replaced_by) == 1 else several)
+        one_of = "one of " * (len(life.replaced_by) > 1)
+        told.append(f"In its place the ticket leased {one_of}{', '.join(life.replaced_by)}.")
     if not life.attempts:
         return ["It was never leased: no rollout has needed it yet."]
     if life.kind == "foreign" and life.state == GroupState.PENDING:
@@ -350,13 +330,7 @@ def not_recorded(life: GroupLife) -> list[str]:
     if unclear:
         missing.append(f"why attempt {' and '.join(unclear)} went back to the queue (the ledger has no reason)")
     if life.attempts and life.attempts[-1].end is not None and life.record is None:
-        kept = (
-            "samples.jsonl has finished groups, --dump-samples a rollout; --save-debug-rollout-data has all of a step"
-        )
+        kept = "samples.jsonl has finished groups, --dump-samples a rollout"
+        kept += "; --save-debug-rollout-data has all of a step"
         missing.append(f"its rewards and the weight versions of its tokens ({kept})")
     return missing
-
-
-def shown_time(seconds: float) -> str:
-    """The local time, to the millisecond."""
-    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="milliseconds")

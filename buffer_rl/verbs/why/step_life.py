@@ -11,13 +11,16 @@ from typing import Any
 from buffer_rl.buffer.ledger_audit import Transition
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import ConfigError
-from buffer_rl.observe.metrics import drops_of
+from buffer_rl.observe.metrics import METRICS_FILE, drops_of, phase_seconds, steps_of
+from buffer_rl.observe.run_folder import records_in
+from buffer_rl.observe.timeline import read_trace
 from buffer_rl.observe.timeline_stats import NO_ROLE, step_stats, step_windows
 from buffer_rl.records.groups import GroupUid
 from buffer_rl.verbs.run_records import RunRecords
-from buffer_rl.verbs.why.group_life import shown_time
+from buffer_rl.verbs.table import shown_time
 
 SHOWN_GROUPS = 12
+FLEET_LOG = "logs/fleet.log"
 _FAILURES = ("infra_failures", "data_failures", "non_finite_steps", "failed", "killed", "replayed")
 """Last parts of metrics; the last three are of agents."""
 
@@ -54,30 +57,27 @@ class StepLife:
 
 def step_life(records: RunRecords, step: int) -> StepLife:
     """Raises ConfigError for a step that the run has not begun."""
-    from buffer_rl.observe.metrics import phase_seconds, steps_of
-
-    events, metrics = records.audit.of_rollout(step), steps_of(records.metrics)
+    events, metrics = records.audit.of_rollout(step), steps_of(records_in(records.folder, METRICS_FILE))
     if not events and step not in metrics:
         steps = sorted({*metrics, *(rollout for rollout, _, _ in records.audit.commits())})
         known = f"a step from {steps[0]} to {steps[-1]}, or the one in work" if steps else "a run that has begun a step"
         raise ConfigError(f"the run has no step {step}", where="STEP", expected=known)
-    life = StepLife(step=step, at_work=records.writer is not None)
+    of_step, spans = metrics.get(step, {}), read_trace(records.folder)
+    life = StepLife(step=step, at_work=records.at_work)
     count_groups(life, events)
     life.tickets = next((s.tickets for s in records.audit.selections(-1) if s.rollout_id == step), [])
-    if "perf/step_time" in metrics.get(step, {}):
-        life.seconds = metrics[step]["perf/step_time"]
-        life.phases = {name: seconds for name, seconds in phase_seconds(metrics[step]).items() if seconds > 0}
-    life.failures = {
-        name: value for name, value in metrics.get(step, {}).items() if value and name.rpartition("/")[2] in _FAILURES
-    }
-    if not life.dropped:  # of the ticket, where groups are not in the ledger
-        life.dropped = drops_of(metrics.get(step, {}))
-    windows = step_windows(records.spans) if records.spans else {}
-    if step in windows:
-        life.traced, life.waits = True, step_stats(records.spans, step, windows[step]).waits
-    times = [line.time for _, line in events]
-    if times:
-        life.restarts += engine_changes(records.fleet_log, min(times), max(times))
+    if "perf/step_time" in of_step:
+        life.seconds = of_step["perf/step_time"]
+        life.phases = {name: seconds for name, seconds in phase_seconds(of_step).items() if seconds > 0}
+    life.failures = {name: value for name, value in of_step.items() if value and name.rpartition("/")[2] in _FAILURES}
+    life.dropped = life.dropped or drops_of(of_step)  # of the ticket, if groups are not in the ledger
+    if (window := step_windows(spans).get(step)) is not None:
+        life.traced, life.waits = True, step_stats(spans, step, window).waits
+    log = records.folder / FLEET_LOG
+    if events and log.is_file():
+        times = [line.time for _, line in events]
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        life.restarts += engine_changes(lines, min(times), max(times))
     return life
 
 
@@ -157,9 +157,8 @@ def _waited(role: str, waits: Mapping[str, float]) -> str:
 
 def _groups(life: StepLife) -> str:
     chosen = life.trained or life.selected
-    names = ", ".join(chosen[:SHOWN_GROUPS]) + (
-        f" and {len(chosen) - SHOWN_GROUPS} more" * (len(chosen) > SHOWN_GROUPS)
-    )
+    more = f" and {len(chosen) - SHOWN_GROUPS} more" if len(chosen) > SHOWN_GROUPS else ""
+    names = ", ".join(chosen[:SHOWN_GROUPS]) + more
     by = f", leased by {', '.join(f'train_{ticket}' for ticket in life.tickets)}" if life.tickets else ""
     if life.trained and life.committed is not None:
         at = f"optimizer step {life.optimizer_step}, committed at {shown_time(life.committed)}"

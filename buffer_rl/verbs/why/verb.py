@@ -34,20 +34,18 @@ def run(namespace: argparse.Namespace) -> int:
     from buffer_rl.verbs.why.group_life import group_life, unknown_uid
     from buffer_rl.verbs.why.step_life import step_life
 
-    records = RunRecords.opened(namespace.run_dir)
-    try:
+    with RunRecords.opened(namespace.run_dir) as records:
         text = namespace.asked.removeprefix("train_")
         if text.isdecimal():
             heading, facts = f"step {int(text)}", step_life(records, int(text)).facts()
         else:
-            uid = _parsed(text)
-            if uid is None:
-                raise unknown_uid(records, text)
+            try:
+                uid = GroupUid.parse(text.partition("/")[0])  # also of a row of it: UID/SAMPLE.PART
+            except ValueError:
+                raise unknown_uid(records, text) from None
             life = group_life(records, uid)
             state = life.kind if life.kind == "evaluation" else life.state
             heading, facts = f"group {uid}: {state}{f' ({life.reason})' if life.reason else ''}", life.facts()
-    finally:
-        records.audit.close()
     if namespace.json:
         say(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0
@@ -55,11 +53,3 @@ def run(namespace: argparse.Namespace) -> int:
     for what in facts["not_recorded"]:
         say(f"  Not recorded: {what}.")
     return 0
-
-
-def _parsed(text: str) -> GroupUid | None:
-    """The uid, also of a row of it (``UID/SAMPLE.PART``); None for anything else."""
-    try:
-        return GroupUid.parse(text.partition("/")[0])
-    except ValueError:
-        return None

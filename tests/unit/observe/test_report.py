@@ -268,6 +268,13 @@ def test_the_facts_are_the_options_that_were_changed(tmp_path: Path) -> None:
     assert read_facts(tmp_path) == RunFacts()
 
 
+def test_facts_with_a_lone_surrogate_are_read_again(tmp_path: Path) -> None:
+    """A file's name that is no UTF-8 is one in the command."""
+    words = ["buffer-rl", "train", "--config", "a\udc80.yaml"]
+    write_facts(tmp_path, compose(CORE_SECTIONS)(), command=words)
+    assert list(read_facts(tmp_path).command) == words
+
+
 def test_the_checkpoints_are_among_the_files_of_a_run(tmp_path: Path) -> None:
     run_dir, saves = tmp_path / "run", tmp_path / "saves"
     write_facts(run_dir, compose(CORE_SECTIONS)(run_dir=str(run_dir), save=str(saves)))

@@ -27,10 +27,19 @@ from buffer_rl.verbs.drill.answers import KINDS as FALSE_ANSWERS
 from buffer_rl.verbs.drill.answers import PLAN as ANSWERS_PLAN
 from buffer_rl.verbs.drill.answers import _Fronted, notes
 from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
-from buffer_rl.verbs.drill.faults import PHASES, Fault, hold_back, lift, moment, planned, read_process, strike
-from buffer_rl.verbs.drill.reward import KINDS, PLAN, fault_of, score
-from buffer_rl.verbs.drill.runs import reward_marks, usual_step
-from buffer_rl.verbs.drill.small import SIZES, is_small, write_small
+from buffer_rl.verbs.drill.faults import (
+    PHASES,
+    Fault,
+    hold_back,
+    lift,
+    moment,
+    planned,
+    read_process,
+    strike,
+    usual_step,
+)
+from buffer_rl.verbs.drill.reward import KINDS, PLAN, fault_of, reward_marks, score
+from buffer_rl.verbs.drill.runs import SIZES, is_small, write_small
 
 WRITES = """
 import pathlib, sys

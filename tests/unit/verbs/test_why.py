@@ -18,13 +18,13 @@ from buffer_rl.observe.metrics import MetricsFile
 from buffer_rl.observe.run_folder import SampleDump
 from buffer_rl.observe.timeline import TraceFile, WorkSpan
 from buffer_rl.records.groups import GroupUid, RowId
+from buffer_rl.verbs.table import shown_time
 from buffer_rl.verbs.why.group_life import (
     Attempt,
     GroupLife,
     explain_requeues,
     nearest,
     replacements,
-    shown_time,
     split_attempts,
 )
 from buffer_rl.verbs.why.step_life import engine_changes
