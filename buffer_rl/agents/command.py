@@ -17,18 +17,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from buffer_rl.agents import command_watch
 from buffer_rl.agents.finish import Finish
 from buffer_rl.agents.runner import AgentTimeoutError
 from buffer_rl.agents.session import AgentFailedError, AgentKilledError, End, Session, SessionHandle
+from buffer_rl.args import Args
 from buffer_rl.cluster.environment import direct_variables
 from buffer_rl.errors import EngineError
 from buffer_rl.records.groups import Sample
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 SAMPLE_VARIABLE = "BUFFER_RL_SAMPLE"
 OF_THE_RUN = ("BUFFER_RL_", "RAY_")

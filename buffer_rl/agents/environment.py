@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import partial
 from hashlib import blake2b
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl.agents.leftovers import GONE_S, Mark
 from buffer_rl.agents.messages import Message
@@ -31,6 +31,7 @@ from buffer_rl.agents.tools import (
     text_of_result,
     tools_of,
 )
+from buffer_rl.args import Args
 from buffer_rl.errors import RewardError, short_repr
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
@@ -39,9 +40,6 @@ from buffer_rl.plugin.calls import UncommonError, contained_task, error_name, er
 from buffer_rl.plugin.signature import takes
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.lease import current_lease
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 _log = logging.getLogger(__name__)
 FREE_S = 2.0

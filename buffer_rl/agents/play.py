@@ -35,6 +35,7 @@ from buffer_rl.agents.session import (
 )
 from buffer_rl.agents.tools import ToolAgent
 from buffer_rl.agents.turns import Row, rows
+from buffer_rl.args import Args
 from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
@@ -44,7 +45,6 @@ from buffer_rl.rollout.generate import reset_to_prompt
 from buffer_rl.rollout.lease import Lease, current_lease
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.rollout.context import RolloutContext
 
 _log = logging.getLogger(__name__)

@@ -13,15 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from buffer_rl.agents import remote_client
 from buffer_rl.agents.command import OF_THE_RUN, started
+from buffer_rl.args import Args
 from buffer_rl.cluster.environment import direct_variables
 from buffer_rl.errors import BufferRLError, ConfigError
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 _log = logging.getLogger(__name__)
 URL_VARIABLE, KEY_VARIABLE = "BUFFER_RL_LEASE_URL", "BUFFER_RL_LEASE_API_KEY"

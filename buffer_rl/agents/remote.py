@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -28,12 +28,10 @@ from buffer_rl.agents.command import sample_json
 from buffer_rl.agents.programs import Program, Programs
 from buffer_rl.agents.runner import AgentTimeoutError
 from buffer_rl.agents.session import AgentKilledError, End, Session, SessionHandle
+from buffer_rl.args import Args
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.errors import BufferRLError, ConfigError, RolloutError
 from buffer_rl.records.groups import Sample
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 MAX_WAIT_S = 60.0
 """For which an agent may wait for a sample in one request."""

@@ -22,6 +22,7 @@ from buffer_rl.agents.journal import Play
 from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, continued, turn_digest
+from buffer_rl.args import Args
 from buffer_rl.engines.protocol import SEED_BITS
 from buffer_rl.errors import BufferRLError, EngineError, RewardError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_reward
@@ -31,7 +32,6 @@ from buffer_rl.rollout.requests import answer_for
 
 if TYPE_CHECKING:
     from buffer_rl.agents.finish import Finish
-    from buffer_rl.args import Args
 
 
 class End(StrEnum):

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.messages import Message, calls_of
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.agent import AgentSession
 from buffer_rl.plugin.calls import contained, error_text
 from buffer_rl.records.groups import Sample
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.plugin.registry import PluginRegistry
 
 MOST_ERROR_TEXT = 500

@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, ConfigError
 from buffer_rl.files.checkpoint import (
     EVALUATION,
@@ -31,10 +31,6 @@ from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import rollout_only
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 LOCK_NAME = ".lock"
 AUTO = "auto"

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.actor import BufferActor, start_buffer, watch_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_audit import ledger_writer
@@ -90,7 +91,6 @@ from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts, RolePu
 from buffer_rl.weights.sender import Senders
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.kinds.engine import WeightTransport
 

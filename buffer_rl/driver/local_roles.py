@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from buffer_rl import __version__
+from buffer_rl.args import Args
 from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup
@@ -29,7 +30,6 @@ from buffer_rl.trainer.rank import TrainRank
 from buffer_rl.trainer.stream import longest_wait
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.weights.role_weights import FolderUpdates
 
 OWES_EVALUATION = "owes_evaluation"

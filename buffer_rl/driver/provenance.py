@@ -12,9 +12,10 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl import __version__
+from buffer_rl.args import Args
 from buffer_rl.errors import CheckpointError
 from buffer_rl.files.checkpoint import read_manifest
 from buffer_rl.options.redaction import mask_secrets, mask_url
@@ -31,9 +32,6 @@ from buffer_rl.plugin.reference import Form, find_module, form_of, split_file
 from buffer_rl.plugin.registry import Origin, PluginInfo, PluginRegistry
 from buffer_rl.plugin.shipping import CodeBundle, collect_code, search_folders
 from buffer_rl.trainer.learning_rate import learning_rate, with_decay_iters
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 # What the numbers of a run depend on.
 PACKAGES = (

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.ledger_audit import process_note
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.cluster.dispatch import Method
@@ -36,7 +37,6 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RunStart
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.plan.schedule import RunResult
 
 END_TIMEOUT_S = 10.0

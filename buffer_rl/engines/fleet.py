@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from buffer_rl.args import Args
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Replica
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
@@ -22,10 +23,6 @@ from buffer_rl.errors import ConfigError, DeadlineError, EngineError, WorkerDied
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess, RouterLauncher, RouterProcess
 from buffer_rl.plugin.calls import Guarded, call, returned
 from buffer_rl.plugin.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 _REQUIRED = ("wait_ready", "check", "stop")
 _OF_ROUTER = (*_REQUIRED, "add", "remove")

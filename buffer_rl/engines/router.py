@@ -9,15 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.process import NO_ANSWER, POLL_INTERVAL_S, ServerProcess, arguments_of, fetch, key_environment
 from buffer_rl.engines.client import request_timeout_s
 from buffer_rl.engines.http import decode_json, status_error
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 LOOPBACK = "127.0.0.1"
 CALL_TIMEOUT_S = 10.0

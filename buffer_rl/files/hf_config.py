@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import required
 from buffer_rl.records.experts import ExpertSizes
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 DOWNLOAD = "a model of the Hub is ORG/NAME, or: hf download ORG/NAME --local-dir FOLDER"
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "llm_config", "language_config")

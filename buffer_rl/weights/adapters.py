@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from buffer_rl.args import Args
 from buffer_rl.engines.client import GenerateResult
 from buffer_rl.engines.protocol import Adapter
 from buffer_rl.errors import EngineError
@@ -31,7 +32,6 @@ from buffer_rl.weights.publish import LogProbCheck, TrainerLogProbs, check_tempe
 from buffer_rl.weights.tensor import tensor_parallel_ranks
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.weights.sender import Senders
 

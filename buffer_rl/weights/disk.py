@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.options.section import required
 from buffer_rl.weights.sender import cast_for_engines, drained
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.delta import DeltaSource, Encoded

@@ -21,13 +21,13 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
+from buffer_rl.args import Args
 from buffer_rl.engines.http import Body
 from buffer_rl.errors import BufferRLError, EngineError
 from buffer_rl.weights.sender import cast_for_engines, drained
 from buffer_rl.weights.tensor import tensor_parallel_ranks
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.protocol import ServerInfo
     from buffer_rl.records.groups import Topology
     from buffer_rl.weights.delta import DeltaSource, Encoded

@@ -18,13 +18,11 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from buffer_rl.args import Args
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.weights.disk import VERSION_GLOB, disk_folder, remove_versions, write_folder
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 POINTER = "newest.json"
 

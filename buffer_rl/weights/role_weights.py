@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.member import Member
 from buffer_rl.engines.http import NOTHING, Body
 from buffer_rl.engines.protocol import ServerInfo
@@ -31,7 +32,6 @@ from buffer_rl.weights.distributed import JOIN, LEAVE, UPDATE
 from buffer_rl.weights.publish import ATTEMPTS
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.cluster.actor_group import ActorGroup
     from buffer_rl.kinds.engine import WeightTransport
     from buffer_rl.weights.publish import Publisher

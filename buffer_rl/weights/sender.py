@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.calling import Call
 from buffer_rl.cluster.dispatch import Ts
 from buffer_rl.errors import PluginError, TrainError
@@ -21,7 +22,6 @@ from buffer_rl.records.groups import Topology
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from buffer_rl.args import Args
 
 R = TypeVar("R")
 Buckets = Iterator[Mapping[str, Any]]

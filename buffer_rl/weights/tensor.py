@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.weights.options import WeightOptions
 from buffer_rl.weights.sender import drained
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.engines.protocol import ServerInfo
     from buffer_rl.records.groups import Topology
