@@ -274,11 +274,9 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     masked, cut = bool(outcome.gave_up) and not evaluates, bool(outcome.gave_up) or outcome.end in LIMITS
     if scored is None:
         if outcome.end is End.DONE and not outcome.gave_up:
-            raise AgentFailedError(
-                "it returned and had asked for no answer" + (" that is trained" if session.exchanges else ""),
-                where=f"row {prompt.row_id}",
-                hint="its client must be made with session.base_url and session.api_key",
-            )
+            what = "it returned and had asked for no answer" + (" that is trained" if session.exchanges else "")
+            hint = "its client must be made with session.base_url and session.api_key"
+            raise AgentFailedError(what, where=f"row {prompt.row_id}", hint=hint)
         if evaluates:
             return prompt.changed(status=Status.TRUNCATED, lowest_reward=True)
         return prompt.changed(status=Status.FAILED, remove_sample=True)

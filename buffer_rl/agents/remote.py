@@ -186,10 +186,9 @@ class Leases:
             if offer.lost.done():
                 raise AgentKilledError("its program has ended", hint="its log is among those of the run")
             if now >= lost:
-                raise AgentKilledError(
-                    f"its agent has sent no heartbeat for {self._args.agent_heartbeat_s:g} s",
-                    hint="it has ended, its machine is gone, or --agent-heartbeat-s is too short",
-                )
+                what = f"its agent has sent no heartbeat for {self._args.agent_heartbeat_s:g} s"
+                hint = "it has ended, its machine is gone, or --agent-heartbeat-s is too short"
+                raise AgentKilledError(what, hint=hint)
             ends = {offer.session.ended, offer.lost}
             await asyncio.wait(ends, timeout=min(deadline, lost) - now, return_when=asyncio.FIRST_COMPLETED)
 

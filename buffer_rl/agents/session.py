@@ -318,11 +318,9 @@ class Session:
         Raises AgentFailedError if the name is of none of these."""
         found = self._answered(self.scored)
         if found is None and self.scored:
-            raise AgentFailedError(
-                f"no answer is {short_repr(self.scored)}",
-                where=f"session.score, row {self._sample.row_id}",
-                expected="the id of a completion that is trained, or a message that chat returned",
-            )
+            what = f"no answer is {short_repr(self.scored)}"
+            expected = "the id of a completion that is trained, or a message that chat returned"
+            raise AgentFailedError(what, where=f"session.score, row {self._sample.row_id}", expected=expected)
         return found
 
     def _answered(self, name: str | Mapping[str, Any]) -> Exchange | None:

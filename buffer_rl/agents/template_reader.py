@@ -41,11 +41,9 @@ class TemplateReader:
 
             spec = load_response_template(dict(template))
         except Exception as error:  # fault boundary: the template is the user's or of the model's folder
-            raise ConfigError(
-                f"no response template can be made of it: {error}",
-                where="--response-template",
-                expected="an object as tokenizer.parse_response of transformers 5.23 takes it",
-            ) from error
+            what = f"no response template can be made of it: {error}"
+            expected = "an object as tokenizer.parse_response of transformers 5.23 takes it"
+            raise ConfigError(what, where="--response-template", expected=expected) from error
         fields = {name: dataclasses.replace(field, optional=True) for name, field in spec.fields.items()}
         self._spec = dataclasses.replace(spec, fields=fields)
         self._parse = parse_response

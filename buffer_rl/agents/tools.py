@@ -95,11 +95,9 @@ def tools_of(environment: type) -> list[Message]:
             schema["function"]["name"] = name
             schemas.append(schema)
     if not schemas:
-        raise ConfigError(
-            f"{environment.__name__} has no method for the model",
-            where="--environment",
-            expected="step(action) -> (observation, reward, done), or public methods, which are tools",
-        )
+        what = f"{environment.__name__} has no method for the model"
+        expected = "step(action) -> (observation, reward, done), or public methods, which are tools"
+        raise ConfigError(what, where="--environment", expected=expected)
     return schemas
 
 
@@ -148,9 +146,7 @@ def schema_of(tool: Callable[..., Any], *, where: str) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:  # fault boundary: transformers raises several kinds
-        raise ConfigError(
-            f"{getattr(tool, '__name__', tool)!r} has no schema: {error}",
-            where=where,
-            expected="type hints, and a docstring with a line 'name: what it is' under 'Args:' for each parameter",
-        ) from error
+        what = f"{getattr(tool, '__name__', tool)!r} has no schema: {error}"
+        expected = "type hints, and a docstring with a line 'name: what it is' under 'Args:' for each parameter"
+        raise ConfigError(what, where=where, expected=expected) from error
     return schema

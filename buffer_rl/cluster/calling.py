@@ -158,11 +158,8 @@ class Answers:
         return WorkerDiedError(f"the process of {self.who} {how}", where=where)
 
     def _late(self, method: str) -> DeadlineError:
-        return DeadlineError(
-            f"{self.who} did not answer {method} within {self.timeout_s:g} s",
-            where=self.role,
-            hint=f"raise {self.flag} if it is only slow",
-        )
+        what = f"{self.who} did not answer {method} within {self.timeout_s:g} s"
+        return DeadlineError(what, where=self.role, hint=f"raise {self.flag} if it is only slow")
 
 
 def _last_error(error: BaseException) -> str:

@@ -194,11 +194,9 @@ def _private(name: str) -> Any:
     try:
         return attrgetter(name)(ray)
     except AttributeError as error:
-        raise ClusterError(
-            f"Ray {ray.__version__} has no ray.{name}, so a local Ray cannot be closed to other users",
-            where="the local Ray",
-            hint="install another version of Ray, or join a running cluster with --ray-address",
-        ) from error
+        what = f"Ray {ray.__version__} has no ray.{name}, so a local Ray cannot be closed to other users"
+        hint = "install another version of Ray, or join a running cluster with --ray-address"
+        raise ClusterError(what, where="the local Ray", hint=hint) from error
 
 
 @contextmanager

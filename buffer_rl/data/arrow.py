@@ -87,25 +87,16 @@ def read_saved_folder(path: str) -> ArrowTable:
     """
     if files.exists(splits_file := files.join(path, SPLITS_FILE)):
         splits = _json_file(splits_file).get("splits", [])
-        raise DataError(
-            "the folder holds several splits",
-            where=path,
-            expected="one of them: " + ", ".join(files.join(path, str(split)) for split in splits),
-        )
+        expected = "one of them: " + ", ".join(files.join(path, str(split)) for split in splits)
+        raise DataError("the folder holds several splits", where=path, expected=expected)
     if not files.exists(state_file := files.join(path, STATE_FILE)):
-        raise DataError(
-            f"the folder was not written by Dataset.save_to_disk: there is no {STATE_FILE} in it",
-            where=path,
-            expected="such a folder, a .parquet file or a JSONL file",
-        )
+        what = f"the folder was not written by Dataset.save_to_disk: there is no {STATE_FILE} in it"
+        raise DataError(what, where=path, expected="such a folder, a .parquet file or a JSONL file")
     arrow = _pyarrow(path)
     state = _json_file(state_file)
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise DataError(
-            "the folder has an indices file, which old versions of datasets wrote",
-            where=path,
-            hint="load_from_disk(FOLDER).flatten_indices().save_to_disk(NEW_FOLDER)",
-        )
+        what = "the folder has an indices file, which old versions of datasets wrote"
+        raise DataError(what, where=path, hint="load_from_disk(FOLDER).flatten_indices().save_to_disk(NEW_FOLDER)")
     try:
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:
@@ -135,11 +126,8 @@ def _pyarrow(path: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise DataError(
-            "Parquet files and Arrow folders need pyarrow, which is not installed",
-            where=path,
-            hint="pip install 'buffer-rl[data]'",
-        ) from error
+        what = "Parquet files and Arrow folders need pyarrow, which is not installed"
+        raise DataError(what, where=path, hint="pip install 'buffer-rl[data]'") from error
     return pyarrow
 
 

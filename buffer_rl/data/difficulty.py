@@ -106,12 +106,9 @@ def _bound(text: str) -> float:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise ConfigError(
-        what,
-        where="--difficulty-weights",
-        expected=f"pools with relative weights of 0 or more, such as {DEFAULT_WEIGHTS}",
-        hint="the two numbers are the lowest and the highest reward of a row, such as -1 and 1",
-    )
+    expected = f"pools with relative weights of 0 or more, such as {DEFAULT_WEIGHTS}"
+    hint = "the two numbers are the lowest and the highest reward of a row, such as -1 and 1"
+    raise ConfigError(what, where="--difficulty-weights", expected=expected, hint=hint)
 
 
 class DifficultyIterator:
@@ -179,11 +176,9 @@ class DifficultyIterator:
         if all rows are in pools of weight 0."""
         if self._position == self.num_rows:
             if not any(weight and number for weight, number in zip(self.weights.weights, self.counts(), strict=True)):
-                raise BufferStateError(
-                    f"all {self.num_rows} rows are in pools of weight 0, so there is nothing to train on",
-                    where="--difficulty-weights",
-                    hint="a small weight keeps a pool in the epochs",
-                )
+                what = f"all {self.num_rows} rows are in pools of weight 0, so there is nothing to train on"
+                where = "--difficulty-weights"
+                raise BufferStateError(what, where=where, hint="a small weight keeps a pool in the epochs")
             self._begin(self._epoch + 1, np.zeros(self.num_rows, dtype=np.bool_))
         left = [len(ranks) - start for ranks, start in zip(self._ranks, self._starts, strict=True)]
         shares = [weight * number for weight, number in zip(self.weights.weights, left, strict=True)]

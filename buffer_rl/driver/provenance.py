@@ -303,10 +303,8 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
         )
     for name in ("rollout_seed", "rollout_shuffle", "prompt_order", "prompt_data_weights"):
         if name in options and options[name] != getattr(args, name):
-            raise CheckpointError(
-                f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order",
-                where=f"--load {mask_url(args.load)}",
-            )
+            what = f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order"
+            raise CheckpointError(what, where=f"--load {mask_url(args.load)}")
 
 
 def with_special_tokens(resolved: Resolved) -> tuple[Resolved, str]:

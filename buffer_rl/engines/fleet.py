@@ -53,11 +53,8 @@ class EngineFleet:
         self._logs = Path(run_dir, "logs")
         self._external = args.router_url is not None
         if self._external and not args.engine_urls:
-            raise ConfigError(
-                "--router-url needs the engines behind it as well",
-                where="--engine-urls",
-                hint="pause, abort and weight updates go to the engines directly",
-            )
+            hint = "pause, abort and weight updates go to the engines directly"
+            raise ConfigError("--router-url needs the engines behind it as well", where="--engine-urls", hint=hint)
         if isinstance(launcher, PluginRegistry):
             launcher = named_launcher(launcher.resolve("engine", args.rollout_engine), args.rollout_engine)
         self._launch: EngineLauncher = launcher

@@ -155,11 +155,8 @@ class PlacedEngine:
                 self._probe = self._actor.check.remote().future()
                 self._silent_since = self._silent_since or time.monotonic()
         if self._is_late() and self._url and refuses_connections(self._url):
-            raise EngineError(
-                f"{self._name} is gone: nothing listens at {self._url}, and its process does not answer",
-                where=self._where(),
-                hint="its node may be gone; else its log is there",
-            )
+            what = f"{self._name} is gone: nothing listens at {self._url}, and its process does not answer"
+            raise EngineError(what, where=self._where(), hint="its node may be gone; else its log is there")
 
     def stop(self) -> None:
         """End the server and its actor. An actor that does not answer is not waited for: Ray ends it, and its server
@@ -210,11 +207,9 @@ class PlacedEngine:
                 self._place_again()
             waited = time.monotonic() - started
             if waited >= timeout_s:
-                raise DeadlineError(
-                    f"no node had room for {self._name} within {timeout_s:g} s",
-                    where=f"the cluster, asked for {self._asks()}",
-                    hint="`ray status` says what its nodes have; add nodes, or lower --rollout-num-engines",
-                )
+                what = f"no node had room for {self._name} within {timeout_s:g} s"
+                hint = "`ray status` says what its nodes have; add nodes, or lower --rollout-num-engines"
+                raise DeadlineError(what, where=f"the cluster, asked for {self._asks()}", hint=hint)
             if waited >= ROOM_NOTICE_S and not noticed and self._notice is not None:
                 self._notice(f"{self._name} waits for a node that has room for it ({self._asks()})")
                 noticed = True

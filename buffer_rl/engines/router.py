@@ -67,11 +67,9 @@ class RouterPackage:
         try:
             known = importlib.import_module(f"{self.package}.router_args").RouterArgs
         except ImportError as error:
-            raise ConfigError(
-                f"the router cannot be imported: {error}",
-                where=f"--router {self.package}",
-                hint=f"pip install 'buffer-rl[{self.package}]', or the router of the core: --router sglang",
-            ) from error
+            what = f"the router cannot be imported: {error}"
+            hint = f"pip install 'buffer-rl[{self.package}]', or the router of the core: --router sglang"
+            raise ConfigError(what, where=f"--router {self.package}", hint=hint) from error
         parser = _Parser(f"{self.package}.launch_router")
         known.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
         parser.parse_args([f"--router-{each[2:]}" if each.startswith("--") else each for each in found])

@@ -71,12 +71,10 @@ def expert_sizes(args: Args) -> ExpertSizes | None:
     folder = required(args.hf_checkpoint, "hf_checkpoint")
     sizes = ExpertSizes.of(text_config(read_config("--hf-checkpoint", folder)))
     if sizes is None:
-        raise ConfigError(
-            "the model is no mixture of experts, as far as its config.json says",
-            where=f"--replay-routed-experts and --hf-checkpoint {folder}",
-            expected="num_experts (or num_local_experts, n_routed_experts) and num_experts_per_tok",
-            hint="take --replay-routed-experts out",
-        )
+        what = "the model is no mixture of experts, as far as its config.json says"
+        where = f"--replay-routed-experts and --hf-checkpoint {folder}"
+        expected = "num_experts (or num_local_experts, n_routed_experts) and num_experts_per_tok"
+        raise ConfigError(what, where=where, expected=expected, hint="take --replay-routed-experts out")
     return sizes
 
 
@@ -109,12 +107,9 @@ def require_short_rows(flag: str, config: Mapping[str, Any], longest: int | None
     flag: names the model; limit_flag: what would limit the sequences."""
     if problem := length_problem(config, longest):
         reason, limit = problem
-        raise ConfigError(
-            reason,
-            where=f"{flag} config.json",
-            expected=f"sequences of at most {limit} tokens; here they may have {longest or 'any number'}",
-            hint=f"add {limit_flag} {limit}, or less",
-        )
+        where = f"{flag} config.json"
+        expected = f"sequences of at most {limit} tokens; here they may have {longest or 'any number'}"
+        raise ConfigError(reason, where=where, expected=expected, hint=f"add {limit_flag} {limit}, or less")
 
 
 def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -56,11 +56,9 @@ def file_system(path: str, error_type: type[BufferRLError] = DataError) -> tuple
         system, inner = fsspec.core.url_to_fs(path)
     except ImportError as error:
         scheme = path.partition("://")[0]
-        raise error_type(
-            f"the backend of fsspec for {scheme}:// is not installed: {error}",
-            where=where,
-            hint="pip install the package that the message names, besides 'buffer-rl[data]'",
-        ) from error
+        what = f"the backend of fsspec for {scheme}:// is not installed: {error}"
+        hint = "pip install the package that the message names, besides 'buffer-rl[data]'"
+        raise error_type(what, where=where, hint=hint) from error
     except Exception as error:  # fault boundary: an unknown protocol, wrong credentials, …
         raise unreadable(path, error, error_type) from error
     return system, inner

@@ -136,11 +136,9 @@ def _compose(sections: tuple[type[Section], ...]) -> type[Options]:
     for section in sections:
         for name in section.model_fields:
             if name in owners:
-                raise ConfigError(
-                    f"the option {name!r} is declared twice",
-                    where=f"{section_reference(owners[name])} and {section_reference(section)}",
-                    hint="rename one of them; a plugin's options carry the plugin's name as a prefix",
-                )
+                where = f"{section_reference(owners[name])} and {section_reference(section)}"
+                hint = "rename one of them; a plugin's options carry the plugin's name as a prefix"
+                raise ConfigError(f"the option {name!r} is declared twice", where=where, hint=hint)
             owners[name] = section
     # pydantic collects fields from the last base to the first; reversed, they keep the order of the sections.
     make: Any = create_model  # typed for one base; there are several here

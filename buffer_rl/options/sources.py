@@ -189,11 +189,8 @@ def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:
     """A flag's value is in the process list, which every user of the machine can read. ``key``: of a value in it."""
     elsewhere = f"the variable {env_of(name)}, or a line in the --config file"
     if is_secret(key or name) and raw and str(raw).lower() != "none":
-        raise ConfigError(
-            "a secret on a command line can be read by every user of the machine",
-            where=f"{flag_of(name)} {key}".rstrip(),
-            expected=elsewhere,
-        )
+        what = "a secret on a command line can be read by every user of the machine"
+        raise ConfigError(what, where=f"{flag_of(name)} {key}".rstrip(), expected=elsewhere)
     addresses = [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str)]
     if found := next((text for text in addresses if holds_credentials(text)), None):
         raise ConfigError(

@@ -287,12 +287,8 @@ def _filler(here: str, environ: Mapping[str, str], where: str) -> Callable[[str]
         if name == "here":
             return here
         if not name.startswith("env:"):
-            raise ConfigError(
-                f"unknown placeholder {match.group(0)}",
-                where=where,
-                expected="${here} (this file's folder) or ${env:NAME}",
-                hint="write $${ for a plain ${",
-            )
+            what, expected = f"unknown placeholder {match.group(0)}", "${here} (this file's folder) or ${env:NAME}"
+            raise ConfigError(what, where=where, expected=expected, hint="write $${ for a plain ${")
         variable = name.removeprefix("env:")
         if variable not in environ:
             raise ConfigError(f"the environment variable {variable!r} is not set", where=where)

@@ -72,11 +72,8 @@ class FollowFolder:
             return None
         folder = Path(args.publish_follow).absolute()
         if folder == disk_folder(args):
-            raise ConfigError(
-                "engines of the run take their weights from the same folder, where one version stays",
-                where=f"--publish-follow {args.publish_follow}",
-                expected="a folder of its own",
-            )
+            what = "engines of the run take their weights from the same folder, where one version stays"
+            raise ConfigError(what, where=f"--publish-follow {args.publish_follow}", expected="a folder of its own")
         return cls(folder, save_hf, keep=args.publish_follow_keep)
 
     def write(self, version: int) -> None:

@@ -90,10 +90,8 @@ def open_memory(handle: Any, num_bytes: int) -> torch.Tensor:
     if type(pid) is not int or type(number) is not int or min(pid, number) < 0:
         raise EngineError("not a handle of shared memory", expected="whole numbers as pid and descriptor")
     if not has_memory_files() or machine != machine_id():
-        raise EngineError(
-            "the weights are in the memory of another machine or container",
-            hint="--weight-sync-mode tensor needs trainer and engines on one machine; use --weight-sync-mode disk",
-        )
+        hint = "--weight-sync-mode tensor needs trainer and engines on one machine; use --weight-sync-mode disk"
+        raise EngineError("the weights are in the memory of another machine or container", hint=hint)
     path = f"/proc/{pid}/fd/{number}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
@@ -123,10 +121,8 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 
 def _not_enough(num_bytes: int, error: OSError) -> TrainError:
-    return TrainError(
-        f"{num_bytes / 1e6:.0f} MB of memory to share the weights could not be had: {error}",
-        hint="use --weight-sync-mode disk",
-    )
+    what = f"{num_bytes / 1e6:.0f} MB of memory to share the weights could not be had: {error}"
+    return TrainError(what, hint="use --weight-sync-mode disk")
 
 
 @contextlib.contextmanager
@@ -212,11 +208,8 @@ def _device_of(uuid: str) -> int:
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return index
-    raise EngineError(
-        "the weights are on a CUDA device that this engine does not see",
-        where=uuid,
-        hint="make the trainer's device visible to the engine, or use --weight-sync-mode disk",
-    )
+    hint = "make the trainer's device visible to the engine, or use --weight-sync-mode disk"
+    raise EngineError("the weights are on a CUDA device that this engine does not see", where=uuid, hint=hint)
 
 
 def _text(data: bytes) -> str:

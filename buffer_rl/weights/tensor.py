@@ -71,12 +71,9 @@ class TensorTransport:
         self._ranks = tensor_parallel_ranks(found)
         forms = {info.is_embedded for info in found.values()}
         if len(forms) != 1:
-            raise ConfigError(
-                "embedded engines and others cannot read the same memory",
-                where="--weight-sync-mode tensor and --engine-urls",
-                expected="engines of one kind",
-                hint="use --weight-sync-mode disk",
-            )
+            what = "embedded engines and others cannot read the same memory"
+            where = "--weight-sync-mode tensor and --engine-urls"
+            raise ConfigError(what, where=where, expected="engines of one kind", hint="use --weight-sync-mode disk")
         self._load_format = LOAD_FORMAT if forms.pop() else None
         if self._buckets:
             self._buckets = _joined(self._trainer.send(TensorSender.handles, sum(self._ranks.values())))
@@ -125,10 +122,7 @@ def tensor_parallel_ranks(engines: Mapping[str, ServerInfo]) -> dict[str, int]:
     take weights from disk only."""
     for url, info in engines.items():
         if info.dp_size != 1:
-            raise ConfigError(
-                f"an engine with dp_size {info.dp_size} takes weights from disk only",
-                where=url,
-                expected="dp_size 1",
-                hint="start engines of one replica each, or use --weight-sync-mode disk",
-            )
+            what = f"an engine with dp_size {info.dp_size} takes weights from disk only"
+            hint = "start engines of one replica each, or use --weight-sync-mode disk"
+            raise ConfigError(what, where=url, expected="dp_size 1", hint=hint)
     return {url: info.tp_size for url, info in engines.items()}
