@@ -29,6 +29,7 @@ from buffer_rl.agents.programs import Program, Programs
 from buffer_rl.agents.runner import AgentTimeoutError
 from buffer_rl.agents.session import AgentKilledError, End, Session, SessionHandle
 from buffer_rl.args import Args
+from buffer_rl.cluster.process import base_url
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.errors import BufferRLError, ConfigError, RolloutError
 from buffer_rl.records.groups import Sample
@@ -96,7 +97,7 @@ class Leases:
         from socket import gethostname
 
         shown = gethostname() if host in EVERYWHERE else host
-        self._url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        self._url = base_url(shown, port)
         self._programs.start(self._url, self._key)
         if self._file is None:
             return

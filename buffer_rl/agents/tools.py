@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.messages import Message, calls_of
 from buffer_rl.args import Args
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.kinds.agent import AgentSession
 from buffer_rl.plugin.calls import contained, error_text
 from buffer_rl.records.groups import Sample
@@ -143,10 +143,8 @@ def schema_of(tool: Callable[..., Any], *, where: str) -> dict[str, Any]:
     """What the model is told of a tool. where: names it in errors. Raises ConfigError if it has no schema."""
     from transformers.utils.chat_template_utils import get_json_schema
 
-    try:
+    what = f"{getattr(tool, '__name__', tool)!r} has no schema"
+    expected = "type hints, and a docstring with a line 'name: what it is' under 'Args:' for each parameter"
+    with raised_as(ConfigError, what, Exception, where=where, expected=expected):  # transformers raises several kinds
         schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:  # fault boundary: transformers raises several kinds
-        what = f"{getattr(tool, '__name__', tool)!r} has no schema: {error}"
-        expected = "type hints, and a docstring with a line 'name: what it is' under 'Args:' for each parameter"
-        raise ConfigError(what, where=where, expected=expected) from error
     return schema

@@ -103,9 +103,8 @@ class ResourcePool:
         try:
             # One after the other, the largest first: a small one may have taken the room of a large one.
             for node in sorted(range(len(self.processes)), key=lambda node: -self.processes[node]):
-                bundles = [asked or {"memory": 1}] * self.processes[
-                    node
-                ]  # Ray refuses empty ones: a byte is as nothing
+                # Ray refuses empty ones: a byte is as nothing.
+                bundles = [asked or {"memory": 1}] * self.processes[node]
                 groups[node] = placement_group(bundles, strategy="STRICT_PACK")
                 if not groups[node].wait(max(0.0, deadline - time.monotonic())):
                     what = f"no node has {asked} free for each of {len(bundles)} workers after {self.timeout_s:g} s"

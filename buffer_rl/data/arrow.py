@@ -15,7 +15,7 @@ from typing import Any
 from buffer_rl.data import files
 from buffer_rl.data.dataset import RowError, RowKeys, RowNoun
 from buffer_rl.data.json_text import json_value
-from buffer_rl.errors import DataError
+from buffer_rl.errors import DataError, raised_as
 from buffer_rl.options.file_kind import HEAD_BYTES, not_text
 
 STATE_FILE = "state.json"
@@ -107,19 +107,16 @@ def read_saved_folder(path: str) -> ArrowTable:
     tables = [
         _read_arrow(arrow, files.join(path, name), content) for name, content in zip(names, contents, strict=True)
     ]
-    try:
+    with raised_as(DataError, "the folder's files have different columns", arrow.ArrowException, where=path):
         return ArrowTable(arrow.concat_tables(tables), contents)
-    except arrow.ArrowException as error:
-        raise DataError(f"the folder's files have different columns: {error}", where=path) from error
 
 
 def _read_arrow(arrow: Any, path: str, content: bytes) -> Any:
     import pyarrow.ipc
 
-    try:
+    caught = (arrow.ArrowException, OSError)
+    with raised_as(DataError, "the file is no Arrow stream, or a damaged one", caught, where=path):
         return pyarrow.ipc.open_stream(arrow.BufferReader(content)).read_all()
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"the file is no Arrow stream, or a damaged one: {error}", where=path) from error
 
 
 def _pyarrow(path: str) -> Any:
@@ -132,10 +129,9 @@ def _pyarrow(path: str) -> Any:
 
 
 def _json_file(path: str) -> dict[str, Any]:
-    try:
-        value = json.loads(files.read_bytes(path))
-    except ValueError as error:
-        raise DataError(f"invalid JSON: {error}", where=path) from error
+    content = files.read_bytes(path)
+    with raised_as(DataError, "invalid JSON", ValueError, where=path):
+        value = json.loads(content)
     if not isinstance(value, dict):
         raise DataError("the file does not hold a JSON object", where=path)
     return value

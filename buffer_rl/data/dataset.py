@@ -194,15 +194,8 @@ class RowError(ValueError):
 _USUAL_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "input": (
-            "prompt",
-            "question",
-            "problem",
-            "messages",
-            "conversations",
-            "instruction",
-            "query",
-            "input",
-            "text",
+            *("prompt", "question", "problem", "messages", "conversations"),
+            *("instruction", "query", "input", "text"),
         ),
         "label": ("label", "answer", "solution", "ground_truth", "target", "gold", "output", "response", "completion"),
     }

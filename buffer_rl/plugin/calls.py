@@ -103,10 +103,15 @@ async def contained_task(work: Awaitable[Answer]) -> Answer:
         return await work
 
 
-async def awaited(work: Awaitable[Answer]) -> Answer:
+async def awaited(work: Awaitable[Answer], loop: asyncio.AbstractEventLoop | None = None) -> Answer:
     """Await ``work`` of a user, in a task of its own. It is cancelled with the caller; a CancelledError of its own is
-    an UncommonError."""
-    task, caller = asyncio.ensure_future(contained_task(work)), asyncio.current_task()
+    an UncommonError. loop: that of another thread, in which the task runs."""
+    task: asyncio.Future[Answer]
+    if loop is None:
+        task = asyncio.ensure_future(contained_task(work))
+    else:
+        task = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(contained_task(work), loop))
+    caller = asyncio.current_task()
     assert caller is not None
     before = caller.cancelling()  # in Python 3.11 a task group that failed leaves a count behind
     try:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from buffer_rl.cluster.locality import has_memory_files, machine_id
-from buffer_rl.errors import ConfigError, EngineError, TrainError
+from buffer_rl.errors import ConfigError, EngineError, TrainError, raised_as
 
 NAME = "buffer_rl_weights"
 """What the memory is called in ``/proc``; a reader refuses other files."""
@@ -93,7 +93,7 @@ def open_memory(handle: Any, num_bytes: int) -> torch.Tensor:
         hint = "--weight-sync-mode tensor needs trainer and engines on one machine; use --weight-sync-mode disk"
         raise EngineError("the weights are in the memory of another machine or container", hint=hint)
     path = f"/proc/{pid}/fd/{number}"
-    try:
+    with raised_as(EngineError, "the shared memory cannot be opened", OSError, where=path):
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
             raise EngineError("not shared memory of weights", where=path)
         with _opened(path) as descriptor:
@@ -102,8 +102,6 @@ def open_memory(handle: Any, num_bytes: int) -> torch.Tensor:
                 return torch.empty(0, dtype=torch.uint8)
             # Private rather than shared: kernels before 6.7 refuse a shared mapping of memory sealed against writing.
             mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise EngineError(f"the shared memory cannot be opened: {error}", where=path) from error
     with contextlib.suppress(OSError):  # kernels before 5.14 do not know it
         mapped.madvise(_MADV_POPULATE_READ)
     return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -183,7 +181,7 @@ def copy_cuda_memory(handle: Any, num_bytes: int) -> torch.Tensor:
     if numbers["num_bytes"] < num_bytes or min(numbers.values()) < 0:
         raise EngineError("the CUDA memory is smaller than its tensors", expected=f"{num_bytes} bytes")
     open_storage: Any = torch.UntypedStorage._new_shared_cuda
-    try:
+    with raised_as(EngineError, "the CUDA memory cannot be opened", RuntimeError):
         storage = open_storage(
             device,
             binary["handle"],
@@ -194,8 +192,6 @@ def copy_cuda_memory(handle: Any, num_bytes: int) -> torch.Tensor:
             binary["event_handle"],
             event_sync,
         )
-    except RuntimeError as error:
-        raise EngineError(f"the CUDA memory cannot be opened: {error}") from error
     shared = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
     copied = shared[:num_bytes].clone()
     torch.cuda.synchronize(device)
