@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl.agents.command import Commands
 from buffer_rl.agents.environment import Environments
@@ -41,11 +41,9 @@ from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.plugin.calls import place, raised
 from buffer_rl.records.groups import GroupUid, Sample, Status
+from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.generate import reset_to_prompt
 from buffer_rl.rollout.lease import Lease, current_lease
-
-if TYPE_CHECKING:
-    from buffer_rl.rollout.context import RolloutContext
 
 _log = logging.getLogger(__name__)
 _NO_NAME = re.compile(r"[^\w.-]+")

@@ -28,18 +28,16 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl.args import Args
 from buffer_rl.engines.client import GenerateResult, parse_answer
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import BufferRLError, EngineError, WorkerDiedError
 from buffer_rl.kinds.engine import Releases, Stages, WeightTransport
 from buffer_rl.kinds.kind import offers
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.weights.sender import Senders
-
-if TYPE_CHECKING:
-    from buffer_rl.engines.control import EngineControlClient
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 0.5  # doubled after each attempt; the engines stay paused

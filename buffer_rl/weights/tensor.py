@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, EngineError
+from buffer_rl.records.groups import Topology
 from buffer_rl.weights.options import WeightOptions
-from buffer_rl.weights.sender import drained
+from buffer_rl.weights.sender import Senders, drained
 
 if TYPE_CHECKING:
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.engines.protocol import ServerInfo
-    from buffer_rl.records.groups import Topology
-    from buffer_rl.weights.sender import Senders
 
 LOAD_FORMAT = "buffer_rl_shared_memory"
 """``load_format`` of the embedded engine: JSON handles (see ``buffer_rl.weights.shared_bucket``). Other engines get
