@@ -27,7 +27,7 @@ from starlette.routing import Route
 from buffer_rl.agents.command import sample_json
 from buffer_rl.agents.programs import Program, Programs
 from buffer_rl.agents.runner import AgentTimeoutError
-from buffer_rl.agents.session import AgentKilledError, End, Session, SessionHandle
+from buffer_rl.agents.session import AgentKilledError, Session, SessionHandle
 from buffer_rl.args import Args
 from buffer_rl.cluster.process import base_url
 from buffer_rl.data.json_text import JSONError, read_json
@@ -155,22 +155,18 @@ class Leases:
         since = clock()
         while not offer.leased.done():
             if self._failure is not None:
-                offer.session.failure = self._failure
-                offer.session.close(End.ENGINE)
+                offer.session.fail(self._failure)
                 return False
             last = max([since, self._asked, *(each.heard for each in self._offers.values())])
             left = last + limit_s - clock()
             if left <= 0:
-                where = f"; address and key are in {self._file}" if self._file is not None else ""
-                hint = f"start agents that lease samples there (buffer_rl/agents/remote_client.py){where}"
+                there = f"; address and key are in {self._file}" if self._file is not None else ""
+                hint = f"start agents that lease samples there (buffer_rl/agents/remote_client.py){there}"
                 if self._has_programs:
                     hint = "the programs of this run hang: see what they print in its logs/agents_*.log"
-                offer.session.failure = ConfigError(
-                    f"no agent has leased a sample for {limit_s:g} s",
-                    where=f"--agent-path {self._args.agent_path}, POST {self._url}/lease",
-                    hint=hint,
-                )
-                offer.session.close(End.ENGINE)
+                what = f"no agent has leased a sample for {limit_s:g} s"
+                where = f"--agent-path {self._args.agent_path}, POST {self._url}/lease"
+                offer.session.fail(ConfigError(what, where=where, hint=hint))
             if offer.session.end is not None:
                 return False
             ends = {offer.leased, offer.session.ended, offer.lost}

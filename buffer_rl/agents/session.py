@@ -126,12 +126,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        lease: Lease,
-        sample: Sample,
-        params: Mapping[str, Any],
-        limits: Limits,
-        play: Play | None = None,
+        self, lease: Lease, sample: Sample, params: Mapping[str, Any], limits: Limits, play: Play | None = None
     ) -> None:
         self.exchanges: list[Exchange] = []
         self.end: End | None = None
@@ -258,8 +253,7 @@ class Session:
             start = 0 if base is None else base.num_tokens - 1
             result = await answer_for(self._sample, list(input_ids), seeded, lease=self._lease, experts_start=start)
         except EngineError as error:
-            self.failure = error
-            self.close(End.ENGINE)
+            self.fail(error)
             raise
         finally:
             self.running -= 1
@@ -286,6 +280,11 @@ class Session:
         if self.end is None:
             self.end = end
             self.ended.set_result(end)
+
+    def fail(self, error: BufferRLError) -> None:
+        """End because nothing can answer, whatever the agent makes of it."""
+        self.failure = error
+        self.close(End.ENGINE)
 
     def finish(self, told: Finish) -> None:
         """End with what the agent has told. Raises SessionEndedError after the end."""

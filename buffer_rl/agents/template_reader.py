@@ -77,12 +77,8 @@ class TemplateReader:
             end_mark = close.search(whole, mark.end()) if close is not None else None
             end = end_mark.end() if end_mark else len(whole)
             body = whole[mark.end() : end_mark.start() if end_mark else end]
-            is_unfinished = is_cut and end_mark is None and name in _CALLS
-            value = (
-                None
-                if is_unfinished or end <= mark.start()
-                else self._value(name, whole[mark.start() : end], body, tools)
-            )
+            is_none = end <= mark.start() or (is_cut and end_mark is None and name in _CALLS)
+            value = None if is_none else self._value(name, whole[mark.start() : end], body, tools)
             if value is None:
                 at = max(mark.end(), mark.start() + 1)
                 continue

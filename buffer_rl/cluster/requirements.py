@@ -127,9 +127,8 @@ def _role_requests(args: Args) -> list[DeviceRequest]:
 
 def _engine_request(args: Args, kind: DeviceKind) -> DeviceRequest:
     each = args.rollout_num_gpus_per_engine if kind is DeviceKind.GPU else 1
-    if each > 1 and args.rollout_engine == "embedded":
-        what = f"the embedded engine computes on one GPU, and {each} are asked for"
-        raise ConfigError(what, where="--rollout-num-gpus-per-engine", expected="1, or another --rollout-engine")
+    what = f"--rollout-num-gpus-per-engine: the embedded engine computes on one GPU, and {each} are asked for"
+    refuse(each > 1 and args.rollout_engine == "embedded", what, expected="1, or another --rollout-engine")
     return DeviceRequest(role=ENGINE, members=args.rollout_num_engines, each=each)
 
 

@@ -205,13 +205,9 @@ def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
         top = file.entries(top["eval"], path, expected="the keys 'datasets' and, perhaps, 'defaults'")
     for key, node in top.items():
         if key not in ("datasets", "defaults"):
+            where, hint = where_of(path, node), did_you_mean(key, ["datasets", "defaults"])
             file.errors.append(
-                ConfigError(
-                    f"unknown key {key!r}",
-                    where=where_of(path, node),
-                    expected="datasets, defaults",
-                    hint=did_you_mean(key, ["datasets", "defaults"]),
-                )
+                ConfigError(f"unknown key {key!r}", where=where, expected="datasets, defaults", hint=hint)
             )
     sets: dict[str, EvalSet] = {}
     try:

@@ -293,12 +293,9 @@ class Heartbeat:
             replica.end(EngineError(what, where=replica.url, hint="it was started again by who runs it"))
             return
         if replica.probed(answered, time.monotonic()) >= self._timeout_s:
-            error = EngineError(
-                f"engine {replica.index} hangs: no answer to {self._path(replica)} for {self._timeout_s:g} s",
-                where=replica.url,
-                hint="its log says what it did last; raise --rollout-health-check-timeout if it is only slow",
-            )
-            replica.end(error)
+            what = f"engine {replica.index} hangs: no answer to {self._path(replica)} for {self._timeout_s:g} s"
+            hint = "its log says what it did last; raise --rollout-health-check-timeout if it is only slow"
+            replica.end(EngineError(what, where=replica.url, hint=hint))
 
     def _other_version(self, replica: Replica) -> str:
         """The version of the engine's weights if it is not what was published: behind one address another process may

@@ -96,10 +96,8 @@ def length_problem(config: Mapping[str, Any], longest: int | None) -> tuple[str,
     limit, what = min(limits)
     if longest is not None and longest <= limit:
         return None
-    return (
-        f"the model has {what}: beyond {limit} tokens the log-probabilities of a row would depend on other rows",
-        limit,
-    )
+    why = f"the model has {what}: beyond {limit} tokens the log-probabilities of a row would depend on other rows"
+    return why, limit
 
 
 def require_short_rows(flag: str, config: Mapping[str, Any], longest: int | None, limit_flag: str) -> None:

@@ -71,11 +71,7 @@ class Resolved:
 
 
 def resolve(
-    options_class: type[Args],
-    *,
-    flags: Mapping[str, Raw],
-    environ: Mapping[str, str],
-    config_paths: Sequence[str] = (),
+    options_class: type[Args], *, flags: Mapping[str, Raw], environ: Mapping[str, str], config_paths: Sequence[str] = ()
 ) -> Resolved:
     """Merge the sources and validate. Of several files a later one wins, option by option.
 
@@ -193,27 +189,18 @@ def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:
         raise ConfigError(what, where=f"{flag_of(name)} {key}".rstrip(), expected=elsewhere)
     addresses = [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str)]
     if found := next((text for text in addresses if holds_credentials(text)), None):
-        raise ConfigError(
-            f"the address {mask_url(found)} has credentials in it, which every user of the machine can read on a "
-            "command line",
-            where=flag_of(name),
-            expected=elsewhere,
-        )
+        readers = "which every user of the machine can read on a command line"
+        what = f"the address {mask_url(found)} has credentials in it, {readers}"
+        raise ConfigError(what, where=flag_of(name), expected=elsewhere)
 
 
 def read_environ(environ: Mapping[str, str], *, known: Sequence[str]) -> tuple[dict[str, str], list[ConfigError]]:
     """The options set as ``BUFFER_RL_<NAME>``, and an error for each unknown name with that prefix."""
     names = {env_of(name): name for name in known}
     mine = [name for name in environ if name.startswith(ENV_PREFIX) and name not in RESERVED_VARIABLES]
-    errors = [
-        ConfigError(
-            "this environment variable names no option",
-            where=variable,
-            hint=did_you_mean(variable, [*names, *RESERVED_VARIABLES]),
-        )
-        for variable in mine
-        if variable not in names
-    ]
+    what, known_names = "this environment variable names no option", [*names, *RESERVED_VARIABLES]
+    unknown = [variable for variable in mine if variable not in names]
+    errors = [ConfigError(what, where=each, hint=did_you_mean(each, known_names)) for each in unknown]
     return {names[variable]: environ[variable] for variable in mine if variable in names}, errors
 
 

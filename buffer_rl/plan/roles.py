@@ -102,12 +102,7 @@ ROLES = {
             fields=("values",),
             restart=Restart.GLOBAL,
         ),
-        Role(
-            name=ACTOR,
-            title="forward and backward of finished groups",
-            colour=4,
-            restart=Restart.GLOBAL,
-        ),
+        Role(name=ACTOR, title="forward and backward of finished groups", colour=4, restart=Restart.GLOBAL),
         Role(name="publish", title="publish", colour=5),
         Role(name="save", title="checkpoint", colour=7),
     )

@@ -69,12 +69,9 @@ def plugin_error(
     else:
         subject = kind.name
         expected = f"{kind.signature}, for {' or '.join(kind.flags)}"
-    return PluginError(
-        f"{what}; found {actual}" if actual else what,
-        where=f"{subject} {reference!r}" + (f" ({origin})" if origin else ""),
-        expected=expected,
-        hint=f"{question} {facts}".strip(),
-    )
+    what = f"{what}; found {actual}" if actual else what
+    where = f"{subject} {reference!r}" + (f" ({origin})" if origin else "")
+    return PluginError(what, where=where, expected=expected, hint=f"{question} {facts}".strip())
 
 
 class UncommonError(Exception):

@@ -137,16 +137,12 @@ class Search:
             return replace(origin, line=names.lines[head], verified=not rest)
         if names.is_open or (found is not None and find_module(f"{found.name}.{head}", self.folders) is not None):
             return origin
-        suggestion = nearest(head, names.lines)
+        what = f"the module {module!r} has no {head!r}" if module else f"the file has no {head!r}"
         base = self.shown[: len(self.shown) - len(attr)] if self.shown.endswith(attr) else ""
+        meant = f"{base}{match}" if (match := nearest(head, names.lines)) else None
         hidden = [other for other in files_named(module, self.folders) if other != file]
-        raise self.error(
-            f"{f'the module {module!r}' if module else 'the file'} has no {head!r}",
-            origin=shorten(file),
-            suggestion=f"{base}{suggestion}" if suggestion else None,
-            known=names.public,
-            hint=_hidden_hint(hidden[0], attr) if hidden else "",
-        )
+        hint = _hidden_hint(hidden[0], attr) if hidden else ""
+        raise self.error(what, origin=shorten(file), suggestion=meant, known=names.public, hint=hint)
 
     def _names(self, file: str) -> SourceNames:
         """The names in a source file; all names are possible where there is no source to read."""
@@ -182,13 +178,9 @@ class Search:
 
     def _names_nothing(self, what: str, place: str, file: str) -> PluginError:
         functions = sorted(self._names(file).public)
-        return self.error(
-            f"it names {what}, but nothing in it",
-            origin=shorten(file),
-            suggestion=f"{place}:{functions[0]}" if len(functions) == 1 else None,
-            known=functions,
-            hint=f"write {place}:function",
-        )
+        what, hint = f"it names {what}, but nothing in it", f"write {place}:function"
+        meant = f"{place}:{functions[0]}" if len(functions) == 1 else None
+        return self.error(what, origin=shorten(file), suggestion=meant, known=functions, hint=hint)
 
 
 def _hidden_hint(file: str, attr: str) -> str:
