@@ -75,22 +75,19 @@ class _Watched:
         self.question, self.asked = getattr(self.actor, PULSE).options(concurrency_group=PULSE).remote(), now
 
 
+@dataclass(eq=False)
 class HangWatch:
     """A watcher of the driver. groups: their members are of classes derived from ``Member`` and are ready. timeout_s:
     see ``hung_members``. notice: called with a line for each process that is ended."""
 
-    def __init__(
-        self,
-        groups: Sequence[ActorGroup],
-        timeout_s: float,
-        notice: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._notice = notice
-        self._now = now
-        self._looked = now()
-        self._interval_s = min(timeout_s / 4, MAX_INTERVAL_S)
+    groups: InitVar[Sequence[ActorGroup]]
+    _timeout_s: float
+    _notice: Callable[[str], None]
+    now: Callable[[], float] = time.monotonic
+
+    def __post_init__(self, groups: Sequence[ActorGroup]) -> None:
+        self._looked = self.now()
+        self._interval_s = min(self._timeout_s / 4, MAX_INTERVAL_S)
         self._groups = {group: [_Watched(actor) for actor in group.actors] for group in groups}
         watched = [member for members in self._groups.values() for member in members]
         for member in watched:
@@ -100,7 +97,7 @@ class HangWatch:
 
     def __call__(self) -> None:
         """One look."""
-        now = self._now()
+        now = self.now()
         # If this process was stopped meanwhile, the members were not silent for all that time.
         since_last, self._looked = min(now - self._looked, self._timeout_s / 2), now
         hung: dict[tuple[str, int], tuple[Look, str, str]] = {}  # by process: roles may share one

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from fractions import Fraction
 from typing import NoReturn, Self
@@ -111,6 +111,7 @@ def _refuse(what: str) -> NoReturn:
     raise ConfigError(what, where="--difficulty-weights", expected=expected, hint=hint)
 
 
+@dataclass(eq=False)
 class DifficultyIterator:
     """One pass over ``num_rows`` rows after another, as ``EpochIterator``, by weights of pools. It takes some 7 bytes a
     row beyond those of a shuffled epoch.
@@ -119,13 +120,15 @@ class DifficultyIterator:
     that left the epoch.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool, weights: PoolWeights) -> None:
-        self.num_rows = num_rows
-        self.num_drawn = 0
-        self.weights = weights
-        self._seed = seed
-        self._shuffle = shuffle
-        self._pools = np.full(num_rows, Pool.UNSEEN, dtype=np.int8)
+    num_rows: int
+    _: KW_ONLY
+    seed: int
+    shuffle: bool
+    weights: PoolWeights
+    num_drawn: int = 0
+
+    def __post_init__(self) -> None:
+        self._pools = np.full(self.num_rows, Pool.UNSEEN, dtype=np.int8)
         self._front = 0  # the largest place in the shuffled order that left the epoch
         self.seek(Cursor(0, 0))
 
@@ -203,7 +206,7 @@ class DifficultyIterator:
 
     def _point(self, total: int) -> int:
         """A number from 0 to ``total - 1``, by the position."""
-        text = f"difficulty:{self._seed}:{self._epoch}:{self._position}"
+        text = f"difficulty:{self.seed}:{self._epoch}:{self._position}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big") % total
 
     def _leave(self, pool: int, *, passed: bool) -> Drawn:
@@ -217,7 +220,7 @@ class DifficultyIterator:
 
     def _begin(self, epoch: int, taken: NDArray[np.bool_]) -> None:
         self._epoch, self._taken, self._position = epoch, taken, int(taken.sum())
-        self._order = epoch_order(self.num_rows, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        self._order = epoch_order(self.num_rows, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         self._sort()
 
     def _sort(self) -> None:
