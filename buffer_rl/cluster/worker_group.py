@@ -239,7 +239,6 @@ def _checked_methods(worker_class: type) -> dict[str, Callable[..., Any]]:
     if not methods:
         raise ConfigError("no method is registered", where=worker_class.__name__, expected="@register() above a method")
     if taken := sorted(name for name in methods if hasattr(WorkerGroup, name) or hasattr(_Worker, name)):
-        raise ConfigError(
-            f"the group has {taken} itself", where=worker_class.__name__, expected="methods of other names"
-        )
+        what = f"the group has {taken} itself"
+        raise ConfigError(what, where=worker_class.__name__, expected="methods of other names")
     return methods

@@ -127,9 +127,8 @@ class GroupReader:
         if uid is None:
             return GroupUid(source_name(self._reference), running, 0)
         if not isinstance(uid, GroupUid):
-            self._refuse(
-                f"the uid of group {place} is {_kind(uid)}", expected="buffer_rl.records.groups.GroupUid, or None"
-            )
+            what = f"the uid of group {place} is {_kind(uid)}"
+            self._refuse(what, expected="buffer_rl.records.groups.GroupUid, or None")
         return GroupUid(self._plain(str(uid.source), f"the uid of group {place}"), int(uid.row), int(uid.epoch))
 
     def _prompt(self, sample: Sample, uid: GroupUid, number: int, running: int) -> Sample:

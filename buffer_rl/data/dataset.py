@@ -290,10 +290,8 @@ def _label(value: Any, key: str | None) -> Any:
     items = value if isinstance(value, list) else [value]
     for item in items:
         if not (item is None or isinstance(item, str | int | float | dict)):
-            raise RowError(
-                f"the label {key!r} is or holds {_kind(item)}, not text, a number, a boolean, null, a mapping or a "
-                "list of these"
-            )
+            kinds = "text, a number, a boolean, null, a mapping or a list of these"
+            raise RowError(f"the label {key!r} is or holds {_kind(item)}, not {kinds}")
     return value
 
 

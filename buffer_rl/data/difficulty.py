@@ -155,9 +155,8 @@ class DifficultyIterator:
         taken = np.zeros(self.num_rows, dtype=np.bool_)
         taken[np.fromiter(rows, dtype=np.int64)] = True
         if (number := int(taken.sum())) != cursor.position:
-            raise CheckpointError(
-                f"the ledger has {number} rows of epoch {cursor.epoch}, and the order is at {cursor.position}"
-            )
+            what = f"the ledger has {number} rows of epoch {cursor.epoch}, and the order is at {cursor.position}"
+            raise CheckpointError(what)
         self._begin(cursor.epoch, taken)
 
     def back_to(self, epoch: int, taken: NDArray[np.bool_], num_drawn: int) -> None:

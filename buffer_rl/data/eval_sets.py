@@ -239,9 +239,8 @@ class _File:
     def entries(self, node: yaml.Node | None, where: str, expected: str) -> dict[str, yaml.Node]:
         """The nodes of a mapping by key. Raises ConfigError for another node and a key that comes twice."""
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(
-                "this is not a mapping", where=where if node is None else where_of(self._path, node), expected=expected
-            )
+            what = "this is not a mapping"
+            raise ConfigError(what, where=where if node is None else where_of(self._path, node), expected=expected)
         found: dict[str, yaml.Node] = {}
         for key, value in node.value:
             if str(key.value) in found:

@@ -272,7 +272,6 @@ def _decompress_by_fsspec(path: str, content: bytes, compression: str) -> bytes:
         with compr[compression](io.BytesIO(content), mode="rb") as file:
             decompressed: bytes = file.read()
     except Exception as error:  # fault boundary: every codec raises errors of its own
-        raise DataError(
-            f"the file is no {compression} file, or a damaged one: {error}", where=mask_url(path)
-        ) from error
+        where = mask_url(path)
+        raise DataError(f"the file is no {compression} file, or a damaged one: {error}", where=where) from error
     return decompressed

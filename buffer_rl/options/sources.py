@@ -158,27 +158,23 @@ def _keep_one_of_each_group(
     for name, field in known.items():
         if (group := declared(field, "one_of")) and values.get(name) not in (None, []):
             groups.setdefault(group, []).append(name)
+
+    def told(name: str) -> str:
+        return f"{flag_of(name)} {mask_secrets(values[name], name)} ({origins[name]})"
+
     notices, errors = [], []
     for given in groups.values():
         strongest = max(ranks[name] for name in given)
         kept = [name for name in given if ranks[name] == strongest]
         rivals = [name for name in kept if known[name].default or str(values[name]) != str(known[name].default)]
         if len(rivals) > 1:
-            given_options = " and ".join(f"{flag_of(name)} {_shown(values, name)} ({origins[name]})" for name in rivals)
-            errors.append(ConfigError(f"these options exclude each other: {given_options}", hint="keep one of them"))
+            what = f"these options exclude each other: {' and '.join(map(told, rivals))}"
+            errors.append(ConfigError(what, hint="keep one of them"))
         for name in [name for name in given if name not in kept]:
-            stronger = (rivals or kept)[0]
-            notices.append(
-                f"{flag_of(stronger)} {_shown(values, stronger)} ({origins[stronger]}) replaces "
-                f"{flag_of(name)} {_shown(values, name)} ({origins[name]})"
-            )
+            notices.append(f"{told((rivals or kept)[0])} replaces {told(name)}")
             del values[name]
             origins[name] = Origin(source=Source.DEFAULT)
     return notices, errors
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return str(mask_secrets(values[name], name))
 
 
 def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:

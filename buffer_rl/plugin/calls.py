@@ -262,9 +262,8 @@ class Guarded:
                 error.where = place(self.kind, self.reference, name)
             raise
         except Exception as error:  # fault boundary: a plugin's code
-            raise raised(
-                self.kind, self.reference, error, at=name, error_class=self._error_class, skip_frames=2
-            ) from error
+            error_class = self._error_class
+            raise raised(self.kind, self.reference, error, at=name, error_class=error_class, skip_frames=2) from error
 
 
 _END = object()

@@ -59,12 +59,10 @@ class PluginRegistry:
         self._resolved: dict[tuple[str, str], Adapter] = {}
 
     @classmethod
-    def from_flags(cls, plugin: Iterable[str], *, search_path: Sequence[str] | None = None) -> PluginRegistry:
+    def from_flags(cls, plugin: Iterable[str]) -> PluginRegistry:
         """A registry as ``-p`` says: ``no:NAME`` blocks, anything else is loaded. Raises PluginError."""
         flags = list(plugin)
-        registry = cls(
-            blocked=[flag.removeprefix("no:") for flag in flags if flag.startswith("no:")], search_path=search_path
-        )
+        registry = cls(blocked=[flag.removeprefix("no:") for flag in flags if flag.startswith("no:")])
         for flag in flags:
             if not flag.startswith("no:"):
                 registry.load_plugin(flag)

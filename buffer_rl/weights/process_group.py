@@ -75,9 +75,8 @@ class WeightGroup:
             # Nothing may keep the work: a member that failed leaves, and its connections close with the last reference.
             self._backend.broadcast([flat], options).wait(*limit)
         except RuntimeError as error:
-            raise EngineError(
-                f"a broadcast failed: {_first_line(error)}", where=f"weight group {self.name!r}"
-            ) from error
+            what = f"a broadcast failed: {_first_line(error)}"
+            raise EngineError(what, where=f"weight group {self.name!r}") from error
 
     def send(self, tensors: Sequence[torch.Tensor], timeout_s: float, *, flattened: bool = False) -> None:
         """Rank 0: broadcast tensors one by one, or as one concatenation. timeout_s: for all."""

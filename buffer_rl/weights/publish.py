@@ -288,9 +288,8 @@ class Publisher:
         if wrong:
             self._halt(doubtful)
             if self.check.ends_run or len(wrong) == len(urls) or not self.engines.drop(wrong):
-                raise EngineError(
-                    f"engines do not sample from the weights of version {version}: {wrong}", where="publish"
-                )
+                what = f"engines do not sample from the weights of version {version}: {wrong}"
+                raise EngineError(what, where="publish")
         return [url for url in urls if url not in wrong]
 
     def _halt(self, urls: Collection[str]) -> None:

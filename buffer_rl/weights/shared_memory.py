@@ -38,9 +38,8 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         if not has_memory_files():
-            raise ConfigError(
-                "this system has no memory files", where="--weight-sync-mode tensor", hint="use --weight-sync-mode disk"
-            )
+            what = "this system has no memory files"
+            raise ConfigError(what, where="--weight-sync-mode tensor", hint="use --weight-sync-mode disk")
         self.num_bytes = num_bytes
         self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
