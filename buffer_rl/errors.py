@@ -5,7 +5,8 @@ A subclass that also derives from ``ValueError`` is something that the user can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class BufferRLError(Exception):
@@ -128,6 +129,18 @@ class Stopped(EndedBySignal):
         super().__init__(number)
         self.steps = steps
         self.text = text
+
+
+@contextmanager
+def raised_as(
+    error_class: Callable[..., Exception], what: str, caught: type[Exception] | tuple[type[Exception], ...], **more: str
+) -> Iterator[None]:
+    """A block whose errors of the classes ``caught`` become ``error_class``: ``what``, and the error's own text. more:
+    what else an error of this module says."""
+    try:
+        yield
+    except caught as error:
+        raise error_class(f"{what}: {error}", **more) from error
 
 
 def short_repr(value: object) -> str:

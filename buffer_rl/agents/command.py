@@ -17,18 +17,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from buffer_rl.agents import command_watch
 from buffer_rl.agents.finish import Finish
 from buffer_rl.agents.runner import AgentTimeoutError
-from buffer_rl.agents.session import AgentFailedError, AgentKilledError, End, Session, SessionHandle
+from buffer_rl.agents.session import AgentFailedError, AgentKilledError, Session, SessionHandle
+from buffer_rl.args import Args
 from buffer_rl.cluster.environment import direct_variables
 from buffer_rl.errors import EngineError
 from buffer_rl.records.groups import Sample
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 SAMPLE_VARIABLE = "BUFFER_RL_SAMPLE"
 OF_THE_RUN = ("BUFFER_RL_", "RAY_")
@@ -216,8 +214,7 @@ class Commands:
                 if deadline.expired():
                     late = f"{name} was not done within {self._args.agent_timeout_s:g} s"
                     raise AgentTimeoutError(late) from error
-                session.failure = EngineError(f"no process can be started: {error}", where="--agent-command")
-                return session.close(End.ENGINE)
+                return session.fail(EngineError(f"no process can be started: {error}", where="--agent-command"))
 
     async def aclose(self) -> None:
         """Kill what runs, and remove the files."""

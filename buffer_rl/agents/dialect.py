@@ -130,10 +130,8 @@ def require_neutral(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ..
     """Raises DataError for a value that would change what is sampled. neutral: by name, the values that do not."""
     for name, values in neutral.items():
         if body.get(name) is not None and body[name] not in values:
-            raise DataError(
-                f"{name!r} would change the distribution that is trained, got {body[name]!r:.80}",
-                expected=f"no {name}",
-            )
+            what = f"{name!r} would change the distribution that is trained, got {body[name]!r:.80}"
+            raise DataError(what, expected=f"no {name}")
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import partial
 from hashlib import blake2b
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl.agents.leftovers import GONE_S, Mark
 from buffer_rl.agents.messages import Message
@@ -31,17 +31,15 @@ from buffer_rl.agents.tools import (
     text_of_result,
     tools_of,
 )
+from buffer_rl.args import Args
 from buffer_rl.errors import RewardError, short_repr
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.options.user_args import user_args
-from buffer_rl.plugin.calls import UncommonError, contained_task, error_name, error_text
+from buffer_rl.plugin.calls import awaited, error_text
 from buffer_rl.plugin.signature import takes
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.lease import current_lease
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 _log = logging.getLogger(__name__)
 FREE_S = 2.0
@@ -226,16 +224,7 @@ async def _in_loop(loop: AgentLoop, work: Callable[[], Any]) -> Any:
         answer = work()
         return await answer if inspect.isawaitable(answer) else answer
 
-    future = asyncio.run_coroutine_threadsafe(contained_task(called()), loop.loop)
-    caller = asyncio.current_task()
-    assert caller is not None
-    before = caller.cancelling()
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError as error:
-        if caller.cancelling() > before or not future.cancelled():
-            raise
-        raise UncommonError(error_name(error)) from error  # it cancelled itself
+    return await awaited(called(), loop.loop)
 
 
 async def _step_until_done(stage: _Stage, session: Session, messages: list[Message], *, of_turns: bool) -> float | None:

@@ -247,12 +247,8 @@ class Gateway:
             return self._late(chat_dialect.DIALECT)
         created = int(time.time())
         model = {"id": MODEL, "object": "model", "created": created, "owned_by": "buffer_rl"}
-        model |= {
-            "type": "model",
-            "display_name": MODEL,
-            "lifecycle": "active",
-            "created_at": "1970-01-01T00:00:00Z",
-        }  # Anthropic's form
+        # Anthropic's form, too.
+        model |= {"type": "model", "display_name": MODEL, "lifecycle": "active", "created_at": "1970-01-01T00:00:00Z"}
         if "model" in request.path_params:
             return _json(model)
         return _json({"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL})

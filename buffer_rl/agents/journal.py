@@ -35,11 +35,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from buffer_rl.agents.turns import Turn
+from buffer_rl.args import Args
 from buffer_rl.buffer.ledger_audit import process_note
 from buffer_rl.buffer.ledger_file import check_local_disk, place_of
 from buffer_rl.cluster.locality import machine_id
@@ -47,9 +48,6 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.records.groups import Sample, VersionSpan
 from buffer_rl.rollout.context import RolloutContext, RunStart
 from buffer_rl.rollout.lease import Lease
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 _log = logging.getLogger(__name__)
 FILE_NAME = "agents.sqlite"

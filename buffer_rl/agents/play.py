@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl.agents.command import Commands
 from buffer_rl.agents.environment import Environments
@@ -35,17 +35,15 @@ from buffer_rl.agents.session import (
 )
 from buffer_rl.agents.tools import ToolAgent
 from buffer_rl.agents.turns import Row, rows
+from buffer_rl.args import Args
 from buffer_rl.errors import RolloutError
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.plugin.calls import place, raised
 from buffer_rl.records.groups import GroupUid, Sample, Status
+from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.generate import reset_to_prompt
 from buffer_rl.rollout.lease import Lease, current_lease
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.rollout.context import RolloutContext
 
 _log = logging.getLogger(__name__)
 _NO_NAME = re.compile(r"[^\w.-]+")
@@ -274,11 +272,9 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
     masked, cut = bool(outcome.gave_up) and not evaluates, bool(outcome.gave_up) or outcome.end in LIMITS
     if scored is None:
         if outcome.end is End.DONE and not outcome.gave_up:
-            raise AgentFailedError(
-                "it returned and had asked for no answer" + (" that is trained" if session.exchanges else ""),
-                where=f"row {prompt.row_id}",
-                hint="its client must be made with session.base_url and session.api_key",
-            )
+            what = "it returned and had asked for no answer" + (" that is trained" if session.exchanges else "")
+            hint = "its client must be made with session.base_url and session.api_key"
+            raise AgentFailedError(what, where=f"row {prompt.row_id}", hint=hint)
         if evaluates:
             return prompt.changed(status=Status.TRUNCATED, lowest_reward=True)
         return prompt.changed(status=Status.FAILED, remove_sample=True)

@@ -11,17 +11,15 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from buffer_rl.agents import remote_client
 from buffer_rl.agents.command import OF_THE_RUN, started
+from buffer_rl.args import Args
 from buffer_rl.cluster.environment import direct_variables
 from buffer_rl.errors import BufferRLError, ConfigError
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 _log = logging.getLogger(__name__)
 URL_VARIABLE, KEY_VARIABLE = "BUFFER_RL_LEASE_URL", "BUFFER_RL_LEASE_API_KEY"
@@ -49,6 +47,7 @@ class Program:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Programs:
     """The programs of one rollout worker. Belongs to its event loop.
 
@@ -56,18 +55,15 @@ class Programs:
     lost: called with the number of a program that has ended. failed: called with the error if one cannot be started.
     """
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        args: Args,
-        log: str | None,
-        *,
-        lost: Callable[[int], None],
-        failed: Callable[[BufferRLError], None],
-    ) -> None:
-        self._programs, self._args, self._log = programs, args, log
-        self._lost, self._failed = lost, failed
-        self._idle_starts = [0] * len(programs)
+    _programs: Sequence[Program]
+    _args: Args
+    _log: str | None
+    _: KW_ONLY
+    lost: Callable[[int], None]
+    failed: Callable[[BufferRLError], None]
+
+    def __post_init__(self) -> None:
+        self._idle_starts = [0] * len(self._programs)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, url: str, key: str) -> None:
@@ -97,13 +93,13 @@ class Programs:
                 end = await self._run(number, self._environ(program, url, key))
             except OSError as error:
                 end = f"no process can be started: {error}"
-            self._lost(number)
+            self.lost(number)
             if self._idle_starts[number] >= STARTS:
                 break
             _log.warning("a program of %s is started again. It ended %s", program.option, end)
             await asyncio.sleep(PAUSE_S)
         what = f"a program ended {STARTS} times in a row before it had a sample, at last {end}"
-        self._failed(ConfigError(what, where=f"{program.option}: {' '.join(program.words)[:200]}"))
+        self.failed(ConfigError(what, where=f"{program.option}: {' '.join(program.words)[:200]}"))
 
     async def _run(self, number: int, environ: Mapping[str, str]) -> str:
         """How it ended."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -27,13 +27,12 @@ from starlette.routing import Route
 from buffer_rl.agents.command import sample_json
 from buffer_rl.agents.programs import Program, Programs
 from buffer_rl.agents.runner import AgentTimeoutError
-from buffer_rl.agents.session import AgentKilledError, End, Session, SessionHandle
+from buffer_rl.agents.session import AgentKilledError, Session, SessionHandle
+from buffer_rl.args import Args
+from buffer_rl.cluster.process import base_url
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.errors import BufferRLError, ConfigError, RolloutError
 from buffer_rl.records.groups import Sample
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 MAX_WAIT_S = 60.0
 """For which an agent may wait for a sample in one request."""
@@ -98,7 +97,7 @@ class Leases:
         from socket import gethostname
 
         shown = gethostname() if host in EVERYWHERE else host
-        self._url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        self._url = base_url(shown, port)
         self._programs.start(self._url, self._key)
         if self._file is None:
             return
@@ -156,22 +155,18 @@ class Leases:
         since = clock()
         while not offer.leased.done():
             if self._failure is not None:
-                offer.session.failure = self._failure
-                offer.session.close(End.ENGINE)
+                offer.session.fail(self._failure)
                 return False
             last = max([since, self._asked, *(each.heard for each in self._offers.values())])
             left = last + limit_s - clock()
             if left <= 0:
-                where = f"; address and key are in {self._file}" if self._file is not None else ""
-                hint = f"start agents that lease samples there (buffer_rl/agents/remote_client.py){where}"
+                there = f"; address and key are in {self._file}" if self._file is not None else ""
+                hint = f"start agents that lease samples there (buffer_rl/agents/remote_client.py){there}"
                 if self._has_programs:
                     hint = "the programs of this run hang: see what they print in its logs/agents_*.log"
-                offer.session.failure = ConfigError(
-                    f"no agent has leased a sample for {limit_s:g} s",
-                    where=f"--agent-path {self._args.agent_path}, POST {self._url}/lease",
-                    hint=hint,
-                )
-                offer.session.close(End.ENGINE)
+                what = f"no agent has leased a sample for {limit_s:g} s"
+                where = f"--agent-path {self._args.agent_path}, POST {self._url}/lease"
+                offer.session.fail(ConfigError(what, where=where, hint=hint))
             if offer.session.end is not None:
                 return False
             ends = {offer.leased, offer.session.ended, offer.lost}
@@ -188,10 +183,9 @@ class Leases:
             if offer.lost.done():
                 raise AgentKilledError("its program has ended", hint="its log is among those of the run")
             if now >= lost:
-                raise AgentKilledError(
-                    f"its agent has sent no heartbeat for {self._args.agent_heartbeat_s:g} s",
-                    hint="it has ended, its machine is gone, or --agent-heartbeat-s is too short",
-                )
+                what = f"its agent has sent no heartbeat for {self._args.agent_heartbeat_s:g} s"
+                hint = "it has ended, its machine is gone, or --agent-heartbeat-s is too short"
+                raise AgentKilledError(what, hint=hint)
             ends = {offer.session.ended, offer.lost}
             await asyncio.wait(ends, timeout=min(deadline, lost) - now, return_when=asyncio.FIRST_COMPLETED)
 

@@ -18,18 +18,16 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from buffer_rl.agents.session import Session, SessionHandle
+from buffer_rl.args import Args
 from buffer_rl.errors import RolloutError
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import contained, contained_task
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.user_functions import is_async
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 _log = logging.getLogger(__name__)
 BLOCKED_S = 5.0

@@ -22,6 +22,7 @@ from buffer_rl.agents.journal import Play
 from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, continued, turn_digest
+from buffer_rl.args import Args
 from buffer_rl.engines.protocol import SEED_BITS
 from buffer_rl.errors import BufferRLError, EngineError, RewardError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_reward
@@ -31,7 +32,6 @@ from buffer_rl.rollout.requests import answer_for
 
 if TYPE_CHECKING:
     from buffer_rl.agents.finish import Finish
-    from buffer_rl.args import Args
 
 
 class End(StrEnum):
@@ -126,12 +126,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        lease: Lease,
-        sample: Sample,
-        params: Mapping[str, Any],
-        limits: Limits,
-        play: Play | None = None,
+        self, lease: Lease, sample: Sample, params: Mapping[str, Any], limits: Limits, play: Play | None = None
     ) -> None:
         self.exchanges: list[Exchange] = []
         self.end: End | None = None
@@ -258,8 +253,7 @@ class Session:
             start = 0 if base is None else base.num_tokens - 1
             result = await answer_for(self._sample, list(input_ids), seeded, lease=self._lease, experts_start=start)
         except EngineError as error:
-            self.failure = error
-            self.close(End.ENGINE)
+            self.fail(error)
             raise
         finally:
             self.running -= 1
@@ -286,6 +280,11 @@ class Session:
         if self.end is None:
             self.end = end
             self.ended.set_result(end)
+
+    def fail(self, error: BufferRLError) -> None:
+        """End because nothing can answer, whatever the agent makes of it."""
+        self.failure = error
+        self.close(End.ENGINE)
 
     def finish(self, told: Finish) -> None:
         """End with what the agent has told. Raises SessionEndedError after the end."""
@@ -318,11 +317,9 @@ class Session:
         Raises AgentFailedError if the name is of none of these."""
         found = self._answered(self.scored)
         if found is None and self.scored:
-            raise AgentFailedError(
-                f"no answer is {short_repr(self.scored)}",
-                where=f"session.score, row {self._sample.row_id}",
-                expected="the id of a completion that is trained, or a message that chat returned",
-            )
+            what = f"no answer is {short_repr(self.scored)}"
+            expected = "the id of a completion that is trained, or a message that chat returned"
+            raise AgentFailedError(what, where=f"session.score, row {self._sample.row_id}", expected=expected)
         return found
 
     def _answered(self, name: str | Mapping[str, Any]) -> Exchange | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from buffer_rl.agents.messages import Answer, AnswerReader, Message, answer_with, read_answer
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = ("tool_calls", "tool_call")
@@ -35,17 +35,14 @@ class TemplateReader:
     and ``tool_call``. Others stay in the text. Raises ConfigError if the template is none."""
 
     def __init__(self, template: Template) -> None:
-        try:
+        expected = "an object as tokenizer.parse_response of transformers 5.23 takes it"
+        facts = {"where": "--response-template", "expected": expected}
+        # Fault boundary: the template is the user's or of the model's folder.
+        with raised_as(ConfigError, "no response template can be made of it", Exception, **facts):
             from transformers.utils.chat_parsing import parse_response
             from transformers.utils.chat_parsing.response_templates import load_response_template
 
             spec = load_response_template(dict(template))
-        except Exception as error:  # fault boundary: the template is the user's or of the model's folder
-            raise ConfigError(
-                f"no response template can be made of it: {error}",
-                where="--response-template",
-                expected="an object as tokenizer.parse_response of transformers 5.23 takes it",
-            ) from error
         fields = {name: dataclasses.replace(field, optional=True) for name, field in spec.fields.items()}
         self._spec = dataclasses.replace(spec, fields=fields)
         self._parse = parse_response
@@ -80,12 +77,8 @@ class TemplateReader:
             end_mark = close.search(whole, mark.end()) if close is not None else None
             end = end_mark.end() if end_mark else len(whole)
             body = whole[mark.end() : end_mark.start() if end_mark else end]
-            is_unfinished = is_cut and end_mark is None and name in _CALLS
-            value = (
-                None
-                if is_unfinished or end <= mark.start()
-                else self._value(name, whole[mark.start() : end], body, tools)
-            )
+            is_none = end <= mark.start() or (is_cut and end_mark is None and name in _CALLS)
+            value = None if is_none else self._value(name, whole[mark.start() : end], body, tools)
             if value is None:
                 at = max(mark.end(), mark.start() + 1)
                 continue

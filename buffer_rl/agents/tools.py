@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.agents.messages import Message, calls_of
-from buffer_rl.errors import ConfigError
+from buffer_rl.args import Args
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.kinds.agent import AgentSession
 from buffer_rl.plugin.calls import contained, error_text
 from buffer_rl.records.groups import Sample
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.plugin.registry import PluginRegistry
 
 MOST_ERROR_TEXT = 500
@@ -95,11 +95,9 @@ def tools_of(environment: type) -> list[Message]:
             schema["function"]["name"] = name
             schemas.append(schema)
     if not schemas:
-        raise ConfigError(
-            f"{environment.__name__} has no method for the model",
-            where="--environment",
-            expected="step(action) -> (observation, reward, done), or public methods, which are tools",
-        )
+        what = f"{environment.__name__} has no method for the model"
+        expected = "step(action) -> (observation, reward, done), or public methods, which are tools"
+        raise ConfigError(what, where="--environment", expected=expected)
     return schemas
 
 
@@ -145,12 +143,8 @@ def schema_of(tool: Callable[..., Any], *, where: str) -> dict[str, Any]:
     """What the model is told of a tool. where: names it in errors. Raises ConfigError if it has no schema."""
     from transformers.utils.chat_template_utils import get_json_schema
 
-    try:
+    what = f"{getattr(tool, '__name__', tool)!r} has no schema"
+    expected = "type hints, and a docstring with a line 'name: what it is' under 'Args:' for each parameter"
+    with raised_as(ConfigError, what, Exception, where=where, expected=expected):  # transformers raises several kinds
         schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:  # fault boundary: transformers raises several kinds
-        raise ConfigError(
-            f"{getattr(tool, '__name__', tool)!r} has no schema: {error}",
-            where=where,
-            expected="type hints, and a docstring with a line 'name: what it is' under 'Args:' for each parameter",
-        ) from error
     return schema

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ from buffer_rl.errors import WorkerDiedError
 from buffer_rl.records.groups import Topology
 
 
+@dataclass(eq=False)
 class ActorGroup:
     """The members of one role.
 
@@ -43,25 +44,20 @@ class ActorGroup:
     hung: of members whose processes were ended because they hung, by name, what is to be said of it.
     """
 
-    def __init__(
-        self,
-        role: str,
-        start_member: Callable[[int], Any],
-        size: int = 1,
-        *,
-        places: Sequence[Topology] = (),
-        independent: bool = False,
-        timeout_s: float = 60.0,
-    ) -> None:
+    role: str
+    start_member: Callable[[int], Any]
+    size: InitVar[int] = 1
+    _: KW_ONLY
+    places: Sequence[Topology] = ()
+    independent: bool = False
+    timeout_s: float = 60.0
+
+    def __post_init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"the group {role!r} has no members")
-        self.role = role
+            raise ValueError(f"the group {self.role!r} has no members")
         self.hung: dict[str, str] = {}
-        self.actors = [start_member(rank) for rank in range(size)]
-        self.places = list(places) or [Topology(dp_rank=rank, dp_size=size) for rank in range(size)]
-        self._start_member = start_member
-        self._independent = independent
-        self._timeout_s = timeout_s
+        self.actors = [self.start_member(rank) for rank in range(size)]
+        self.places = list(self.places) or [Topology(dp_rank=rank, dp_size=size) for rank in range(size)]
         self._turns = itertools.count()
         self._under_way: dict[tuple[int, int], str] = {}
         self._order = threading.Lock()
@@ -99,7 +95,7 @@ class ActorGroup:
             futures=[*futures.values()],
             collect=collect,
             hung=self.hung,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             refs=[*refs.values()],
         )
 
@@ -122,7 +118,7 @@ class ActorGroup:
 
     def call_and_keep(self, method: Method[*Ts], *args: *Ts) -> bool:
         """``do_and_keep`` of ``call`` with these."""
-        return self.do_and_keep(partial(self.call, method, *args, timeout_s=self._timeout_s))
+        return self.do_and_keep(partial(self.call, method, *args, timeout_s=self.timeout_s))
 
     def do_and_keep(self, give: Callable[[], object]) -> bool:
         """Call ``give``, which brings the members to a state, now and for those that replace them, in place of what was
@@ -141,15 +137,15 @@ class ActorGroup:
         """Replace the members: those that died where they are independent, else all of them, which are ready then and
         have been brought to the state that was kept."""
         for rank, actor in enumerate(self.actors):
-            if not self._independent or is_dead(actor):
+            if not self.independent or is_dead(actor):
                 _kill(actor)
                 self.hung.pop(self.name_of(rank), None)
-                self.actors[rank] = self._start_member(rank)
-        if self._independent:
+                self.actors[rank] = self.start_member(rank)
+        if self.independent:
             with contextlib.suppress(WorkerDiedError):  # the next call finds who died
                 self._kept()
             return
-        self.call(Member.ready, timeout_s=self._timeout_s)
+        self.call(Member.ready, timeout_s=self.timeout_s)
         self._kept()
 
     def stop(self, close: Method[()] | None = None, timeout_s: float = 0.0) -> None:

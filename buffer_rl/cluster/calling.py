@@ -158,11 +158,8 @@ class Answers:
         return WorkerDiedError(f"the process of {self.who} {how}", where=where)
 
     def _late(self, method: str) -> DeadlineError:
-        return DeadlineError(
-            f"{self.who} did not answer {method} within {self.timeout_s:g} s",
-            where=self.role,
-            hint=f"raise {self.flag} if it is only slow",
-        )
+        what = f"{self.who} did not answer {method} within {self.timeout_s:g} s"
+        return DeadlineError(what, where=self.role, hint=f"raise {self.flag} if it is only slow")
 
 
 def _last_error(error: BaseException) -> str:
@@ -184,13 +181,11 @@ def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLErr
         cause.where = cause.where or role
         return cause
     if isinstance(cause, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
-        return WorkerError(
-            "the object store is full, and so is the disk that it spills to",
-            where=role,
-            expected="room for the payloads of the rollouts that are not released yet",
-            hint="raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk",
-            see="docs/troubleshooting.md#the-object-store-is-full",
-        )
+        what = "the object store is full, and so is the disk that it spills to"
+        expected = "room for the payloads of the rollouts that are not released yet"
+        hint = "raise --object-store-gb (or the store of the cluster's nodes), or free space on that disk"
+        see = "docs/troubleshooting.md#the-object-store-is-full"
+        return WorkerError(what, where=role, expected=expected, hint=hint, see=see)
     if isinstance(error, ray.exceptions.RayTaskError):
         return WorkerError(
             f"{type(cause).__name__}: {cause}", where=role, hint=f"the end of its traceback:{_tail(str(error))}"

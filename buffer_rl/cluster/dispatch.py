@@ -177,10 +177,8 @@ def _common_length(rows: Sequence[Any], known: int | None = None) -> int:
     lengths = [len(each) if isinstance(each, list | TrainBatch) else type(each).__name__ for each in rows]
     lengths += [] if known is None else [known]
     if len(set(lengths)) != 1 or not isinstance(lengths[0], int):
-        raise ValueError(
-            f"arguments to scatter have the lengths {lengths}; expected: at least one list or TrainBatch, all with as "
-            "many rows"
-        )
+        expected = "at least one list or TrainBatch, all with as many rows"
+        raise ValueError(f"arguments to scatter have the lengths {lengths}; expected: {expected}")
     return lengths[0]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import ray
@@ -75,22 +75,19 @@ class _Watched:
         self.question, self.asked = getattr(self.actor, PULSE).options(concurrency_group=PULSE).remote(), now
 
 
+@dataclass(eq=False)
 class HangWatch:
     """A watcher of the driver. groups: their members are of classes derived from ``Member`` and are ready. timeout_s:
     see ``hung_members``. notice: called with a line for each process that is ended."""
 
-    def __init__(
-        self,
-        groups: Sequence[ActorGroup],
-        timeout_s: float,
-        notice: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._notice = notice
-        self._now = now
-        self._looked = now()
-        self._interval_s = min(timeout_s / 4, MAX_INTERVAL_S)
+    groups: InitVar[Sequence[ActorGroup]]
+    _timeout_s: float
+    _notice: Callable[[str], None]
+    now: Callable[[], float] = time.monotonic
+
+    def __post_init__(self, groups: Sequence[ActorGroup]) -> None:
+        self._looked = self.now()
+        self._interval_s = min(self._timeout_s / 4, MAX_INTERVAL_S)
         self._groups = {group: [_Watched(actor) for actor in group.actors] for group in groups}
         watched = [member for members in self._groups.values() for member in members]
         for member in watched:
@@ -100,7 +97,7 @@ class HangWatch:
 
     def __call__(self) -> None:
         """One look."""
-        now = self._now()
+        now = self.now()
         # If this process was stopped meanwhile, the members were not silent for all that time.
         since_last, self._looked = min(now - self._looked, self._timeout_s / 2), now
         hung: dict[tuple[str, int], tuple[Look, str, str]] = {}  # by process: roles may share one
@@ -134,6 +131,7 @@ class HangWatch:
         _on_node(pulse.node, end_process, pulse.pid)
 
 
+@dataclass(eq=False)
 class ReplacementWatch(Generic[T]):
     """A watcher of the driver: asks actors that Ray starts again which process each is in.
 
@@ -143,35 +141,32 @@ class ReplacementWatch(Generic[T]):
     with the place of one that is not started again, and Ray's error.
     """
 
-    def __init__(
-        self,
-        actors: Sequence[Any],
-        question: Callable[[Any], T | Awaitable[T]],
-        *,
-        replaced: Callable[[int, int], None],
-        pid_of: Callable[[T], int] = lambda answer: cast("int", answer),
-        silent: Callable[[int, float], bool] = lambda place, seconds: False,
-        gone: Callable[[int, Exception], None] = lambda place, error: None,
-        patience_s: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    actors: InitVar[Sequence[Any]]
+    question: InitVar[Callable[[Any], T | Awaitable[T]]]
+    _: KW_ONLY
+    replaced: Callable[[int, int], None]
+    pid_of: Callable[[T], int] = lambda answer: cast("int", answer)
+    silent: Callable[[int, float], bool] = lambda place, seconds: False
+    gone: Callable[[int, Exception], None] = lambda place, error: None
+    patience_s: float = 0.0
+    now: Callable[[], float] = time.monotonic
+
+    def __post_init__(self, actors: Sequence[Any], question: Callable[[Any], T | Awaitable[T]]) -> None:
         self._methods = [getattr(actor, question.__name__) for actor in actors]
-        self._replaced, self._pid_of, self._silent, self._gone = replaced, pid_of, silent, gone
-        self._patience_s, self._now = patience_s, now
         self._pids: dict[int, int] = {}
         self._asked: list[tuple[Any, float] | None] = [self._ask(method) for method in self._methods]
 
     def _ask(self, method: Any) -> tuple[Any, float]:
-        return method.remote(), self._now()
+        return method.remote(), self.now()
 
     def __call__(self, patience_s: float | None = None) -> None:
         """One look."""
         for place, method in enumerate(self._methods):
             question, since = self._asked[place] = self._asked[place] or self._ask(method)
-            if ray.wait([question], timeout=self._patience_s if patience_s is None else patience_s)[0]:
+            if ray.wait([question], timeout=self.patience_s if patience_s is None else patience_s)[0]:
                 self._asked[place] = None
                 self._look(place, question)
-            elif self._silent(place, self._now() - since):
+            elif self.silent(place, self.now() - since):
                 self._asked[place] = None
 
     def close(self) -> None:
@@ -181,15 +176,15 @@ class ReplacementWatch(Generic[T]):
 
     def _look(self, place: int, question: Any) -> None:
         try:
-            pid = self._pid_of(ray.get(question, timeout=PATIENCE_S))  # it is there
+            pid = self.pid_of(ray.get(question, timeout=PATIENCE_S))  # it is there
         except ray.exceptions.ActorDiedError as error:
-            self._gone(place, error)
+            self.gone(place, error)
         except ray.exceptions.RayError:  # it is started again; its callers wait for the next one, or end the run
             pass
         else:
             if self._pids.setdefault(place, pid) != pid:
                 self._pids[place] = pid
-                self._replaced(place, pid)
+                self.replaced(place, pid)
 
 
 def process_of(actor: Any) -> Pulse | None:

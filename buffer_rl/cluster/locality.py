@@ -42,28 +42,21 @@ def require_local_engines(mode: str, urls: Sequence[str]) -> None:
     if mode != "tensor":
         return
     if not has_memory_files():
-        raise ConfigError(
-            "weights through shared memory need Linux",
-            where="--weight-sync-mode tensor",
-            hint="use --weight-sync-mode disk",
-        )
+        what = "weights through shared memory need Linux"
+        raise ConfigError(what, where="--weight-sync-mode tensor", hint="use --weight-sync-mode disk")
     for url in urls:
         if not is_this_machine(urlsplit(url).hostname or ""):
-            raise ConfigError(
-                f"the engine {url} is not on this machine, so it cannot read the trainer's memory",
-                where="--weight-sync-mode tensor and --engine-urls",
-                hint="use --weight-sync-mode disk, with --update-weight-disk-dir on a file system that the engines see",
-            )
+            what = f"the engine {url} is not on this machine, so it cannot read the trainer's memory"
+            hint = "use --weight-sync-mode disk, with --update-weight-disk-dir on a file system that the engines see"
+            raise ConfigError(what, where="--weight-sync-mode tensor and --engine-urls", hint=hint)
 
 
 def require_local_trainer(mode: str, host: str) -> None:
     """Raises ConfigError if weights go by shared memory and the trainer's rank 0 runs on another machine."""
     if mode == "tensor" and not is_this_machine(host):
-        raise ConfigError(
-            f"the trainer runs on {host}, so the engines here cannot read its memory",
-            where="--weight-sync-mode tensor and --ray-address",
-            hint="use --weight-sync-mode disk, with --update-weight-disk-dir on a file system that both see",
-        )
+        what = f"the trainer runs on {host}, so the engines here cannot read its memory"
+        hint = "use --weight-sync-mode disk, with --update-weight-disk-dir on a file system that both see"
+        raise ConfigError(what, where="--weight-sync-mode tensor and --ray-address", hint=hint)
 
 
 def _can_bind(family: int, address: object) -> bool:

@@ -210,11 +210,9 @@ def _reserve(group: BundleGroup) -> Any:
 def _not_free(group: BundleGroup, timeout_s: float) -> DeadlineError:
     wanted = sum(group.bundles)
     devices, are = (f"{wanted} {group.kind}s", "are") if wanted > 1 else (f"1 {group.kind}", "is")
-    return DeadlineError(
-        f"{devices} of the node {group.node.address} {are} not free after {timeout_s:g} s",
-        where="the placement of the run",
-        hint="other jobs hold them: wait for these, or ask for fewer; --placement-timeout-s waits longer",
-    )
+    what = f"{devices} of the node {group.node.address} {are} not free after {timeout_s:g} s"
+    hint = "other jobs hold them: wait for these, or ask for fewer; --placement-timeout-s waits longer"
+    return DeadlineError(what, where="the placement of the run", hint=hint)
 
 
 def _gpu_id() -> str:

@@ -227,11 +227,8 @@ def wait_until_ready(
         check()
         left = deadline - time.monotonic()
         if left <= 0:
-            raise DeadlineError(
-                f"{process.name} did not answer {url} within {timeout_s:g} s; {process.log_end()}",
-                where=process.log_path,
-                hint="read the log, or raise --engine-start-timeout-s",
-            )
+            what = f"{process.name} did not answer {url} within {timeout_s:g} s; {process.log_end()}"
+            raise DeadlineError(what, where=process.log_path, hint="read the log, or raise --engine-start-timeout-s")
         if answers(url, min(left, 1.0)):
             return
         time.sleep(min(POLL_INTERVAL_S, max(left, 0.0)))

@@ -46,11 +46,8 @@ def plan_devices(args: Args, nodes: Sequence[Node], *, engines: bool) -> DeviceP
     named, there = args.rollout_worker_nodes, [node.address for node in nodes]
     missing = [address for address in named if address not in there]
     if missing and len(missing) == len(named):
-        raise ConfigError(
-            f"no node of the cluster has the address {missing[0]!r}",
-            where="--rollout-worker-nodes",
-            expected=f"some of {', '.join(there)}",
-        )
+        what = f"no node of the cluster has the address {missing[0]!r}"
+        raise ConfigError(what, where="--rollout-worker-nodes", expected=f"some of {', '.join(there)}")
     if (most := args.num_gpus_per_node) is not None:
         nodes = [replace(node, gpus=min(node.gpus, most)) for node in nodes]
     gpus = sum(node.gpus for node in nodes)
@@ -130,12 +127,8 @@ def _role_requests(args: Args) -> list[DeviceRequest]:
 
 def _engine_request(args: Args, kind: DeviceKind) -> DeviceRequest:
     each = args.rollout_num_gpus_per_engine if kind is DeviceKind.GPU else 1
-    if each > 1 and args.rollout_engine == "embedded":
-        raise ConfigError(
-            f"the embedded engine computes on one GPU, and {each} are asked for",
-            where="--rollout-num-gpus-per-engine",
-            expected="1, or another --rollout-engine",
-        )
+    what = f"--rollout-num-gpus-per-engine: the embedded engine computes on one GPU, and {each} are asked for"
+    refuse(each > 1 and args.rollout_engine == "embedded", what, expected="1, or another --rollout-engine")
     return DeviceRequest(role=ENGINE, members=args.rollout_num_engines, each=each)
 
 

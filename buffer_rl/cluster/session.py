@@ -194,11 +194,9 @@ def _private(name: str) -> Any:
     try:
         return attrgetter(name)(ray)
     except AttributeError as error:
-        raise ClusterError(
-            f"Ray {ray.__version__} has no ray.{name}, so a local Ray cannot be closed to other users",
-            where="the local Ray",
-            hint="install another version of Ray, or join a running cluster with --ray-address",
-        ) from error
+        what = f"Ray {ray.__version__} has no ray.{name}, so a local Ray cannot be closed to other users"
+        hint = "install another version of Ray, or join a running cluster with --ray-address"
+        raise ClusterError(what, where="the local Ray", hint=hint) from error
 
 
 @contextmanager
@@ -215,13 +213,10 @@ def short_temporary_folder() -> Iterator[None]:
         short = tempfile.TemporaryDirectory(prefix="ray_", dir="/tmp")  # mode 0700
         os.symlink(os.path.abspath(folder), link := os.path.join(short.name, "t"))
     except OSError as error:
-        raise ClusterError(
-            f"Ray cannot bind its sockets below {folder!r}, and a shorter path to it cannot be made: {error}",
-            where="TMPDIR",
-            expected=f"a folder whose path has at most {MAX_SOCKET_PATH} bytes",
-            hint="export RAY_TMPDIR=/path/to/a/short/folder",
-            see="docs/troubleshooting.md#tmpdir-is-too-long",
-        ) from error
+        what = f"Ray cannot bind its sockets below {folder!r}, and a shorter path to it cannot be made: {error}"
+        expected = f"a folder whose path has at most {MAX_SOCKET_PATH} bytes"
+        hint, see = "export RAY_TMPDIR=/path/to/a/short/folder", "docs/troubleshooting.md#tmpdir-is-too-long"
+        raise ClusterError(what, where="TMPDIR", expected=expected, hint=hint, see=see) from error
     with short, variables({"RAY_TMPDIR": link}):
         yield
 
@@ -235,10 +230,7 @@ def worker_environment(code_folder: Path | None, job: Mapping[str, Any]) -> dict
     ours = {WORKING_DIRECTORY: os.getcwd()}
     if hook := job.get("worker_process_setup_hook"):
         ours[JOB_HOOK] = str(hook)
-    there: dict[str, Any] = {
-        "env_vars": {**job.get("env_vars", {}), **ours},
-        "worker_process_setup_hook": SETUP_HOOK,
-    }
+    there: dict[str, Any] = {"env_vars": {**job.get("env_vars", {}), **ours}, "worker_process_setup_hook": SETUP_HOOK}
     if code_folder is not None and job.get("working_dir"):
         there["py_modules"] = [*(job.get("py_modules") or ()), str(code_folder)]
     elif code_folder is not None:
@@ -269,11 +261,9 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
             ray.init(address=address or "local", **given)
     except Exception as error:  # fault boundary: Ray raises ValueError, OSError, RuntimeError, ConnectionError ...
         if isinstance(error, ValueError) and "object_store_memory" in str(error):
-            raise ConfigError(
-                f"Ray does not start with an object store of {object_store_bytes / 1e9:g} GB: {error}",
-                where="--object-store-gb",
-                expected="a part of this machine's memory",
-            ) from error
+            what = f"Ray does not start with an object store of {object_store_bytes / 1e9:g} GB: {error}"
+            expected = "a part of this machine's memory"
+            raise ConfigError(what, where="--object-store-gb", expected=expected) from error
         if address is not None:
             where, what = f"--ray-address {address}", "the Ray cluster does not answer, or refuses this run"
             hint = "'ray status' shows whether it runs; its nodes need the version of Ray and Python of this machine"

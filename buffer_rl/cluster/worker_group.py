@@ -47,11 +47,9 @@ def register(dispatch: To | tuple[Cut, Callable[[list[Any]], Any]] = To.ALL) -> 
             inspect.Parameter.KEYWORD_ONLY,
             inspect.Parameter.VAR_KEYWORD,
         }:
-            raise ConfigError(
-                "a worker's method is a coroutine, or has parameters that are given by name alone",
-                where=method.__qualname__,
-                expected="a plain method, whose parameters may be given by place",
-            )
+            what = "a worker's method is a coroutine, or has parameters that are given by name alone"
+            where = method.__qualname__
+            raise ConfigError(what, where=where, expected="a plain method, whose parameters may be given by place")
         if isinstance(dispatch, To):
             return declare(dispatch, collect=all_answers if dispatch is To.ALL else None)(method)
         cut, collect = dispatch
@@ -83,11 +81,8 @@ class ResourcePool:
 
     def __post_init__(self) -> None:
         if not self.processes or min(self.processes) < 1:
-            raise ConfigError(
-                f"a pool has {list(self.processes)} processes",
-                where="ResourcePool",
-                expected="at least one on each node",
-            )
+            what = f"a pool has {list(self.processes)} processes"
+            raise ConfigError(what, where="ResourcePool", expected="at least one on each node")
 
     @property
     def size(self) -> int:
@@ -108,16 +103,13 @@ class ResourcePool:
         try:
             # One after the other, the largest first: a small one may have taken the room of a large one.
             for node in sorted(range(len(self.processes)), key=lambda node: -self.processes[node]):
-                bundles = [asked or {"memory": 1}] * self.processes[
-                    node
-                ]  # Ray refuses empty ones: a byte is as nothing
+                # Ray refuses empty ones: a byte is as nothing.
+                bundles = [asked or {"memory": 1}] * self.processes[node]
                 groups[node] = placement_group(bundles, strategy="STRICT_PACK")
                 if not groups[node].wait(max(0.0, deadline - time.monotonic())):
-                    raise DeadlineError(
-                        f"no node has {asked} free for each of {len(bundles)} workers after {self.timeout_s:g} s",
-                        where="ResourcePool",
-                        hint="ask for fewer workers on a node or less for each, or wait longer with timeout_s",
-                    )
+                    what = f"no node has {asked} free for each of {len(bundles)} workers after {self.timeout_s:g} s"
+                    hint = "ask for fewer workers on a node or less for each, or wait longer with timeout_s"
+                    raise DeadlineError(what, where="ResourcePool", hint=hint)
             yield [groups[node] for node in range(len(self.processes))]
         finally:
             if ray.is_initialized():
@@ -151,11 +143,8 @@ class WorkerGroup:
         self._methods = _checked_methods(worker.worker_class)
         ranks = layout or Layout(dp_size=pool.size)
         if ranks.world_size != pool.size:
-            raise ConfigError(
-                f"a layout of {ranks.world_size} ranks",
-                where=self._name,
-                expected=f"{pool.size}, as many as the pool has",
-            )
+            what = f"a layout of {ranks.world_size} ranks"
+            raise ConfigError(what, where=self._name, expected=f"{pool.size}, as many as the pool has")
         if not ray.is_initialized():
             raise ConfigError("Ray is not started", where=self._name, hint="with ray_session(None): …")
         self._timeout_s = timeout_s
@@ -250,7 +239,6 @@ def _checked_methods(worker_class: type) -> dict[str, Callable[..., Any]]:
     if not methods:
         raise ConfigError("no method is registered", where=worker_class.__name__, expected="@register() above a method")
     if taken := sorted(name for name in methods if hasattr(WorkerGroup, name) or hasattr(_Worker, name)):
-        raise ConfigError(
-            f"the group has {taken} itself", where=worker_class.__name__, expected="methods of other names"
-        )
+        what = f"the group has {taken} itself"
+        raise ConfigError(what, where=worker_class.__name__, expected="methods of other names")
     return methods

@@ -15,7 +15,7 @@ from typing import Any
 from buffer_rl.data import files
 from buffer_rl.data.dataset import RowError, RowKeys, RowNoun
 from buffer_rl.data.json_text import json_value
-from buffer_rl.errors import DataError
+from buffer_rl.errors import DataError, raised_as
 from buffer_rl.options.file_kind import HEAD_BYTES, not_text
 
 STATE_FILE = "state.json"
@@ -87,25 +87,16 @@ def read_saved_folder(path: str) -> ArrowTable:
     """
     if files.exists(splits_file := files.join(path, SPLITS_FILE)):
         splits = _json_file(splits_file).get("splits", [])
-        raise DataError(
-            "the folder holds several splits",
-            where=path,
-            expected="one of them: " + ", ".join(files.join(path, str(split)) for split in splits),
-        )
+        expected = "one of them: " + ", ".join(files.join(path, str(split)) for split in splits)
+        raise DataError("the folder holds several splits", where=path, expected=expected)
     if not files.exists(state_file := files.join(path, STATE_FILE)):
-        raise DataError(
-            f"the folder was not written by Dataset.save_to_disk: there is no {STATE_FILE} in it",
-            where=path,
-            expected="such a folder, a .parquet file or a JSONL file",
-        )
+        what = f"the folder was not written by Dataset.save_to_disk: there is no {STATE_FILE} in it"
+        raise DataError(what, where=path, expected="such a folder, a .parquet file or a JSONL file")
     arrow = _pyarrow(path)
     state = _json_file(state_file)
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise DataError(
-            "the folder has an indices file, which old versions of datasets wrote",
-            where=path,
-            hint="load_from_disk(FOLDER).flatten_indices().save_to_disk(NEW_FOLDER)",
-        )
+        what = "the folder has an indices file, which old versions of datasets wrote"
+        raise DataError(what, where=path, hint="load_from_disk(FOLDER).flatten_indices().save_to_disk(NEW_FOLDER)")
     try:
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:
@@ -116,38 +107,31 @@ def read_saved_folder(path: str) -> ArrowTable:
     tables = [
         _read_arrow(arrow, files.join(path, name), content) for name, content in zip(names, contents, strict=True)
     ]
-    try:
+    with raised_as(DataError, "the folder's files have different columns", arrow.ArrowException, where=path):
         return ArrowTable(arrow.concat_tables(tables), contents)
-    except arrow.ArrowException as error:
-        raise DataError(f"the folder's files have different columns: {error}", where=path) from error
 
 
 def _read_arrow(arrow: Any, path: str, content: bytes) -> Any:
     import pyarrow.ipc
 
-    try:
+    caught = (arrow.ArrowException, OSError)
+    with raised_as(DataError, "the file is no Arrow stream, or a damaged one", caught, where=path):
         return pyarrow.ipc.open_stream(arrow.BufferReader(content)).read_all()
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"the file is no Arrow stream, or a damaged one: {error}", where=path) from error
 
 
 def _pyarrow(path: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise DataError(
-            "Parquet files and Arrow folders need pyarrow, which is not installed",
-            where=path,
-            hint="pip install 'buffer-rl[data]'",
-        ) from error
+        what = "Parquet files and Arrow folders need pyarrow, which is not installed"
+        raise DataError(what, where=path, hint="pip install 'buffer-rl[data]'") from error
     return pyarrow
 
 
 def _json_file(path: str) -> dict[str, Any]:
-    try:
-        value = json.loads(files.read_bytes(path))
-    except ValueError as error:
-        raise DataError(f"invalid JSON: {error}", where=path) from error
+    content = files.read_bytes(path)
+    with raised_as(DataError, "invalid JSON", ValueError, where=path):
+        value = json.loads(content)
     if not isinstance(value, dict):
         raise DataError("the file does not hold a JSON object", where=path)
     return value

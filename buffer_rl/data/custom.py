@@ -98,17 +98,12 @@ class GroupReader:
         if not isinstance(value, Sequence) or isinstance(value, str | bytes | SampleGroup):
             self._refuse(f"get_samples returned {_kind(value)}", expected="a list of groups")
         if not value:
-            self._refuse(
-                f"get_samples({request.num_groups}) returned no group",
-                expected="at least one",
-                hint="a training data source must not end: go on with its first rows, as the next epoch",
-            )
+            hint = "a training data source must not end: go on with its first rows, as the next epoch"
+            self._refuse(f"get_samples({request.num_groups}) returned no group", expected="at least one", hint=hint)
         if len(value) > request.num_groups:
-            self._refuse(
-                f"get_samples({request.num_groups}) returned {len(value)} groups",
-                expected=f"at most {request.num_groups}",
-                hint="the number counts prompt groups, not samples",
-            )
+            what = f"get_samples({request.num_groups}) returned {len(value)} groups"
+            expected = f"at most {request.num_groups}"
+            self._refuse(what, expected=expected, hint="the number counts prompt groups, not samples")
         return [self._group(entry, place, request.first_group + place) for place, entry in enumerate(value)]
 
     def _group(self, entry: object, place: int, running: int) -> SampleGroup:
@@ -118,11 +113,8 @@ class GroupReader:
             if not isinstance(sample, Sample):
                 self._refuse(f"group {place} holds {_kind(sample)}", expected="buffer_rl.records.groups.Sample")
         if len(entry) != self._num_samples:
-            self._refuse(
-                f"group {place} has {len(entry)} samples",
-                expected=f"--n-samples-per-prompt, which is {self._num_samples}",
-                hint="args.n_samples_per_prompt has the number",
-            )
+            what, hint = f"group {place} has {len(entry)} samples", "args.n_samples_per_prompt has the number"
+            self._refuse(what, expected=f"--n-samples-per-prompt, which is {self._num_samples}", hint=hint)
         uid = self._uid(entry, place, running)
         samples = [self._prompt(sample, uid, number, running) for number, sample in enumerate(entry)]
         return SampleGroup(uid=uid, samples=samples)
@@ -135,9 +127,8 @@ class GroupReader:
         if uid is None:
             return GroupUid(source_name(self._reference), running, 0)
         if not isinstance(uid, GroupUid):
-            self._refuse(
-                f"the uid of group {place} is {_kind(uid)}", expected="buffer_rl.records.groups.GroupUid, or None"
-            )
+            what = f"the uid of group {place} is {_kind(uid)}"
+            self._refuse(what, expected="buffer_rl.records.groups.GroupUid, or None")
         return GroupUid(self._plain(str(uid.source), f"the uid of group {place}"), int(uid.row), int(uid.epoch))
 
     def _prompt(self, sample: Sample, uid: GroupUid, number: int, running: int) -> Sample:
@@ -258,19 +249,14 @@ class CustomSource:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             if not files or (not self._by_rollout_id and folder / "state" not in files):
                 written = ", ".join(sorted(child.name for child in folder.iterdir()))
-                raise DataError(
-                    "its method save wrote no state" + (f", but {written}" if written else ""),
-                    where=self._where,
-                    expected="a file below args.save, or, where save has a parameter path, the file of that path",
-                    hint="a source with nothing to keep writes an empty file",
-                )
+                what = "its method save wrote no state" + (f", but {written}" if written else "")
+                expected = "a file below args.save, or, where save has a parameter path, the file of that path"
+                hint = "a source with nothing to keep writes an empty file"
+                raise DataError(what, where=self._where, expected=expected, hint=hint)
             if (size := sum(path.stat().st_size for path in files)) > self._max_state_bytes:
-                raise DataError(
-                    f"its method save wrote {size} bytes",
-                    where=self._where,
-                    expected=f"at most {self._max_state_bytes}",
-                    hint="save where the source stands, such as a row number, not its rows",
-                )
+                what = f"its method save wrote {size} bytes"
+                hint = "save where the source stands, such as a row number, not its rows"
+                raise DataError(what, where=self._where, expected=f"at most {self._max_state_bytes}", hint=hint)
             return _packed(folder, files) if self._by_rollout_id else (folder / "state").read_bytes()
 
     def _call_with(self, method: str, folder: Path, number: int) -> None:

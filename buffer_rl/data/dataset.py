@@ -194,15 +194,8 @@ class RowError(ValueError):
 _USUAL_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "input": (
-            "prompt",
-            "question",
-            "problem",
-            "messages",
-            "conversations",
-            "instruction",
-            "query",
-            "input",
-            "text",
+            *("prompt", "question", "problem", "messages", "conversations"),
+            *("instruction", "query", "input", "text"),
         ),
         "label": ("label", "answer", "solution", "ground_truth", "target", "gold", "output", "response", "completion"),
     }
@@ -297,10 +290,8 @@ def _label(value: Any, key: str | None) -> Any:
     items = value if isinstance(value, list) else [value]
     for item in items:
         if not (item is None or isinstance(item, str | int | float | dict)):
-            raise RowError(
-                f"the label {key!r} is or holds {_kind(item)}, not text, a number, a boolean, null, a mapping or a "
-                "list of these"
-            )
+            kinds = "text, a number, a boolean, null, a mapping or a list of these"
+            raise RowError(f"the label {key!r} is or holds {_kind(item)}, not {kinds}")
     return value
 
 

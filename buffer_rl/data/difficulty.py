@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from fractions import Fraction
 from typing import NoReturn, Self
@@ -106,14 +106,12 @@ def _bound(text: str) -> float:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise ConfigError(
-        what,
-        where="--difficulty-weights",
-        expected=f"pools with relative weights of 0 or more, such as {DEFAULT_WEIGHTS}",
-        hint="the two numbers are the lowest and the highest reward of a row, such as -1 and 1",
-    )
+    expected = f"pools with relative weights of 0 or more, such as {DEFAULT_WEIGHTS}"
+    hint = "the two numbers are the lowest and the highest reward of a row, such as -1 and 1"
+    raise ConfigError(what, where="--difficulty-weights", expected=expected, hint=hint)
 
 
+@dataclass(eq=False)
 class DifficultyIterator:
     """One pass over ``num_rows`` rows after another, as ``EpochIterator``, by weights of pools. It takes some 7 bytes a
     row beyond those of a shuffled epoch.
@@ -122,13 +120,15 @@ class DifficultyIterator:
     that left the epoch.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool, weights: PoolWeights) -> None:
-        self.num_rows = num_rows
-        self.num_drawn = 0
-        self.weights = weights
-        self._seed = seed
-        self._shuffle = shuffle
-        self._pools = np.full(num_rows, Pool.UNSEEN, dtype=np.int8)
+    num_rows: int
+    _: KW_ONLY
+    seed: int
+    shuffle: bool
+    weights: PoolWeights
+    num_drawn: int = 0
+
+    def __post_init__(self) -> None:
+        self._pools = np.full(self.num_rows, Pool.UNSEEN, dtype=np.int8)
         self._front = 0  # the largest place in the shuffled order that left the epoch
         self.seek(Cursor(0, 0))
 
@@ -155,9 +155,8 @@ class DifficultyIterator:
         taken = np.zeros(self.num_rows, dtype=np.bool_)
         taken[np.fromiter(rows, dtype=np.int64)] = True
         if (number := int(taken.sum())) != cursor.position:
-            raise CheckpointError(
-                f"the ledger has {number} rows of epoch {cursor.epoch}, and the order is at {cursor.position}"
-            )
+            what = f"the ledger has {number} rows of epoch {cursor.epoch}, and the order is at {cursor.position}"
+            raise CheckpointError(what)
         self._begin(cursor.epoch, taken)
 
     def back_to(self, epoch: int, taken: NDArray[np.bool_], num_drawn: int) -> None:
@@ -179,11 +178,9 @@ class DifficultyIterator:
         if all rows are in pools of weight 0."""
         if self._position == self.num_rows:
             if not any(weight and number for weight, number in zip(self.weights.weights, self.counts(), strict=True)):
-                raise BufferStateError(
-                    f"all {self.num_rows} rows are in pools of weight 0, so there is nothing to train on",
-                    where="--difficulty-weights",
-                    hint="a small weight keeps a pool in the epochs",
-                )
+                what = f"all {self.num_rows} rows are in pools of weight 0, so there is nothing to train on"
+                where = "--difficulty-weights"
+                raise BufferStateError(what, where=where, hint="a small weight keeps a pool in the epochs")
             self._begin(self._epoch + 1, np.zeros(self.num_rows, dtype=np.bool_))
         left = [len(ranks) - start for ranks, start in zip(self._ranks, self._starts, strict=True)]
         shares = [weight * number for weight, number in zip(self.weights.weights, left, strict=True)]
@@ -208,7 +205,7 @@ class DifficultyIterator:
 
     def _point(self, total: int) -> int:
         """A number from 0 to ``total - 1``, by the position."""
-        text = f"difficulty:{self._seed}:{self._epoch}:{self._position}"
+        text = f"difficulty:{self.seed}:{self._epoch}:{self._position}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big") % total
 
     def _leave(self, pool: int, *, passed: bool) -> Drawn:
@@ -222,7 +219,7 @@ class DifficultyIterator:
 
     def _begin(self, epoch: int, taken: NDArray[np.bool_]) -> None:
         self._epoch, self._taken, self._position = epoch, taken, int(taken.sum())
-        self._order = epoch_order(self.num_rows, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        self._order = epoch_order(self.num_rows, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         self._sort()
 
     def _sort(self) -> None:

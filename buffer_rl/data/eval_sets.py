@@ -165,11 +165,8 @@ def parse_eval_sets(texts: Sequence[str]) -> list[EvalSet]:
         if not equals and (path := next(rest, "")):
             equals = "="
         if not (equals and path and NAME.fullmatch(name)):
-            raise ConfigError(
-                f"{text!r} is no evaluation set",
-                where="--eval-prompt-data",
-                expected="NAME=PATH, or NAME PATH, the name of letters, digits, '_', '-' and '.'",
-            )
+            expected = "NAME=PATH, or NAME PATH, the name of letters, digits, '_', '-' and '.'"
+            raise ConfigError(f"{text!r} is no evaluation set", where="--eval-prompt-data", expected=expected)
         if name in sets:
             raise ConfigError(f"two evaluation sets have the name {name!r}", where="--eval-prompt-data")
         sets[name] = EvalSet(name=name, path=path)
@@ -190,10 +187,8 @@ def eval_sets_of(args: Args) -> list[EvalSet]:
     names = {eval_set.name for eval_set in sets}
     for eval_set in read_eval_config(args.eval_config, environ=os.environ):
         if eval_set.name in names:
-            raise ConfigError(
-                f"the evaluation set {eval_set.name!r} is named twice",
-                where=f"--eval-prompt-data and --eval-config {args.eval_config}",
-            )
+            what = f"the evaluation set {eval_set.name!r} is named twice"
+            raise ConfigError(what, where=f"--eval-prompt-data and --eval-config {args.eval_config}")
         sets.append(eval_set)
     return sets
 
@@ -210,13 +205,9 @@ def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
         top = file.entries(top["eval"], path, expected="the keys 'datasets' and, perhaps, 'defaults'")
     for key, node in top.items():
         if key not in ("datasets", "defaults"):
+            where, hint = where_of(path, node), did_you_mean(key, ["datasets", "defaults"])
             file.errors.append(
-                ConfigError(
-                    f"unknown key {key!r}",
-                    where=where_of(path, node),
-                    expected="datasets, defaults",
-                    hint=did_you_mean(key, ["datasets", "defaults"]),
-                )
+                ConfigError(f"unknown key {key!r}", where=where, expected="datasets, defaults", hint=hint)
             )
     sets: dict[str, EvalSet] = {}
     try:
@@ -248,9 +239,8 @@ class _File:
     def entries(self, node: yaml.Node | None, where: str, expected: str) -> dict[str, yaml.Node]:
         """The nodes of a mapping by key. Raises ConfigError for another node and a key that comes twice."""
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(
-                "this is not a mapping", where=where if node is None else where_of(self._path, node), expected=expected
-            )
+            what = "this is not a mapping"
+            raise ConfigError(what, where=where if node is None else where_of(self._path, node), expected=expected)
         found: dict[str, yaml.Node] = {}
         for key, value in node.value:
             if str(key.value) in found:
@@ -265,11 +255,9 @@ class _File:
         elif isinstance(node, yaml.SequenceNode) and node.value:
             yield from ((None, item) for item in node.value)
         else:
-            raise ConfigError(
-                "there are no evaluation sets in the file",
-                where=where if node is None else where_of(self._path, node),
-                expected="datasets: a list of mappings with name and path",
-            )
+            what = "there are no evaluation sets in the file"
+            expected = "datasets: a list of mappings with name and path"
+            raise ConfigError(what, where=where if node is None else where_of(self._path, node), expected=expected)
 
     def set_options(self, node: yaml.Node) -> dict[str, Any]:
         """The options of one set, or the defaults. Notes an error for each unknown one, with the nearest name."""
@@ -277,12 +265,8 @@ class _File:
         for key, value in self.entries(node, self._path, expected="the options of an evaluation set").items():
             try:
                 if key not in _KEYS:
-                    raise ConfigError(
-                        f"unknown option {key!r} of an evaluation set",
-                        where=where_of(self._path, value),
-                        expected=", ".join(_KEYS),
-                        hint=did_you_mean(key, _KEYS),
-                    )
+                    what, where = f"unknown option {key!r} of an evaluation set", where_of(self._path, value)
+                    raise ConfigError(what, where=where, expected=", ".join(_KEYS), hint=did_you_mean(key, _KEYS))
                 found[key] = plain_value(self._path, value, self._environ)
             except ConfigError as error:
                 self.errors.append(error)

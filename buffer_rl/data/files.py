@@ -263,22 +263,15 @@ def _decompress_by_fsspec(path: str, content: bytes, compression: str) -> bytes:
     try:
         from fsspec.compression import compr
     except ImportError as error:
-        raise DataError(
-            f"{compression} files need fsspec, which is not installed",
-            where=mask_url(path),
-            hint="pip install 'buffer-rl[data]'",
-        ) from error
+        what = f"{compression} files need fsspec, which is not installed"
+        raise DataError(what, where=mask_url(path), hint="pip install 'buffer-rl[data]'") from error
     if compression not in compr:
-        raise DataError(
-            f"the package that reads {compression} files is not installed",
-            where=mask_url(path),
-            hint="pip install what fsspec names for it: zstandard, lz4 or python-snappy",
-        )
+        hint = "pip install what fsspec names for it: zstandard, lz4 or python-snappy"
+        raise DataError(f"the package that reads {compression} files is not installed", where=mask_url(path), hint=hint)
     try:
         with compr[compression](io.BytesIO(content), mode="rb") as file:
             decompressed: bytes = file.read()
     except Exception as error:  # fault boundary: every codec raises errors of its own
-        raise DataError(
-            f"the file is no {compression} file, or a damaged one: {error}", where=mask_url(path)
-        ) from error
+        where = mask_url(path)
+        raise DataError(f"the file is no {compression} file, or a damaged one: {error}", where=where) from error
     return decompressed

@@ -81,12 +81,9 @@ def open_parts(path: str) -> list[OpenPart]:
     elif files.is_folder(path) and not _is_saved_folder(path):
         paths = [files.join(path, name) for name in files.list_folder(path) if _is_data(name)]
         if not paths:
-            raise DataError(
-                "there are no data files in the folder",
-                where=mask_url(path),
-                expected=f"files {', '.join(DATA_SUFFIXES)}, or a folder that Dataset.save_to_disk wrote "
-                f"(with {STATE_FILE})",
-            )
+            saved = f"a folder that Dataset.save_to_disk wrote (with {STATE_FILE})"
+            expected = f"files {', '.join(DATA_SUFFIXES)}, or {saved}"
+            raise DataError("there are no data files in the folder", where=mask_url(path), expected=expected)
     else:
         paths = [path]
     parts: list[OpenPart] = []
@@ -238,14 +235,13 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
         table = next(part.table for part in parts if len(part.table))
         _explain_labels(mask_url(str(data_path)), keys, found.facts, table.field_names())
     several = len(parts) > 1
+    of_files = [FilePart(path=part.path, unit=part.table.unit, first=part.start - first) for part in parts]
     return PromptDataset(
         rows=rows,
         source_hash=_source_hash(digest.result(), first, last, keys),
         path=data_path.path if several else parts[0].path,
         unit=parts[0].table.unit,
-        parts=tuple(FilePart(path=part.path, unit=part.table.unit, first=part.start - first) for part in parts)
-        if several
-        else (),
+        parts=tuple(of_files) if several else (),
         facts=found.facts,
     )
 

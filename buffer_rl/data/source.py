@@ -33,20 +33,15 @@ def read_sources(options: DataOptions) -> list[PromptDataset]:
         dataset = read_dataset(source, keys)
         for earlier in datasets:
             if earlier.source_hash == dataset.source_hash:
-                raise DataError(
-                    "the same rows come twice",
-                    where=mask_url(f"--prompt-data: {earlier.path} and {source}"),
-                    hint="name the source once, with a greater weight in --prompt-data-weights",
-                )
+                what = "the same rows come twice"
+                hint = "name the source once, with a greater weight in --prompt-data-weights"
+                raise DataError(what, where=mask_url(f"--prompt-data: {earlier.path} and {source}"), hint=hint)
         datasets.append(dataset)
     # Of all sources together: one with images may be mixed with one of text alone.
     for media, field in keys.multimodal:
         if all(media not in dataset.facts.media for dataset in datasets):
-            raise DataError(
-                f"no row of any source has the {media} field {field!r}",
-                where="--multimodal-keys",
-                hint="see the fields that the rows have",
-            )
+            what = f"no row of any source has the {media} field {field!r}"
+            raise DataError(what, where="--multimodal-keys", hint="see the fields that the rows have")
     return datasets
 
 

@@ -41,12 +41,7 @@ from buffer_rl.driver.local_roles import RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.offload import MemoryTurns, Phase
 from buffer_rl.driver.production import NothingLeft, Production
 from buffer_rl.driver.tasks import Calls, Runtime, StepTimes, Task, role_of, unbroken
-from buffer_rl.errors import (
-    BufferRLError,
-    DeadlineError,
-    EndedBySignal,
-    WorkerDiedError,
-)
+from buffer_rl.errors import BufferRLError, DeadlineError, EndedBySignal, WorkerDiedError
 from buffer_rl.observe.timeline import WorkSpan, clock_origin
 from buffer_rl.plan.roles import ACTOR, FIELD_OF_MODEL
 from buffer_rl.plan.schedule import RunPlan, RunResult

@@ -9,14 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 
-from buffer_rl.errors import BufferRLError, ConfigError
+from buffer_rl.args import Args
+from buffer_rl.errors import BufferRLError, ConfigError, raised_as
 from buffer_rl.files.checkpoint import (
     EVALUATION,
-    MANIFEST,
     STEP_NAME,
     folder_at,
     held_checkpoints,
@@ -26,15 +25,11 @@ from buffer_rl.files.checkpoint import (
     newest_step,
     remove_unfinished,
 )
-from buffer_rl.files.remote import is_remote, local_path
+from buffer_rl.files.remote import MANIFEST, is_remote, local_path
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import rollout_only
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 LOCK_NAME = ".lock"
 AUTO = "auto"
@@ -54,11 +49,9 @@ def folder_lock(folder: Path, flag: str = "--run-dir") -> Iterator[None]:
     process, however that ends. What runs that were killed left unfinished there is removed.
     Raises ConfigError if another run has it.
     """
-    try:
+    with raised_as(ConfigError, "the folder cannot be made", OSError, where=flag):
         make_folder(folder)
         file = (folder / LOCK_NAME).open("w")
-    except OSError as error:
-        raise ConfigError(f"the folder cannot be made: {error}", where=flag) from error
     with file:
         locked = lock_file(file, fcntl.LOCK_EX)
         if locked is False:
@@ -77,15 +70,12 @@ def check_lineage(args: Args, first_step: int) -> None:
     found = later_checkpoint(args, first_step)
     if found is None:
         return
-    folder = mask_url(required(args.save, "save"))
-    raise ConfigError(
-        f"the folder holds a checkpoint of step {found}, and this run begins at step {first_step}",
-        where=f"--save {folder}",
-        expected=f"no checkpoint beyond step {first_step}: the newest one would be of another run",
-        hint=f"--load auto (or --load {folder}) to go on from step {found}; or another folder; or move the later "
-        "checkpoints away",
-        see="docs/troubleshooting.md#resuming-is-refused",
-    )
+    folder, see = mask_url(required(args.save, "save")), "docs/troubleshooting.md#resuming-is-refused"
+    what = f"the folder holds a checkpoint of step {found}, and this run begins at step {first_step}"
+    expected = f"no checkpoint beyond step {first_step}: the newest one would be of another run"
+    others = "or another folder; or move the later checkpoints away"
+    hint = f"--load auto (or --load {folder}) to go on from step {found}; {others}"
+    raise ConfigError(what, where=f"--save {folder}", expected=expected, hint=hint, see=see)
 
 
 def later_checkpoint(args: Args, first_step: int) -> int | None:

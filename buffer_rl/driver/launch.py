@@ -18,8 +18,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.actor import BufferActor, start_buffer, watch_buffer
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_audit import ledger_writer
@@ -42,10 +43,12 @@ from buffer_rl.driver.offload import begins_asleep
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
 from buffer_rl.driver.runtime import RayRuntime
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.host import at_this_node, placed_launcher, places_engines
 from buffer_rl.errors import Stopped
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.kinds.engine import WeightTransport
 from buffer_rl.kinds.trainer import Memory
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.options.section import dump_args
@@ -88,11 +91,6 @@ from buffer_rl.weights.options import engines_may_differ, publishes_adapters
 from buffer_rl.weights.publish import LogProbCheck, Publisher
 from buffer_rl.weights.role_weights import FolderUpdates, RoleBroadcasts, RolePublisher
 from buffer_rl.weights.sender import Senders
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.engines.control import EngineControlClient
-    from buffer_rl.kinds.engine import WeightTransport
 
 CLOSE_TIMEOUT_S = 10.0
 """For rollout workers to close what they opened, and for a checkpoint that is being written to fail and be removed."""

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from buffer_rl import __version__
+from buffer_rl.args import Args
 from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup
@@ -27,10 +28,7 @@ from buffer_rl.plan.roles import ACTOR
 from buffer_rl.records.groups import Ticket, sample_means
 from buffer_rl.trainer.rank import TrainRank
 from buffer_rl.trainer.stream import longest_wait
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.weights.role_weights import FolderUpdates
+from buffer_rl.weights.role_weights import FolderUpdates
 
 OWES_EVALUATION = "owes_evaluation"
 """The fact in a checkpoint that the evaluation of its step was interrupted."""

@@ -185,11 +185,9 @@ class Production:
             drops = self._drops(rollout_id, report)
             if not is_of_ticket and rollout_id > self._plan.first_rollout and self._next == self._plan.num_rollouts:
                 raise NothingLeft(f"the last tickets ended short by all groups of step {rollout_id + 1}; {drops=}")
-            raise RolloutError(
-                "no group was finished, so there is nothing to train on",
-                where=f"rollout {rollout_id}",
-                hint=f"dropped: {drops}" if drops else "does the rollout function report its groups?",
-            )
+            what = "no group was finished, so there is nothing to train on"
+            hint = f"dropped: {drops}" if drops else "does the rollout function report its groups?"
+            raise RolloutError(what, where=f"rollout {rollout_id}", hint=hint)
         if not schedule.streams:
             self._start_roles(rollout_id, while_open=False)
         if not is_of_ticket:

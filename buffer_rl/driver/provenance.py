@@ -12,9 +12,10 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl import __version__
+from buffer_rl.args import Args
 from buffer_rl.errors import CheckpointError
 from buffer_rl.files.checkpoint import read_manifest
 from buffer_rl.options.redaction import mask_secrets, mask_url
@@ -31,9 +32,6 @@ from buffer_rl.plugin.reference import Form, find_module, form_of, split_file
 from buffer_rl.plugin.registry import Origin, PluginInfo, PluginRegistry
 from buffer_rl.plugin.shipping import CodeBundle, collect_code, search_folders
 from buffer_rl.trainer.learning_rate import learning_rate, with_decay_iters
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 # What the numbers of a run depend on.
 PACKAGES = (
@@ -123,7 +121,7 @@ def changed_plugins(facts: Mapping[str, Any], now: Provenance) -> list[str]:
     """One line for each option whose plugin has other source than when ``facts`` (a checkpoint's) were written, and
     for user code that differs otherwise."""
     before = {(entry["option"], entry["reference"]): entry for entry in facts.get("plugins", ())}
-    lines = []
+    lines, has_changed = [], "has changed since the checkpoint was written"
     if facts.get("buffer_rl", __version__) != __version__:
         lines.append(f"the checkpoint was written by buffer_rl {facts['buffer_rl']}; this is {__version__}")
     for source in now.plugins:
@@ -132,14 +130,11 @@ def changed_plugins(facts: Mapping[str, Any], now: Provenance) -> list[str]:
         earlier = before.get((source.option, source.reference))
         if earlier is not None and earlier["sha256"] != source.sha256:
             versions = f" ({earlier['version']}, now {source.version})" if earlier["version"] != source.version else ""
-            lines.append(
-                f"{flag_of(source.option)} {source.reference}: {source.file} has changed since the checkpoint was "
-                f"written{versions}"
-            )
+            lines.append(f"{flag_of(source.option)} {source.reference}: {source.file} {has_changed}{versions}")
     named = {source.file for source in now.plugins}
     code = facts.get("code", {})
     lines += [
-        f"{path} has changed since the checkpoint was written"
+        f"{path} {has_changed}"
         for path, sha256 in now.code.items()
         if path in code and code[path] != sha256 and not any(file.endswith(f"/{path}") for file in named)
     ]
@@ -276,14 +271,11 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
     """
     if args.load is None or args.num_rollout == 0:
         return  # the last: an evaluation, which reads no training data
-    manifest = read_manifest(args.load)
+    manifest, where = read_manifest(args.load), f"--load {mask_url(args.load)}"
     if uses_critic(args) and not any(name.startswith(f"{checkpoint_folder(CRITIC)}/") for name in manifest.files):
-        raise CheckpointError(
-            "it was written by a run without a critic, and this run has one",
-            where=f"--load {mask_url(args.load)}",
-            hint="resume without it, or start again from the checkpoint's hf/ folder: --hf-checkpoint in place of "
-            "--load (--num-critic-only-steps trains the critic first)",
-        )
+        how = "--hf-checkpoint in place of --load (--num-critic-only-steps trains the critic first)"
+        hint = f"resume without it, or start again from the checkpoint's hf/ folder: {how}"
+        raise CheckpointError("it was written by a run without a critic, and this run has one", where=where, hint=hint)
     if train_only(args) or args.data_source_path is not None:
         return
     facts = manifest.facts
@@ -295,20 +287,16 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
         [[entry.get(name) for entry in part] for part in (before, now)] for name in ("source_hash", "num_rows")
     )
     if hashes[0] != hashes[1] and before and not (args.accept_changed_rows and rows[0] == rows[1]):
-        raise CheckpointError(
-            f"it was written with other training data: {_list_sources(before)}; now {_list_sources(now)}",
-            where=f"--load {mask_url(args.load)}",
-            expected="as many rows in each source, which --accept-changed-rows asks for" * args.accept_changed_rows,
-            hint="resume with the files, field names and slices of the saved run (rows that were mended since, none "
-            "added and none taken out: --accept-changed-rows), or start again from its hf/ folder",
-            see="docs/troubleshooting.md#resuming-is-refused",
-        )
+        what = f"it was written with other training data: {_list_sources(before)}; now {_list_sources(now)}"
+        expected = "as many rows in each source, which --accept-changed-rows asks for" * args.accept_changed_rows
+        mended = "rows that were mended since, none added and none taken out: --accept-changed-rows"
+        same = f"resume with the files, field names and slices of the saved run ({mended})"
+        hint, see = f"{same}, or start again from its hf/ folder", "docs/troubleshooting.md#resuming-is-refused"
+        raise CheckpointError(what, where=where, expected=expected, hint=hint, see=see)
     for name in ("rollout_seed", "rollout_shuffle", "prompt_order", "prompt_data_weights"):
         if name in options and options[name] != getattr(args, name):
-            raise CheckpointError(
-                f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order",
-                where=f"--load {mask_url(args.load)}",
-            )
+            what = f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order"
+            raise CheckpointError(what, where=where)
 
 
 def with_special_tokens(resolved: Resolved) -> tuple[Resolved, str]:

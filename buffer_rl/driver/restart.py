@@ -15,9 +15,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.ledger_audit import process_note
 from buffer_rl.cluster.actor_group import ActorGroup, is_dead
 from buffer_rl.cluster.dispatch import Method
@@ -32,12 +33,9 @@ from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
 from buffer_rl.observe.observer import RunObserver
 from buffer_rl.observe.startup import StartUp
+from buffer_rl.plan.schedule import RunResult
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RunStart
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.plan.schedule import RunResult
 
 END_TIMEOUT_S = 10.0
 """How long the processes of a run may take to end."""

@@ -3,8 +3,9 @@ the rows and the fields that it reads: what depends on imported plugins, and so 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.kinds.kind import absent_of
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of, unit_of
 from buffer_rl.kinds.trainer import HasValues, ReloadsReference, ReplaysExperts, Sleeps
@@ -29,9 +30,6 @@ from buffer_rl.plan.roles import ADVANTAGE_FIELDS, CRITIC, FIELD_OF_MODEL, MODEL
 from buffer_rl.plan.schedule import Schedule, rollout_only
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.trainer.options import REWARDS_TO_TRAIN_ON, STREAM
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 ADD_REFERENCE = "add --use-kl-loss (with --kl-loss-coef 0 for no KL penalty)"
 

@@ -118,11 +118,9 @@ def parse_answer(
         if experts is not None:
             result.experts, result.experts_start = experts.read(meta, len(token_ids))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise EngineError(
-            f"an answer of /generate breaks the protocol: {type(error).__name__}: {error}",
-            where=url,
-            expected="output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions",
-        ) from error
+        what = f"an answer of /generate breaks the protocol: {type(error).__name__}: {error}"
+        expected = "output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions"
+        raise EngineError(what, where=url, expected=expected) from error
     _check_answer(result, token_ids, url, vocab_size, meta["weight_versions"])
     return result
 
@@ -371,11 +369,9 @@ class EngineClient:
                 return await self._with_retries(rid, rows, request, headers, limit)
         except TimeoutError as error:
             await self._abort_quietly(rows)
-            raise DeadlineError(
-                f"no answer for request {rid!r} within {self.timeout_s:g} s",
-                where=self._generate_url,
-                hint="lower the response length, add engines, or raise --generate-timeout-s",
-            ) from error
+            what = f"no answer for request {rid!r} within {self.timeout_s:g} s"
+            hint = "lower the response length, add engines, or raise --generate-timeout-s"
+            raise DeadlineError(what, where=self._generate_url, hint=hint) from error
 
     def _check_prompt(self, rid: str, prompt: list[int]) -> None:
         """Refuse what an engine may die of: the retry would kill the next one."""

@@ -26,11 +26,8 @@ class ExternalEngine:
         deadline = time.monotonic() + timeout_s
         while not answers(f"{self.url}/health", 1.0):
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"the engine did not answer within {timeout_s:g} s",
-                    where=self.url,
-                    hint="--rollout-external-engine-addrs are engines that run already",
-                )
+                hint = "--rollout-external-engine-addrs are engines that run already"
+                raise DeadlineError(f"the engine did not answer within {timeout_s:g} s", where=self.url, hint=hint)
             time.sleep(POLL_S)
         self._answered = True
 

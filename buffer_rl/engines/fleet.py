@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from buffer_rl.args import Args
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState, Replica
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
@@ -22,10 +23,6 @@ from buffer_rl.errors import ConfigError, DeadlineError, EngineError, WorkerDied
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess, RouterLauncher, RouterProcess
 from buffer_rl.plugin.calls import Guarded, call, returned
 from buffer_rl.plugin.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 _REQUIRED = ("wait_ready", "check", "stop")
 _OF_ROUTER = (*_REQUIRED, "add", "remove")
@@ -41,6 +38,7 @@ class EngineFleet:
     With ``args.router_url`` set, the fleet is external: nothing is started, checked or stopped.
     ``args.engine_api_key`` is what engines and router ask for (see ``with_engine_key``); None: they ask for none.
 
+    router: what the fleet has started; None before ``start``, and for an external fleet.
     launcher: a registry that ``args.rollout_engine`` is resolved in, or the launcher itself. notice: called with one
     line, from any thread, when an engine is lost or replaced.
     """
@@ -56,17 +54,14 @@ class EngineFleet:
         self._logs = Path(run_dir, "logs")
         self._external = args.router_url is not None
         if self._external and not args.engine_urls:
-            raise ConfigError(
-                "--router-url needs the engines behind it as well",
-                where="--engine-urls",
-                hint="pause, abort and weight updates go to the engines directly",
-            )
+            hint = "pause, abort and weight updates go to the engines directly"
+            raise ConfigError("--router-url needs the engines behind it as well", where="--engine-urls", hint=hint)
         if isinstance(launcher, PluginRegistry):
             launcher = named_launcher(launcher.resolve("engine", args.rollout_engine), args.rollout_engine)
         self._launch: EngineLauncher = launcher
         self._notice = notice
         self._registry = EngineRegistry.of_urls(args.engine_urls) if self._external else EngineRegistry()
-        self._router: RouterProcess | None = None
+        self.router: RouterProcess | None = None
         self._heartbeat: Heartbeat | None = None
         self._supervisor: Supervisor | None = None
 
@@ -88,15 +83,10 @@ class EngineFleet:
         EngineError where it is not started, and as ``Router.wait_ready``."""
         if self._external:
             return str(self._args.router_url)
-        if self._router is None:
+        if self.router is None:
             raise EngineError("the router is not running yet", hint="call start first")
-        self._router.wait_ready(self._args.engine_start_timeout_s)
-        return self._router.url
-
-    @property
-    def router(self) -> RouterProcess | None:
-        """The router that the fleet started; None before ``start`` and for an external fleet."""
-        return self._router
+        self.router.wait_ready(self._args.engine_start_timeout_s)
+        return self.router.url
 
     @property
     def engines(self) -> list[EngineProcess]:
@@ -121,7 +111,7 @@ class EngineFleet:
             for index in range(self._args.rollout_num_engines):
                 engine = self._start_one(index, f"engine_{index}.log")
                 self._registry.add(Replica(index=index, engine=engine, on_change=self._changed))
-            self._router = self._start_router()
+            self.router = self._start_router()
         except BaseException:
             self.stop()
             raise
@@ -132,18 +122,18 @@ class EngineFleet:
         Raises EngineError with the end of the log if a process ends first, DeadlineError when time is up;
         everything is stopped then.
         """
-        if self._router is None or self._heartbeat is not None:  # an external fleet has no router of its own
+        if self.router is None or self._heartbeat is not None:  # an external fleet has no router of its own
             return
         deadline = time.monotonic() + self._args.engine_start_timeout_s
         try:
-            _wait_for_all([*self.engines, self._router], deadline)
-            self._router.check()  # it may have ended while the engines loaded
+            _wait_for_all([*self.engines, self.router], deadline)
+            self.router.check()  # it may have ended while the engines loaded
             left = max(deadline - time.monotonic(), 0.0)
-            self._router.add(*self.engine_urls, timeout_s=left, check=self._check_engines)
+            self.router.add(*self.engine_urls, timeout_s=left, check=self._check_engines)
             for replica in self._registry.all():
                 replica.note(EngineEvent.HAS_WEIGHTS)
             args, registry = self._args, self._registry
-            self._supervisor = Supervisor(args, registry, self._router, self._start_one, self._say)
+            self._supervisor = Supervisor(args, registry, self.router, self._start_one, self._say)
             self._supervisor.start()
             self._heartbeat = Heartbeat(registry, args.rollout_health_check_timeout, args.engine_api_key)
             self._heartbeat.start()
@@ -158,9 +148,9 @@ class EngineFleet:
     def check(self) -> None:
         """Raises WorkerDiedError, with the end of the log, if the router has ended; EngineError if no engine is left
         and none will come, as ``args.engine_max_restarts`` were started in the place of others."""
-        if self._router is not None:
+        if self.router is not None:
             try:
-                self._router.check()
+                self.router.check()
             except EngineError as error:
                 raise WorkerDiedError(error.what, where=f"router, {error.where}", hint=error.hint) from error
         if self._registry.over is not None:
@@ -179,7 +169,7 @@ class EngineFleet:
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.stop()
-        replicas, router, self._router = self._registry.clear(), self._router, None
+        replicas, router, self.router = self._registry.clear(), self.router, None
         failures = []
         stops = [replica.engine.stop for replica in replicas]
         for stop in [router.stop, *stops] if router is not None else stops:

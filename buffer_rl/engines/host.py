@@ -103,7 +103,8 @@ class PlacedEngine:
     """An engine behind its actor, as the driver sees it; meets ``buffer_rl.kinds.engine.EngineProcess``.
 
     It is on its node of ``placement``; where Ray has found that one gone, on any that has the devices.
-    notice: called with a line while no node has room for it.
+    notice: called with a line while no node has room for it. url: without a trailing slash; empty before ``wait_ready``
+    has returned.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class PlacedEngine:
         self._log_path = log_path
         self._notice = notice
         self._weight_sync_mode = args.weight_sync_mode
-        self._url = ""
+        self.url = ""
         self._host_args = dump_args(args), index, log_path
         self._options = placement.options(ENGINE, index)
         self._planned: Node | None = placement.node_of(ENGINE, index)
@@ -122,11 +123,6 @@ class PlacedEngine:
         self._probe: Future[None] | None = None
         self._silent_since: float | None = None
         self._place()
-
-    @property
-    def url(self) -> str:
-        """Base URL, without a trailing slash; empty before ``wait_ready`` has returned."""
-        return self._url
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return once the engine answers. Raises EngineError if it ends first or cannot be started, DeadlineError if no
@@ -138,7 +134,7 @@ class PlacedEngine:
         left = max(deadline - time.monotonic(), 0.0)
         url = self._result(self._actor.wait_ready.remote(left).future(), left + ANSWER_S)
         require_local_engines(self._weight_sync_mode, [url])
-        self._url = url
+        self.url = url
 
     def check(self) -> None:
         """Raises EngineError if the engine has ended, with the end of its log where its node still answers. Never waits
@@ -154,12 +150,9 @@ class PlacedEngine:
             if self._probe is None:
                 self._probe = self._actor.check.remote().future()
                 self._silent_since = self._silent_since or time.monotonic()
-        if self._is_late() and self._url and refuses_connections(self._url):
-            raise EngineError(
-                f"{self._name} is gone: nothing listens at {self._url}, and its process does not answer",
-                where=self._where(),
-                hint="its node may be gone; else its log is there",
-            )
+        if self._is_late() and self.url and refuses_connections(self.url):
+            what = f"{self._name} is gone: nothing listens at {self.url}, and its process does not answer"
+            raise EngineError(what, where=self._where(), hint="its node may be gone; else its log is there")
 
     def stop(self) -> None:
         """End the server and its actor. An actor that does not answer is not waited for: Ray ends it, and its server
@@ -210,11 +203,9 @@ class PlacedEngine:
                 self._place_again()
             waited = time.monotonic() - started
             if waited >= timeout_s:
-                raise DeadlineError(
-                    f"no node had room for {self._name} within {timeout_s:g} s",
-                    where=f"the cluster, asked for {self._asks()}",
-                    hint="`ray status` says what its nodes have; add nodes, or lower --rollout-num-engines",
-                )
+                what = f"no node had room for {self._name} within {timeout_s:g} s"
+                hint = "`ray status` says what its nodes have; add nodes, or lower --rollout-num-engines"
+                raise DeadlineError(what, where=f"the cluster, asked for {self._asks()}", hint=hint)
             if waited >= ROOM_NOTICE_S and not noticed and self._notice is not None:
                 self._notice(f"{self._name} waits for a node that has room for it ({self._asks()})")
                 noticed = True

@@ -19,6 +19,7 @@ import orjson
 
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.engines.protocol import CONTEXT_LENGTH_EXCEEDED, BadRequestError, is_neutral
+from buffer_rl.errors import raised_as
 
 # Fields that would change the answer and are not implemented, with the values that change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -85,10 +86,8 @@ def read_chat(body: Any, tokenizer: Any, context_length: int, model: str) -> tup
         raise BadRequestError("'input_ids' must be a list of token ids")
     limit = body.get("max_tokens") if (own := body.get("max_completion_tokens")) is None else own
     if len(ids) >= context_length:
-        raise BadRequestError(
-            f"the messages have {len(ids)} tokens; expected fewer than the model's context length of {context_length}",
-            code=CONTEXT_LENGTH_EXCEEDED,
-        )
+        most = f"expected fewer than the model's context length of {context_length}"
+        raise BadRequestError(f"the messages have {len(ids)} tokens; {most}", code=CONTEXT_LENGTH_EXCEEDED)
     params = _params(body, context_length - len(ids) if limit is None else limit)
     if body.get("logprobs"):
         reply.top = _count(body, "top_logprobs", 0)
@@ -172,7 +171,8 @@ def _templated(messages: list[dict[str, Any]], body: dict[str, Any], tokenizer: 
     variables = _object(body, "chat_template_kwargs")
     if body.get("chat_template") is not None or "chat_template" in variables:
         raise BadRequestError("'chat_template' is not supported: the template is that of the model's folder")
-    try:
+    # Fault boundary: a template is a program of the model's folder.
+    with raised_as(BadRequestError, "the chat template", Exception):
         text = tokenizer.apply_chat_template(
             [_message(message) for message in messages],
             tools=tools or None,
@@ -181,8 +181,6 @@ def _templated(messages: list[dict[str, Any]], body: dict[str, Any], tokenizer: 
             continue_final_message=going_on,
             **variables,
         )
-    except Exception as error:  # fault boundary: a template is a program of the model's folder
-        raise BadRequestError(f"the chat template: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -207,10 +205,8 @@ def _call(call: Any) -> dict[str, Any]:
         raise BadRequestError("'tool_calls' must be a list of objects with a 'function'")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with raised_as(BadRequestError, "the arguments of a tool call are not JSON", JSONError):
             arguments = read_json(arguments or "{}")
-        except JSONError as error:
-            raise BadRequestError(f"the arguments of a tool call are not JSON: {error}") from error
     return {**call, "function": {**function, "arguments": arguments} if "arguments" in function else function}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer_rl.errors import EngineError
+from buffer_rl.errors import EngineError, raised_as
 
 GENERATE, SERVER_INFO, MODEL_INFO = "/generate", "/server_info", "/model_info"
 """Paths that several callers ask; those of one call stand in its method of ``EngineControlClient``."""
@@ -126,7 +126,8 @@ class ServerInfo:
     @classmethod
     def parse(cls, answer: Any, url: str) -> ServerInfo:
         """Of an answer of ``/server_info``. Raises EngineError unless it is one."""
-        try:
+        unlike = (AttributeError, TypeError, ValueError)
+        with raised_as(EngineError, "not what a server says of itself", unlike, where=url + SERVER_INFO):
             deterministic, length = bool(answer.get("deterministic")), answer.get("context_length")
             return cls(
                 is_embedded=answer.get("engine") == EMBEDDED,
@@ -140,8 +141,6 @@ class ServerInfo:
                 digest=answer.get("digest"),
                 prepares_weights=answer.get("prepares_weights") is True,
             )
-        except (AttributeError, TypeError, ValueError) as error:
-            raise EngineError(f"not what a server says of itself: {error}", where=url + SERVER_INFO) from error
 
     @property
     def is_ours(self) -> bool:

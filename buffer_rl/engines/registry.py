@@ -226,11 +226,9 @@ class EngineRegistry:
         deadline = time.monotonic() + timeout_s
         while self.num_starting:
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"an engine that is being started took longer than {timeout_s:g} s",
-                    where="--offload-rollout",
-                    hint="its log says what it does; --engine-start-timeout-s and --update-weights-timeout-s bound it",
-                )
+                what = f"an engine that is being started took longer than {timeout_s:g} s"
+                hint = "its log says what it does; --engine-start-timeout-s and --update-weights-timeout-s bound it"
+                raise DeadlineError(what, where="--offload-rollout", hint=hint)
             time.sleep(POLL_INTERVAL_S)
 
     def starved_version(self) -> int | None:

@@ -9,15 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.process import NO_ANSWER, POLL_INTERVAL_S, ServerProcess, arguments_of, fetch, key_environment
 from buffer_rl.engines.client import request_timeout_s
 from buffer_rl.engines.http import decode_json, status_error
-from buffer_rl.errors import ConfigError, DeadlineError, EngineError
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError, raised_as
 
 LOOPBACK = "127.0.0.1"
 CALL_TIMEOUT_S = 10.0
@@ -66,14 +64,10 @@ class RouterPackage:
     def arguments(self, given: Mapping[str, Any]) -> list[str]:
         """``--router-args`` as the router takes them. Raises ConfigError as ``check``."""
         found = arguments_of(given, "router", OWN)
-        try:
+        where = f"--router {self.package}"
+        hint = f"pip install 'buffer-rl[{self.package}]', or the router of the core: --router sglang"
+        with raised_as(ConfigError, "the router cannot be imported", ImportError, where=where, hint=hint):
             known = importlib.import_module(f"{self.package}.router_args").RouterArgs
-        except ImportError as error:
-            raise ConfigError(
-                f"the router cannot be imported: {error}",
-                where=f"--router {self.package}",
-                hint=f"pip install 'buffer-rl[{self.package}]', or the router of the core: --router sglang",
-            ) from error
         parser = _Parser(f"{self.package}.launch_router")
         known.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
         parser.parse_args([f"--router-{each[2:]}" if each.startswith("--") else each for each in found])
@@ -147,13 +141,10 @@ class Router(ServerProcess):
             if check is not None:
                 check()
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"the router at {self.url} did not {'list' if listed else 'drop'} {url} in time; "
-                    f"{self.process.log_end()}",
-                    where=self.process.log_path,
-                    hint=f"can the router's machine reach {url}? It connects directly, without a proxy",
-                    see="docs/troubleshooting.md#router-or-engines-are-not-reached",
-                )
+                verb, see = "list" if listed else "drop", "docs/troubleshooting.md#router-or-engines-are-not-reached"
+                what = f"the router at {self.url} did not {verb} {url} in time; {self.process.log_end()}"
+                hint = f"can the router's machine reach {url}? It connects directly, without a proxy"
+                raise DeadlineError(what, where=self.process.log_path, hint=hint, see=see)
             time.sleep(POLL_INTERVAL_S)
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:

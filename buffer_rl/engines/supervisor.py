@@ -253,18 +253,20 @@ def _without_log(error: BufferRLError) -> str:
     return error.what.splitlines()[0].partition("; ")[0]
 
 
+@dataclass(eq=False)
 class Heartbeat:
     """Watches the replicas of ``registry`` that serve, or will as soon as they have the weights.
 
     timeout_s: an engine is dead once it answered no probe for so long (``Replica.probed``). api_key: of the engines.
     """
 
-    def __init__(self, registry: EngineRegistry, timeout_s: float, api_key: str | None = None) -> None:
-        self._registry = registry
-        self._key = api_key
-        self._timeout_s = timeout_s
-        self._interval_s = min(timeout_s / 6, LONGEST_INTERVAL_S)
-        self._probe_s = max(SHORTEST_PROBE_S, min(timeout_s / 6, LONGEST_PROBE_S))
+    _registry: EngineRegistry
+    timeout_s: float
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        self._interval_s = min(self.timeout_s / 6, LONGEST_INTERVAL_S)
+        self._probe_s = max(SHORTEST_PROBE_S, min(self.timeout_s / 6, LONGEST_PROBE_S))
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="engine-heartbeat", daemon=True)
 
@@ -292,13 +294,10 @@ class Heartbeat:
             what = f"engine {replica.index} is another one: its weights are of version {found}"
             replica.end(EngineError(what, where=replica.url, hint="it was started again by who runs it"))
             return
-        if replica.probed(answered, time.monotonic()) >= self._timeout_s:
-            error = EngineError(
-                f"engine {replica.index} hangs: no answer to {self._path(replica)} for {self._timeout_s:g} s",
-                where=replica.url,
-                hint="its log says what it did last; raise --rollout-health-check-timeout if it is only slow",
-            )
-            replica.end(error)
+        if replica.probed(answered, time.monotonic()) >= self.timeout_s:
+            what = f"engine {replica.index} hangs: no answer to {self._path(replica)} for {self.timeout_s:g} s"
+            hint = "its log says what it did last; raise --rollout-health-check-timeout if it is only slow"
+            replica.end(EngineError(what, where=replica.url, hint=hint))
 
     def _other_version(self, replica: Replica) -> str:
         """The version of the engine's weights if it is not what was published: behind one address another process may
@@ -323,4 +322,4 @@ class Heartbeat:
         return False
 
     def _fetch(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        return fetch(replica.url + path, self._probe_s, key=self._key)
+        return fetch(replica.url + path, self._probe_s, key=self.api_key)

@@ -25,15 +25,14 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 
-from buffer_rl.errors import BufferRLError, CheckpointError
-from buffer_rl.files.remote import FOLDER_KEY, RemoteFolder, is_remote, local_path
+from buffer_rl.errors import BufferRLError, CheckpointError, raised_as
+from buffer_rl.files.remote import FOLDER_KEY, MANIFEST, RemoteFolder, is_remote, local_path
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.records.utf8 import encodable
 
 FORMAT = 2
 UNSEALED_FORMAT = 1
 """Of earlier versions: without a hash of the manifest itself."""
-MANIFEST = "manifest.json"
 EVALUATION = "evaluation.json"
 _SEAL = "manifest_sha256"
 STEP_NAME = re.compile(r"step_(\d{6,})")
@@ -73,7 +72,7 @@ def new_checkpoint(
     """
     name = f"step_{step:06d}"
     if is_remote(local_path(str(root))):
-        remote = RemoteFolder(str(root), MANIFEST)
+        remote = RemoteFolder(str(root))
         base = Path(scratch or tempfile.gettempdir())
         with _writing(remote.where(name)), _temporary_folder(base, f".{name}.") as temporary:
             yield temporary
@@ -99,7 +98,7 @@ def opened_checkpoint(path: str | Path, scratch: str | Path | None = None) -> It
                 lock_file(stack.enter_context((chosen / MANIFEST).open("rb")), fcntl.LOCK_SH)
             yield open_checkpoint(chosen)
         return
-    remote = RemoteFolder(str(path), MANIFEST)
+    remote = RemoteFolder(str(path))
     name, manifest = _newest_remote(remote)
     with _temporary_folder(Path(scratch or tempfile.gettempdir()), ".load.") as temporary:
         for file, (size, sha256) in manifest.files.items():
@@ -112,7 +111,7 @@ def read_manifest(path: str | Path) -> Manifest:
     """The manifest of the checkpoint at ``path`` (a folder, a URL, or one of several checkpoints), whose files are not
     looked at. Raises CheckpointError."""
     if is_remote(local_path(str(path))):
-        return _newest_remote(RemoteFolder(str(path), MANIFEST))[1]
+        return _newest_remote(RemoteFolder(str(path)))[1]
     chosen = _chosen(path)
     with _older_named(chosen):
         return _read_manifest(chosen)
@@ -148,13 +147,11 @@ def newest_step(path: str | Path) -> int:
     """The step of the newest checkpoint in the folder or at the URL ``path``; 0 where there is none, or no folder yet.
     Raises CheckpointError if that cannot be found out."""
     if is_remote(local_path(str(path))):
-        remote = RemoteFolder(str(path), MANIFEST)
+        remote = RemoteFolder(str(path))
         return next((step for step, _, _ in _remote_checkpoints(remote, remote.names(missing_ok=True))), 0)
     folder = Path(local_path(str(path)))
-    try:
+    with raised_as(CheckpointError, "the folder cannot be read", OSError, where=str(path)):
         return max(_steps_in(folder), default=0) if folder.is_dir() else 0
-    except OSError as error:
-        raise CheckpointError(f"the folder cannot be read: {error}", where=str(path)) from error
 
 
 def remove_unfinished(folder: Path, name: str = "") -> None:
@@ -213,10 +210,8 @@ def manifest_content(step: int, facts: Mapping[str, Any], files: Mapping[str, tu
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
     """What a manifest's bytes say. Raises CheckpointError naming ``where`` if they are damaged or of another format."""
-    try:
+    with raised_as(CheckpointError, "the manifest cannot be read", orjson.JSONDecodeError, where=where):
         manifest = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise CheckpointError(f"the manifest cannot be read: {error}", where=where) from error
     if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, UNSEALED_FORMAT):
         raise CheckpointError("the manifest is of another format", where=where, expected=f"format {FORMAT}")
     try:
@@ -244,10 +239,8 @@ def _chosen(path: str | Path) -> Path:
 
 def _read_manifest(chosen: Path) -> Manifest:
     where = chosen / MANIFEST
-    try:
+    with raised_as(CheckpointError, "the manifest cannot be read", OSError, where=str(where)):
         return parse_manifest(where.read_bytes(), str(where))
-    except OSError as error:
-        raise CheckpointError(f"the manifest cannot be read: {error}", where=str(where)) from error
 
 
 @contextmanager
@@ -268,7 +261,7 @@ def _newest_remote(remote: RemoteFolder) -> tuple[str, Manifest]:
 
     A folder without manifest, or with one that was cut off while it was written, is an upload that did not end.
     """
-    if content := remote.manifest():
+    if content := remote.content("", MANIFEST):
         return "", parse_manifest(content, remote.where(MANIFEST))
     for _, name, content in _remote_checkpoints(remote, remote.names()):
         return name, parse_manifest(content, remote.where(name, MANIFEST))
@@ -279,7 +272,7 @@ def _remote_checkpoints(remote: RemoteFolder, names: Sequence[str]) -> Iterator[
     """Step, name and manifest of each checkpoint, the newest first."""
     steps = {int(match[1]): name for name in names if (match := STEP_NAME.fullmatch(name))}
     for step in sorted(steps, reverse=True):
-        content = remote.manifest(steps[step])
+        content = remote.content(steps[step], MANIFEST)
         if content and content.rstrip().endswith(b"}"):
             yield step, steps[step], content
 
@@ -299,13 +292,11 @@ def _writing(where: str) -> Iterator[None]:
 def _temporary_folder(base: Path, prefix: str, *, replaces: Path | None = None) -> Iterator[Path]:
     """A new folder in ``base``, removed after the block unless it was renamed. Raises CheckpointError if it cannot be
     made."""
-    try:
+    with raised_as(CheckpointError, "the checkpoint folder cannot be made", OSError, where=str(base)):
         make_folder(base)
         if replaces is not None:
             remove_unfinished(base, replaces.name)
         temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint folder cannot be made: {error}", where=str(base)) from error
     try:
         yield temporary
     finally:
@@ -444,7 +435,7 @@ CheckpointFolder = LocalFolder | RemoteFolder
 
 def folder_at(root: str) -> CheckpointFolder:
     """The folder or URL of ``--save``. Raises CheckpointError if no backend reaches the URL."""
-    return RemoteFolder(root, MANIFEST) if is_remote(local_path(root)) else LocalFolder(local_path(root))
+    return RemoteFolder(root) if is_remote(local_path(root)) else LocalFolder(local_path(root))
 
 
 def held_checkpoints(folder: CheckpointFolder, newest: int = 0) -> dict[int, Held]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import required
 from buffer_rl.records.experts import ExpertSizes
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 DOWNLOAD = "a model of the Hub is ORG/NAME, or: hf download ORG/NAME --local-dir FOLDER"
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "llm_config", "language_config")
@@ -73,12 +71,10 @@ def expert_sizes(args: Args) -> ExpertSizes | None:
     folder = required(args.hf_checkpoint, "hf_checkpoint")
     sizes = ExpertSizes.of(text_config(read_config("--hf-checkpoint", folder)))
     if sizes is None:
-        raise ConfigError(
-            "the model is no mixture of experts, as far as its config.json says",
-            where=f"--replay-routed-experts and --hf-checkpoint {folder}",
-            expected="num_experts (or num_local_experts, n_routed_experts) and num_experts_per_tok",
-            hint="take --replay-routed-experts out",
-        )
+        what = "the model is no mixture of experts, as far as its config.json says"
+        where = f"--replay-routed-experts and --hf-checkpoint {folder}"
+        expected = "num_experts (or num_local_experts, n_routed_experts) and num_experts_per_tok"
+        raise ConfigError(what, where=where, expected=expected, hint="take --replay-routed-experts out")
     return sizes
 
 
@@ -100,10 +96,8 @@ def length_problem(config: Mapping[str, Any], longest: int | None) -> tuple[str,
     limit, what = min(limits)
     if longest is not None and longest <= limit:
         return None
-    return (
-        f"the model has {what}: beyond {limit} tokens the log-probabilities of a row would depend on other rows",
-        limit,
-    )
+    why = f"the model has {what}: beyond {limit} tokens the log-probabilities of a row would depend on other rows"
+    return why, limit
 
 
 def require_short_rows(flag: str, config: Mapping[str, Any], longest: int | None, limit_flag: str) -> None:
@@ -111,12 +105,9 @@ def require_short_rows(flag: str, config: Mapping[str, Any], longest: int | None
     flag: names the model; limit_flag: what would limit the sequences."""
     if problem := length_problem(config, longest):
         reason, limit = problem
-        raise ConfigError(
-            reason,
-            where=f"{flag} config.json",
-            expected=f"sequences of at most {limit} tokens; here they may have {longest or 'any number'}",
-            hint=f"add {limit_flag} {limit}, or less",
-        )
+        where = f"{flag} config.json"
+        expected = f"sequences of at most {limit} tokens; here they may have {longest or 'any number'}"
+        raise ConfigError(reason, where=where, expected=expected, hint=f"add {limit_flag} {limit}, or less")
 
 
 def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -23,6 +23,7 @@ from buffer_rl.errors import BufferRLError, CheckpointError, DataError
 from buffer_rl.options.redaction import mask_url
 
 LOCAL_SCHEMES = ("file", "local")
+MANIFEST = "manifest.json"
 FOLDER_KEY = "folder"
 """Of an uploaded manifest: the folder beside it that holds the files."""
 
@@ -56,11 +57,9 @@ def file_system(path: str, error_type: type[BufferRLError] = DataError) -> tuple
         system, inner = fsspec.core.url_to_fs(path)
     except ImportError as error:
         scheme = path.partition("://")[0]
-        raise error_type(
-            f"the backend of fsspec for {scheme}:// is not installed: {error}",
-            where=where,
-            hint="pip install the package that the message names, besides 'buffer-rl[data]'",
-        ) from error
+        what = f"the backend of fsspec for {scheme}:// is not installed: {error}"
+        hint = "pip install the package that the message names, besides 'buffer-rl[data]'"
+        raise error_type(what, where=where, hint=hint) from error
     except Exception as error:  # fault boundary: an unknown protocol, wrong credentials, …
         raise unreadable(path, error, error_type) from error
     return system, inner
@@ -74,9 +73,8 @@ def unreadable(path: str, error: Exception, error_type: type[BufferRLError] = Da
 class RemoteFolder:
     """A folder of checkpoints at a URL, or one checkpoint in it. Every error names the URL, without its secrets."""
 
-    def __init__(self, url: str, manifest_name: str) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._manifest_name = manifest_name
         self._system, inner = file_system(self._url, CheckpointError)
         self._root = str(inner).rstrip("/")
 
@@ -85,13 +83,13 @@ class RemoteFolder:
         was."""
         target = f"{self._root}/{name}"
         attempt = f"files_{secrets.token_hex(8)}"
-        manifest = orjson.loads((folder / self._manifest_name).read_bytes())
+        manifest = orjson.loads((folder / MANIFEST).read_bytes())
         content = orjson.dumps({**manifest, FOLDER_KEY: attempt}, option=orjson.OPT_INDENT_2)
         try:
             with self._naming("the checkpoint cannot be uploaded", name):
                 self._put_files(folder, f"{target}/{attempt}", manifest["files"])
                 # One object. A store makes it visible whole; elsewhere a torn manifest is none, because it is no JSON.
-                self._system.pipe_file(f"{target}/{self._manifest_name}", content)
+                self._system.pipe_file(f"{target}/{MANIFEST}", content)
         except CheckpointError:
             self._remove(f"{target}/{attempt}")
             raise
@@ -107,12 +105,8 @@ class RemoteFolder:
             return []
         raise CheckpointError("there is no such folder", where=f"--load {mask_url(self._url)}")
 
-    def manifest(self, name: str = "") -> bytes | None:
-        """The manifest of ``URL/name``, or of the URL itself; None where there is none. Raises CheckpointError."""
-        return self.content(name, self._manifest_name)
-
     def content(self, name: str, file: str) -> bytes | None:
-        """One small file of ``URL/name``; None where it is not there. Raises CheckpointError."""
+        """One small file of ``URL/name``, or of the URL itself; None where it is not there. Raises CheckpointError."""
         path = "/".join(part for part in (self._root, name, file) if part)
         with self._naming("the file cannot be read", name, file), contextlib.suppress(FileNotFoundError):
             self._system.invalidate_cache()
@@ -126,7 +120,7 @@ class RemoteFolder:
 
     def remove(self, name: str) -> None:
         """Remove ``URL/name``: its manifest is none first, and goes last. Raises CheckpointError."""
-        self.put(name, self._manifest_name, b"")
+        self.put(name, MANIFEST, b"")
         self._remove_others(f"{self._root}/{name}", "")
         self._remove(f"{self._root}/{name}")
 
@@ -156,7 +150,7 @@ class RemoteFolder:
         with contextlib.suppress(Exception):  # fault boundary: the checkpoint itself is there
             self._system.invalidate_cache()
             for entry in self._system.ls(target, detail=False):
-                if PurePosixPath(str(entry)).name not in (attempt, self._manifest_name):
+                if PurePosixPath(str(entry)).name not in (attempt, MANIFEST):
                     self._remove(str(entry))
 
     def _remove(self, path: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from buffer_rl.errors import DataError
+from buffer_rl.errors import DataError, raised_as
 from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
 
 FORMAT = 1
@@ -41,10 +41,9 @@ def write_rollout(path: Path, batch: TrainBatch) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")
-    try:
+    what, hint = "the rows cannot be written", "is its disk full?"
+    with raised_as(DataError, what, SafetensorError, where=str(path), hint=hint):
         save_file(tensors, unfinished, metadata={"rollout": json.dumps(header)})
-    except SafetensorError as error:
-        raise DataError(f"the rows cannot be written: {error}", where=str(path), hint="is its disk full?") from error
     unfinished.replace(path)
 
 
@@ -60,12 +59,8 @@ def read_rollout(path: Path) -> TrainBatch:
             raise DataError(f"the file has format {header['format']}", where=str(path), expected=str(FORMAT))
         row_ids = [RowId(GroupUid.parse(uid), index, part) for uid, index, part in header["row_ids"]]
         columns = _columns(tensors)
-        batch = TrainBatch(
-            rollout_id=header["rollout_id"],
-            task=f"train_{header['rollout_id']}",
-            row_ids=row_ids,
-            columns=columns,
-        )
+        rollout_id = header["rollout_id"]
+        batch = TrainBatch(rollout_id=rollout_id, task=f"train_{rollout_id}", row_ids=row_ids, columns=columns)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"no rollout can be read from it: {error!r}", where=str(path)) from error
     for name, column in columns.items():

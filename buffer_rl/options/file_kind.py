@@ -57,16 +57,12 @@ def not_jsonl(head: bytes, path: str) -> tuple[str, str]:
         return what, hint
     text = head.removeprefix(_BOM).strip()
     if b"\r" in text and b"\n" not in text:
-        return (
-            "text with bare carriage returns as line ends",
-            f"convert it: tr '\\r' '\\n' < {shlex.quote(path)} > {_OUT}.jsonl",
-        )
+        return "text with bare carriage returns as line ends", _by("tr '\\r' '\\n'", path)
     if text.startswith(b"["):
         return "a JSON array", _by_python("json, sys", "for row in json.load(sys.stdin.buffer)", path)
     if _PRETTY_OBJECT.match(text):
-        return "one JSON object over several lines", _by_python(
-            "json, sys", "for row in [json.load(sys.stdin.buffer)]", path
-        )
+        loop = "for row in [json.load(sys.stdin.buffer)]"
+        return "one JSON object over several lines", _by_python("json, sys", loop, path)
     first_line = text.partition(b"\n")[0]
     if (path.lower().endswith((".csv", ".tsv")) and not text.startswith(b"{")) or _CSV_HEAD.match(first_line):
         delimiter = next((mark for mark in ("\\t", ";") if mark.replace("\\t", "\t").encode() in first_line), ",")
@@ -81,5 +77,8 @@ def _is_half_nul(head: bytes) -> bool:
 
 
 def _by_python(modules: str, loop: str, path: str) -> str:
-    code = f"import {modules}; [print(json.dumps(row)) {loop}]"
-    return f"convert it: python -c '{code}' < {shlex.quote(path)} > {_OUT}.jsonl"
+    return _by(f"python -c 'import {modules}; [print(json.dumps(row)) {loop}]'", path)
+
+
+def _by(command: str, path: str) -> str:
+    return f"convert it: {command} < {shlex.quote(path)} > {_OUT}.jsonl"

@@ -47,11 +47,8 @@ class FlagParser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             name = "/".join(action.option_strings) or action.metavar or action.dest
-            raise ConfigError(
-                f"{name}: {value!r} is not known",
-                expected=f"one of {', '.join(choices)}",
-                hint=did_you_mean(str(value), choices),
-            )
+            what = f"{name}: {value!r} is not known"
+            raise ConfigError(what, expected=f"one of {', '.join(choices)}", hint=did_you_mean(str(value), choices))
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic.fields import FieldInfo
 
 from buffer_rl.args import Args
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.options.user_args import UserArgs
 from buffer_rl.plugin.calls import contained, error_name
 
@@ -109,16 +109,9 @@ def option(
     ``constraints`` go to ``pydantic.Field``.
     """
     note = f"; needs {flag_of(needs)}" if needs and flag_of(needs) not in help else ""
-    extra: dict[str, Any] = {
-        "kind": kind,
-        "metavar": metavar,
-        "short": short,
-        "prefix": prefix,
-        "one_of": one_of,
-        "needs": needs,
-        "common": "yes" if common else "",
-    }
-    return Field(default, description=help + note, json_schema_extra=extra, **constraints)
+    extra = {"kind": kind, "metavar": metavar, "short": short, "prefix": prefix, "one_of": one_of, "needs": needs}
+    extra["common"] = "yes" if common else ""
+    return Field(default, description=help + note, json_schema_extra={**extra}, **constraints)
 
 
 def compose(sections: Sequence[str | type[Section]]) -> type[Args]:
@@ -136,11 +129,9 @@ def _compose(sections: tuple[type[Section], ...]) -> type[Options]:
     for section in sections:
         for name in section.model_fields:
             if name in owners:
-                raise ConfigError(
-                    f"the option {name!r} is declared twice",
-                    where=f"{section_reference(owners[name])} and {section_reference(section)}",
-                    hint="rename one of them; a plugin's options carry the plugin's name as a prefix",
-                )
+                where = f"{section_reference(owners[name])} and {section_reference(section)}"
+                hint = "rename one of them; a plugin's options carry the plugin's name as a prefix"
+                raise ConfigError(f"the option {name!r} is declared twice", where=where, hint=hint)
             owners[name] = section
     # pydantic collects fields from the last base to the first; reversed, they keep the order of the sections.
     make: Any = create_model  # typed for one base; there are several here
@@ -165,9 +156,8 @@ def load_section(reference: str | type[Section]) -> type[Section]:
             for part in class_name.split("."):
                 found = getattr(found, part)
     except Exception as error:  # fault boundary: the module of a plugin
-        raise ConfigError(
-            f"there is no option section {reference!r}: {error_name(error)}", expected="module:Class"
-        ) from error
+        what = f"there is no option section {reference!r}: {error_name(error)}"
+        raise ConfigError(what, expected="module:Class") from error
     if not (isinstance(found, type) and issubclass(found, Section)):
         raise ConfigError(f"{reference!r} is not a subclass of buffer_rl.options.section.Section")
     return found
@@ -179,23 +169,19 @@ def dump_args(args: Options) -> str:
     Raises ConfigError for a section that another process could not import."""
     for reference in args.section_references:
         if "<locals>" in reference:
-            raise ConfigError(
-                f"the section {reference!r} is defined inside a function and cannot be sent to another process"
-            )
+            what = f"the section {reference!r} is defined inside a function and cannot be sent to another process"
+            raise ConfigError(what)
     return json.dumps({"sections": args.section_references, "options": args.model_dump(mode="json")})
 
 
 def load_args(text: str) -> Args:
     """Options from the text of ``dump_args``: the same class and the same values. Raises ConfigError."""
-    try:
+    unreadable = (json.JSONDecodeError, KeyError, TypeError)
+    with raised_as(ConfigError, "these are no options written by dump_args", unreadable):
         stored = json.loads(text)
         references, values = stored["sections"], stored["options"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"these are no options written by dump_args: {error}") from error
-    try:
+    with raised_as(ConfigError, "these options do not fit their sections", ValidationError):
         return compose(references).model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"these options do not fit their sections: {error}") from error
 
 
 def required(value: T | None, name: str) -> T:

@@ -71,11 +71,7 @@ class Resolved:
 
 
 def resolve(
-    options_class: type[Args],
-    *,
-    flags: Mapping[str, Raw],
-    environ: Mapping[str, str],
-    config_paths: Sequence[str] = (),
+    options_class: type[Args], *, flags: Mapping[str, Raw], environ: Mapping[str, str], config_paths: Sequence[str] = ()
 ) -> Resolved:
     """Merge the sources and validate. Of several files a later one wins, option by option.
 
@@ -162,61 +158,45 @@ def _keep_one_of_each_group(
     for name, field in known.items():
         if (group := declared(field, "one_of")) and values.get(name) not in (None, []):
             groups.setdefault(group, []).append(name)
+
+    def told(name: str) -> str:
+        return f"{flag_of(name)} {mask_secrets(values[name], name)} ({origins[name]})"
+
     notices, errors = [], []
     for given in groups.values():
         strongest = max(ranks[name] for name in given)
         kept = [name for name in given if ranks[name] == strongest]
         rivals = [name for name in kept if known[name].default or str(values[name]) != str(known[name].default)]
         if len(rivals) > 1:
-            given_options = " and ".join(f"{flag_of(name)} {_shown(values, name)} ({origins[name]})" for name in rivals)
-            errors.append(ConfigError(f"these options exclude each other: {given_options}", hint="keep one of them"))
+            what = f"these options exclude each other: {' and '.join(map(told, rivals))}"
+            errors.append(ConfigError(what, hint="keep one of them"))
         for name in [name for name in given if name not in kept]:
-            stronger = (rivals or kept)[0]
-            notices.append(
-                f"{flag_of(stronger)} {_shown(values, stronger)} ({origins[stronger]}) replaces "
-                f"{flag_of(name)} {_shown(values, name)} ({origins[name]})"
-            )
+            notices.append(f"{told((rivals or kept)[0])} replaces {told(name)}")
             del values[name]
             origins[name] = Origin(source=Source.DEFAULT)
     return notices, errors
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return str(mask_secrets(values[name], name))
 
 
 def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:
     """A flag's value is in the process list, which every user of the machine can read. ``key``: of a value in it."""
     elsewhere = f"the variable {env_of(name)}, or a line in the --config file"
     if is_secret(key or name) and raw and str(raw).lower() != "none":
-        raise ConfigError(
-            "a secret on a command line can be read by every user of the machine",
-            where=f"{flag_of(name)} {key}".rstrip(),
-            expected=elsewhere,
-        )
+        what = "a secret on a command line can be read by every user of the machine"
+        raise ConfigError(what, where=f"{flag_of(name)} {key}".rstrip(), expected=elsewhere)
     addresses = [text for text in (raw if isinstance(raw, list) else [raw]) if isinstance(text, str)]
     if found := next((text for text in addresses if holds_credentials(text)), None):
-        raise ConfigError(
-            f"the address {mask_url(found)} has credentials in it, which every user of the machine can read on a "
-            "command line",
-            where=flag_of(name),
-            expected=elsewhere,
-        )
+        readers = "which every user of the machine can read on a command line"
+        what = f"the address {mask_url(found)} has credentials in it, {readers}"
+        raise ConfigError(what, where=flag_of(name), expected=elsewhere)
 
 
 def read_environ(environ: Mapping[str, str], *, known: Sequence[str]) -> tuple[dict[str, str], list[ConfigError]]:
     """The options set as ``BUFFER_RL_<NAME>``, and an error for each unknown name with that prefix."""
     names = {env_of(name): name for name in known}
     mine = [name for name in environ if name.startswith(ENV_PREFIX) and name not in RESERVED_VARIABLES]
-    errors = [
-        ConfigError(
-            "this environment variable names no option",
-            where=variable,
-            hint=did_you_mean(variable, [*names, *RESERVED_VARIABLES]),
-        )
-        for variable in mine
-        if variable not in names
-    ]
+    what, known_names = "this environment variable names no option", [*names, *RESERVED_VARIABLES]
+    unknown = [variable for variable in mine if variable not in names]
+    errors = [ConfigError(what, where=each, hint=did_you_mean(each, known_names)) for each in unknown]
     return {names[variable]: environ[variable] for variable in mine if variable in names}, errors
 
 

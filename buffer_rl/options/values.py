@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.options.file_kind import HEAD_BYTES, not_text
 from buffer_rl.options.redaction import is_secret
 from buffer_rl.options.section import did_you_mean, item_of_mapping
@@ -228,10 +228,8 @@ def parse_yaml(path: str) -> yaml.Node | None:
     what, hint = not_text(content[:HEAD_BYTES], path)
     if what:
         raise ConfigError(f"this looks like {what}", where=path, expected="a YAML file", hint=hint)
-    try:
+    with raised_as(ConfigError, "the file is not UTF-8", UnicodeDecodeError, where=path):
         text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the file is not UTF-8: {error}", where=path) from error
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -260,10 +258,8 @@ def plain_value(path: str, node: yaml.Node, environ: Mapping[str, str]) -> Any:
 
 
 def _construct(node: yaml.Node, fill: Callable[[str], str], where: str) -> Any:
-    try:
+    with raised_as(ConfigError, "invalid YAML", yaml.YAMLError, where=where):
         value = yaml.SafeLoader("").construct_document(node)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"invalid YAML: {error}", where=where) from error
     return _fill_deep(value, fill)
 
 
@@ -287,12 +283,8 @@ def _filler(here: str, environ: Mapping[str, str], where: str) -> Callable[[str]
         if name == "here":
             return here
         if not name.startswith("env:"):
-            raise ConfigError(
-                f"unknown placeholder {match.group(0)}",
-                where=where,
-                expected="${here} (this file's folder) or ${env:NAME}",
-                hint="write $${ for a plain ${",
-            )
+            what, expected = f"unknown placeholder {match.group(0)}", "${here} (this file's folder) or ${env:NAME}"
+            raise ConfigError(what, where=where, expected=expected, hint="write $${ for a plain ${")
         variable = name.removeprefix("env:")
         if variable not in environ:
             raise ConfigError(f"the environment variable {variable!r} is not set", where=where)

@@ -6,8 +6,9 @@ Without torch and Ray, so that options can be checked before either is loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import PluginError
 from buffer_rl.kinds.marks import Scope, declared_scope, needs_of, scope_of
 from buffer_rl.options.checks import refuse
@@ -26,10 +27,6 @@ from buffer_rl.plan.roles import (
 )
 from buffer_rl.plugin.calls import place
 from buffer_rl.plugin.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 TAKEN = {*ROLES, *ROLE_ALIASES, ENGINE, "buffer", "storage", "data_source", "record", "train_log_probs", "values"}
 """Names that no role of ``--role-path`` may have: those of other processes, and of the trainer's reading tasks."""

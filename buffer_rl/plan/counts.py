@@ -14,15 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import flag_of
 from buffer_rl.plan.roles import ACTOR, CRITIC, PLACED
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 ENGINE = "engine"
 """The role of the engines, in a placement and in ``--resource``."""

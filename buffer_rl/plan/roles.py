@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
+from buffer_rl.args import Args
 
 ACTOR = "train"
 """The trained role whose weights are published, by the name that the driver calls it with."""
@@ -105,12 +102,7 @@ ROLES = {
             fields=("values",),
             restart=Restart.GLOBAL,
         ),
-        Role(
-            name=ACTOR,
-            title="forward and backward of finished groups",
-            colour=4,
-            restart=Restart.GLOBAL,
-        ),
+        Role(name=ACTOR, title="forward and backward of finished groups", colour=4, restart=Restart.GLOBAL),
         Role(name="publish", title="publish", colour=5),
         Role(name="save", title="checkpoint", colour=7),
     )

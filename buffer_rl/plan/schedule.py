@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.marks import Scope
 from buffer_rl.options.checks import refuse
@@ -29,9 +29,6 @@ from buffer_rl.plan.roles import (
     Role,
     worker_counts,
 )
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 class Mode(StrEnum):

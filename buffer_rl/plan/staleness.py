@@ -4,17 +4,13 @@ how far production runs ahead, and whether there is room for it. No plugin is im
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from buffer_rl.args import Args
 from buffer_rl.options.checks import refuse
 from buffer_rl.plan.algorithm import is_supervised, loss_flag, loss_of
 from buffer_rl.plan.algorithms import LOSSES
 from buffer_rl.plan.counts import optimizer_steps
 from buffer_rl.plan.schedule import Mode, Schedule, rollout_only, train_only
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 COLUMN_ITEM_BYTES = 4
 """Of each number of a payload: ids are int32, masks and log-probabilities float32."""

@@ -69,12 +69,9 @@ def plugin_error(
     else:
         subject = kind.name
         expected = f"{kind.signature}, for {' or '.join(kind.flags)}"
-    return PluginError(
-        f"{what}; found {actual}" if actual else what,
-        where=f"{subject} {reference!r}" + (f" ({origin})" if origin else ""),
-        expected=expected,
-        hint=f"{question} {facts}".strip(),
-    )
+    what = f"{what}; found {actual}" if actual else what
+    where = f"{subject} {reference!r}" + (f" ({origin})" if origin else "")
+    return PluginError(what, where=where, expected=expected, hint=f"{question} {facts}".strip())
 
 
 class UncommonError(Exception):
@@ -103,10 +100,15 @@ async def contained_task(work: Awaitable[Answer]) -> Answer:
         return await work
 
 
-async def awaited(work: Awaitable[Answer]) -> Answer:
+async def awaited(work: Awaitable[Answer], loop: asyncio.AbstractEventLoop | None = None) -> Answer:
     """Await ``work`` of a user, in a task of its own. It is cancelled with the caller; a CancelledError of its own is
-    an UncommonError."""
-    task, caller = asyncio.ensure_future(contained_task(work)), asyncio.current_task()
+    an UncommonError. loop: that of another thread, in which the task runs."""
+    task: asyncio.Future[Answer]
+    if loop is None:
+        task = asyncio.ensure_future(contained_task(work))
+    else:
+        task = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(contained_task(work), loop))
+    caller = asyncio.current_task()
     assert caller is not None
     before = caller.cancelling()  # in Python 3.11 a task group that failed leaves a count behind
     try:
@@ -260,9 +262,8 @@ class Guarded:
                 error.where = place(self.kind, self.reference, name)
             raise
         except Exception as error:  # fault boundary: a plugin's code
-            raise raised(
-                self.kind, self.reference, error, at=name, error_class=self._error_class, skip_frames=2
-            ) from error
+            error_class = self._error_class
+            raise raised(self.kind, self.reference, error, at=name, error_class=error_class, skip_frames=2) from error
 
 
 _END = object()

@@ -155,12 +155,9 @@ class HookPlugins:
             self.manager.unregister(instance)
             specified = [hook for hook in dir(Hooks) if hook.startswith("buffer_rl_")]
             what = f"there is no hook {unknown[0]!r}" if unknown else "it implements no hook"
-            raise search.error(
-                what,
-                suggestion=nearest(unknown[0], specified) if unknown else None,
-                known=specified,
-                hint="" if unknown else "mark functions with buffer_rl.plugin.hookspecs.hookimpl",
-            )
+            suggestion = nearest(unknown[0], specified) if unknown else None
+            hint = "" if unknown else "mark functions with buffer_rl.plugin.hookspecs.hookimpl"
+            raise search.error(what, suggestion=suggestion, known=specified, hint=hint)
 
     def _ask(self, provider: str, plugin: object, kind: str) -> Mapping[str, object]:
         """What one plugin provides for a kind, asked once. One that fails is unloaded; others go on."""

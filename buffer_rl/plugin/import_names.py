@@ -139,11 +139,8 @@ class ImportNameFinder(Loader):
             return ModuleSpec(fullname, self, is_package=self._table.is_package(module))
         if any(_has_module(folder, fullname) for folder in path or ()):
             return None
-        raise ModuleNotFoundError(
-            f"{fullname!r} is not among the names of {top!r} that buffer_rl provides; "
-            f"{self._table.page} says what there is in its place",
-            name=fullname,
-        )
+        what = f"{fullname!r} is not among the names of {top!r} that buffer_rl provides"
+        raise ModuleNotFoundError(f"{what}; {self._table.page} says what there is in its place", name=fullname)
 
     def exec_module(self, module: ModuleType) -> None:
         """As importlib's loaders: fill the module with what the table says of it."""
@@ -191,9 +188,8 @@ def _install(entry: EntryPointInfo, *, first: bool) -> None:
         with contained():
             table = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # fault boundary: another distribution's module may raise anything
-        raise plugin_error(
-            None, entry.name, f"its table fails to load: {error_name(error)}", origin=str(entry)
-        ) from error
+        what = f"its table fails to load: {error_name(error)}"
+        raise plugin_error(None, entry.name, what, origin=str(entry)) from error
     if not isinstance(table, NameTable):
         raise plugin_error(None, entry.name, f"{entry.value!r} is no NameTable", origin=str(entry))
     sys.meta_path.insert(0 if first else len(sys.meta_path), ImportNameFinder(entry.name, table))

@@ -81,12 +81,8 @@ class Search:
         hint = f"modules are searched on sys.path and in {', '.join(map(str, self.folders))}"
         if hidden := files_named(name, self.folders):
             suggestion, hint = None, _hidden_hint(hidden[0], attr)
-        raise self.error(
-            f"there is no module {name!r}",
-            suggestion=suggestion,
-            known=self.known if separator == "." else (),
-            hint=hint,
-        )
+        what = f"there is no module {name!r}"
+        raise self.error(what, suggestion=suggestion, known=self.known if separator == "." else (), hint=hint)
 
     def _refuse_old_name(self, reference: str) -> None:
         if new := new_name(reference):
@@ -104,11 +100,8 @@ class Search:
             if found.file and Path(file).read_bytes() == Path(found.file).read_bytes():
                 continue  # it does not matter which
             whose = "that is installed" if installed else "of the standard library"
-            raise self.error(
-                f"the module {module!r} {whose} hides the file {shorten(file)}",
-                origin=found.file,
-                hint=_hidden_hint(file, attr),
-            )
+            what = f"the module {module!r} {whose} hides the file {shorten(file)}"
+            raise self.error(what, origin=found.file, hint=_hidden_hint(file, attr))
 
     @property
     def error(self) -> partial[PluginError]:
@@ -144,16 +137,12 @@ class Search:
             return replace(origin, line=names.lines[head], verified=not rest)
         if names.is_open or (found is not None and find_module(f"{found.name}.{head}", self.folders) is not None):
             return origin
-        suggestion = nearest(head, names.lines)
+        what = f"the module {module!r} has no {head!r}" if module else f"the file has no {head!r}"
         base = self.shown[: len(self.shown) - len(attr)] if self.shown.endswith(attr) else ""
+        meant = f"{base}{match}" if (match := nearest(head, names.lines)) else None
         hidden = [other for other in files_named(module, self.folders) if other != file]
-        raise self.error(
-            f"{f'the module {module!r}' if module else 'the file'} has no {head!r}",
-            origin=shorten(file),
-            suggestion=f"{base}{suggestion}" if suggestion else None,
-            known=names.public,
-            hint=_hidden_hint(hidden[0], attr) if hidden else "",
-        )
+        hint = _hidden_hint(hidden[0], attr) if hidden else ""
+        raise self.error(what, origin=shorten(file), suggestion=meant, known=names.public, hint=hint)
 
     def _names(self, file: str) -> SourceNames:
         """The names in a source file; all names are possible where there is no source to read."""
@@ -163,10 +152,8 @@ class Search:
             return read_names(Path(file).read_bytes(), file)
         except SyntaxError as error:
             line = (error.text or "").strip()
-            raise self.error(
-                f"SyntaxError: {error.msg}" + (f" in {line!r}" if line else ""),
-                origin=f"{shorten(file)}:{error.lineno}",
-            ) from error
+            what = f"SyntaxError: {error.msg}" + (f" in {line!r}" if line else "")
+            raise self.error(what, origin=f"{shorten(file)}:{error.lineno}") from error
         except (OSError, ValueError) as error:  # ValueError: null bytes
             raise self.error(f"the file cannot be read: {error}", origin=shorten(file)) from error
 
@@ -181,11 +168,8 @@ class Search:
         siblings = [file.name for place in places if place.is_dir() for file in sorted(place.glob("*.py"))]
         match = nearest(Path(path).name, siblings)
         corrected = path[: len(path) - len(Path(path).name)] + match if match else None
-        return self.error(
-            f"there is no file {path!r}",
-            suggestion=f"{corrected}:{attr}" if corrected and attr else corrected,
-            hint=f"searched from {', '.join(map(str, self.folders))}",
-        )
+        what, hint = f"there is no file {path!r}", f"searched from {', '.join(map(str, self.folders))}"
+        return self.error(what, suggestion=f"{corrected}:{attr}" if corrected and attr else corrected, hint=hint)
 
     def _malformed(self, module: str, attr: str) -> PluginError:
         if module and not attr and (found := find_module(module, self.folders)) is not None:
@@ -194,13 +178,9 @@ class Search:
 
     def _names_nothing(self, what: str, place: str, file: str) -> PluginError:
         functions = sorted(self._names(file).public)
-        return self.error(
-            f"it names {what}, but nothing in it",
-            origin=shorten(file),
-            suggestion=f"{place}:{functions[0]}" if len(functions) == 1 else None,
-            known=functions,
-            hint=f"write {place}:function",
-        )
+        what, hint = f"it names {what}, but nothing in it", f"write {place}:function"
+        meant = f"{place}:{functions[0]}" if len(functions) == 1 else None
+        return self.error(what, origin=shorten(file), suggestion=meant, known=functions, hint=hint)
 
 
 def _hidden_hint(file: str, attr: str) -> str:
@@ -233,11 +213,9 @@ def import_object(search: Search, origin: Origin) -> object:
             owner = f"the module {target.__name__!r}" if isinstance(target, ModuleType) else repr(target)
             names = [name for name in dir(target) if not name.startswith("_")]
             match = nearest(part, names)
-            raise search.error(
-                f"{owner} has no {part!r}" + (f"; the nearest name is {match!r}" if match else ""),
-                origin=str(origin),
-                known=[name for name in names if callable(getattr(target, name, None))],
-            )
+            what = f"{owner} has no {part!r}" + (f"; the nearest name is {match!r}" if match else "")
+            known = [name for name in names if callable(getattr(target, name, None))]
+            raise search.error(what, origin=str(origin), known=known)
         target = getattr(target, part)
     return target
 
@@ -310,11 +288,9 @@ def _guarded(search: Search, load: Callable[[], ModuleType], file: str) -> Modul
     except Exception as error:
         text = f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else error_name(error)
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        raise search.error(
-            f"its own import failed: {text}",
-            origin=_place_of(original(error), file),
-            hint=f"install what provides {missing!r}, or mend the import" if missing else "",
-        ) from error
+        what = f"its own import failed: {text}"
+        hint = f"install what provides {missing!r}, or mend the import" if missing else ""
+        raise search.error(what, origin=_place_of(original(error), file), hint=hint) from error
 
 
 def _place_of(error: BaseException, file: str) -> str:

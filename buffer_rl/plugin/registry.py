@@ -59,12 +59,10 @@ class PluginRegistry:
         self._resolved: dict[tuple[str, str], Adapter] = {}
 
     @classmethod
-    def from_flags(cls, plugin: Iterable[str], *, search_path: Sequence[str] | None = None) -> PluginRegistry:
+    def from_flags(cls, plugin: Iterable[str]) -> PluginRegistry:
         """A registry as ``-p`` says: ``no:NAME`` blocks, anything else is loaded. Raises PluginError."""
         flags = list(plugin)
-        registry = cls(
-            blocked=[flag.removeprefix("no:") for flag in flags if flag.startswith("no:")], search_path=search_path
-        )
+        registry = cls(blocked=[flag.removeprefix("no:") for flag in flags if flag.startswith("no:")])
         for flag in flags:
             if not flag.startswith("no:"):
                 registry.load_plugin(flag)
@@ -230,12 +228,8 @@ class PluginRegistry:
         """What has a name; None if nothing does. Raises PluginError naming all of several."""
         candidates = self._candidates(row.name).get(name, [])
         if len(candidates) > 1:
-            raise plugin_error(
-                row,
-                name,
-                f"several plugins have this name: {join_sources(candidates)}",
-                hint="write module:function, or block one distribution with -p no:DISTRIBUTION",
-            )
+            hint = "write module:function, or block one distribution with -p no:DISTRIBUTION"
+            raise plugin_error(row, name, f"several plugins have this name: {join_sources(candidates)}", hint=hint)
         return candidates[0] if candidates else None
 
     def _unknown_name(self, row: PluginKind, name: str, *, otherwise: str = "or write module:function") -> PluginError:
@@ -245,11 +239,6 @@ class PluginRegistry:
             return plugin_error(row, name, f"the name is installed, but {reasons}")
         names = self.names(row.name)
         broken = ", ".join(sorted(self._plugins.broken))
-        return plugin_error(
-            row,
-            name,
-            f"there is no {row.name} of that name",
-            suggestion=nearest(name, names),
-            known=names,
-            hint=f"these plugins are broken: {broken}" if broken else otherwise,
-        )
+        what = f"there is no {row.name} of that name"
+        hint = f"these plugins are broken: {broken}" if broken else otherwise
+        return plugin_error(row, name, what, suggestion=nearest(name, names), known=names, hint=hint)

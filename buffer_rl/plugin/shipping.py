@@ -60,14 +60,12 @@ class CodeBundle:
         if total <= MAX_BYTES:
             return
         largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
-        raise ConfigError(
-            f"the code to send to other nodes has {total / 2**20:.1f} MiB in {len(sizes)} files; the largest: "
-            + ", ".join(f"{path} ({sizes[path] / 2**20:.1f} MiB)" for path in largest),
-            where="--ray-address",
-            expected=f"at most {MAX_BYTES // 2**20} MiB",
-            hint="keep data and weights out of the package; or, where every node has the folder at the same path, add "
-            "--no-ship-code, which sends nothing",
-        )
+        named = ", ".join(f"{path} ({sizes[path] / 2**20:.1f} MiB)" for path in largest)
+        what = f"the code to send to other nodes has {total / 2**20:.1f} MiB in {len(sizes)} files"
+        expected, instead = f"at most {MAX_BYTES // 2**20} MiB", "add --no-ship-code, which sends nothing"
+        shared = f"where every node has the folder at the same path, {instead}"
+        hint = f"keep data and weights out of the package; or, {shared}"
+        raise ConfigError(f"{what}; the largest: {named}", where="--ray-address", expected=expected, hint=hint)
 
     def write(self, folder: Path) -> None:
         """Copy the files below ``folder``, with the list that ``use_shipped_code`` reads."""

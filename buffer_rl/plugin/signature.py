@@ -87,9 +87,8 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
         raise _wrong(row, reference, "it is a generator: it must return, not yield", function)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     if is_async and not row.may_be_async:
-        raise plugin_error(
-            row, reference, f"a {row.name} cannot be async", actual=f"async {signature_of(function)}", hint="use def"
-        )
+        what = f"a {row.name} cannot be async"
+        raise plugin_error(row, reference, what, actual=f"async {signature_of(function)}", hint="use def")
     signature = _signature(function)
     if signature is None:
         return  # a builtin without a readable signature

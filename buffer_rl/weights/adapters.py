@@ -18,9 +18,11 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from buffer_rl.args import Args
 from buffer_rl.engines.client import GenerateResult
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.protocol import Adapter
 from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import read_config, text_config
@@ -28,12 +30,8 @@ from buffer_rl.options.section import required
 from buffer_rl.plan.schedule import num_adapters
 from buffer_rl.weights.disk import DiskTransport, remove_versions
 from buffer_rl.weights.publish import LogProbCheck, TrainerLogProbs, check_temperature
+from buffer_rl.weights.sender import Senders
 from buffer_rl.weights.tensor import tensor_parallel_ranks
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.engines.control import EngineControlClient
-    from buffer_rl.weights.sender import Senders
 
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Distance from 1 to the next number, by ``--engine-dtype``."""

@@ -51,10 +51,7 @@ def encode(name: str, before: torch.Tensor | None, after: torch.Tensor) -> dict[
         return {name: after}
     gaps = (np.diff(at, prepend=-1) - 1).astype(width)
     gaps = gaps.view(np.int16) if width is WIDE else gaps  # which every form of a bucket knows
-    return {
-        f"{name}{GAPS}": torch.from_numpy(gaps),
-        f"{name}{VALUES}": torch.from_numpy(new[at]).view(after.dtype),
-    }
+    return {f"{name}{GAPS}": torch.from_numpy(gaps), f"{name}{VALUES}": torch.from_numpy(new[at]).view(after.dtype)}
 
 
 def _bits(tensor: torch.Tensor) -> Any:

@@ -16,16 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.options.section import required
-from buffer_rl.weights.sender import cast_for_engines, drained
+from buffer_rl.records.groups import Topology
+from buffer_rl.weights.sender import HoldsVersion, Senders, drained
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
-    from buffer_rl.records.groups import Topology
-    from buffer_rl.weights.delta import DeltaSource, Encoded
-    from buffer_rl.weights.sender import Senders
+    from buffer_rl.weights.delta import Encoded
 
 VERSION_GLOB = "v" + "[0-9]" * 6
 COPIED = (".json", ".jinja", ".model", ".py", ".txt")
@@ -60,26 +59,13 @@ def read_contents(folder: Path) -> Contents | None:
         raise EngineError(f"not the contents of a folder of weights: {error}", where=str(path)) from error
 
 
-class DiskSender:
+class DiskSender(HoldsVersion):
     """Writes one rank's weights, a file for each bucket."""
 
     def __init__(self, args: Args, topology: Topology) -> None:
-        self._args = args
+        super().__init__(args, topology)
         self._model = Path(required(args.hf_checkpoint, "hf_checkpoint"))
-        self._is_source = topology.is_source
         self._share = topology.share or (0 if topology.is_source else 1, 1)
-        self._held: DeltaSource | None = None
-
-    def encode(self, buckets: Iterator[Mapping[str, Any]]) -> Encoded | None:
-        """Hold the weights and what changed in them; None on other ranks than the source."""
-        from buffer_rl.weights.delta import DeltaSource
-
-        if self._is_source and self._held is None:
-            self._held = DeltaSource(cast_for_engines(self._args))
-        if self._held is None:
-            drained(buckets)
-            return None
-        return self._held.advance(buckets)
 
     def write_held(self, _: Iterator[Mapping[str, Any]], folder: str, contents: Contents) -> None:
         """Write what is held, whole or as a delta; on other ranks nothing."""

@@ -21,18 +21,17 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
+from buffer_rl.args import Args
 from buffer_rl.engines.http import Body
+from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import BufferRLError, EngineError
-from buffer_rl.weights.sender import cast_for_engines, drained
+from buffer_rl.records.groups import Topology
+from buffer_rl.weights.sender import HoldsVersion, Senders
 from buffer_rl.weights.tensor import tensor_parallel_ranks
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.engines.protocol import ServerInfo
-    from buffer_rl.records.groups import Topology
-    from buffer_rl.weights.delta import DeltaSource, Encoded
+    from buffer_rl.weights.delta import Encoded
     from buffer_rl.weights.process_group import Backend, Rendezvous, WeightGroup
-    from buffer_rl.weights.sender import Senders
 
 JOIN_TIMEOUT_S = 15.0
 """An engine that dies while the group is made is noticed after so long; later deaths are noticed at once."""
@@ -48,14 +47,12 @@ class Receivers(Protocol):
     def post(self, path: str, body: Body = ..., *, each: Mapping[str, Body] | None = ..., **how: Any) -> None: ...
 
 
-class DistributedSender:
+class DistributedSender(HoldsVersion):
     """The side of one rank. All ranks iterate the weights or none does; the source, rank 0 of each group, sends."""
 
     def __init__(self, args: Args, topology: Topology) -> None:
-        self._args = args
+        super().__init__(args, topology)
         self._timeout_s = args.update_weights_timeout_s
-        self._is_source = topology.is_source
-        self._held: DeltaSource | None = None
         self._rendezvous: Rendezvous | None = None
         self._groups: dict[str, WeightGroup] = {}
 
@@ -85,17 +82,6 @@ class DistributedSender:
             self._groups[name] = self._rendezvous.group(name, world_size, backend)
         finally:
             self._rendezvous = None
-
-    def encode(self, buckets: Iterator[Mapping[str, Any]]) -> Encoded | None:
-        """Hold the weights and what changed in them; None on other ranks than the source."""
-        from buffer_rl.weights.delta import DeltaSource
-
-        if not self._is_source:
-            drained(buckets)
-            return None
-        if self._held is None:
-            self._held = DeltaSource(cast_for_engines(self._args))
-        return self._held.advance(buckets)
 
     def broadcast_held(self, _: Iterator[Mapping[str, Any]], name: str, as_delta: bool) -> None:
         """Send the group what is held, or what changed in it, which is a broadcast for each bucket."""

@@ -18,13 +18,11 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from buffer_rl.args import Args
 from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.weights.disk import VERSION_GLOB, disk_folder, remove_versions, write_folder
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 POINTER = "newest.json"
 
@@ -74,11 +72,8 @@ class FollowFolder:
             return None
         folder = Path(args.publish_follow).absolute()
         if folder == disk_folder(args):
-            raise ConfigError(
-                "engines of the run take their weights from the same folder, where one version stays",
-                where=f"--publish-follow {args.publish_follow}",
-                expected="a folder of its own",
-            )
+            what = "engines of the run take their weights from the same folder, where one version stays"
+            raise ConfigError(what, where=f"--publish-follow {args.publish_follow}", expected="a folder of its own")
         return cls(folder, save_hf, keep=args.publish_follow_keep)
 
     def write(self, version: int) -> None:

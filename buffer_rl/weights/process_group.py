@@ -58,11 +58,9 @@ class WeightGroup:
         try:
             self._backend: Any = make(keys, rank, world_size, options)
         except RuntimeError as error:
-            raise EngineError(
-                f"the {world_size} members did not meet within {timeout_s:.0f} s: {_first_line(error)}",
-                where=f"weight group {name!r}, rank {rank}",
-                hint="each rank has to join once, with the same world_size",
-            ) from error
+            what = f"the {world_size} members did not meet within {timeout_s:.0f} s: {_first_line(error)}"
+            where = f"weight group {name!r}, rank {rank}"
+            raise EngineError(what, where=where, hint="each rank has to join once, with the same world_size") from error
 
     def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
         """Send (rank 0) or fill (all others) contiguous bytes on the group's device, uint8. Raises EngineError if a
@@ -77,9 +75,8 @@ class WeightGroup:
             # Nothing may keep the work: a member that failed leaves, and its connections close with the last reference.
             self._backend.broadcast([flat], options).wait(*limit)
         except RuntimeError as error:
-            raise EngineError(
-                f"a broadcast failed: {_first_line(error)}", where=f"weight group {self.name!r}"
-            ) from error
+            what = f"a broadcast failed: {_first_line(error)}"
+            raise EngineError(what, where=f"weight group {self.name!r}") from error
 
     def send(self, tensors: Sequence[torch.Tensor], timeout_s: float, *, flattened: bool = False) -> None:
         """Rank 0: broadcast tensors one by one, or as one concatenation. timeout_s: for all."""
@@ -188,11 +185,9 @@ def _own_address(address: str, port: int, deadline: float, is_cancelled: Callabl
                 return str(connection.getsockname()[0])
         except OSError as error:
             if time.monotonic() + _PAUSE_S >= deadline or is_cancelled():
-                raise EngineError(
-                    f"the sender of the weights cannot be reached: {error}",
-                    where=f"{address}:{port}",
-                    hint="rank 0 has to listen before engines are asked to join",
-                ) from error
+                what = f"the sender of the weights cannot be reached: {error}"
+                hint = "rank 0 has to listen before engines are asked to join"
+                raise EngineError(what, where=f"{address}:{port}", hint=hint) from error
         time.sleep(_PAUSE_S)
 
 

@@ -28,18 +28,16 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.engines.client import GenerateResult, parse_answer
+from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import BufferRLError, EngineError, WorkerDiedError
 from buffer_rl.kinds.engine import Releases, Stages, WeightTransport
 from buffer_rl.kinds.kind import offers
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.weights.sender import Senders
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.engines.control import EngineControlClient
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 0.5  # doubled after each attempt; the engines stay paused
@@ -290,9 +288,8 @@ class Publisher:
         if wrong:
             self._halt(doubtful)
             if self.check.ends_run or len(wrong) == len(urls) or not self.engines.drop(wrong):
-                raise EngineError(
-                    f"engines do not sample from the weights of version {version}: {wrong}", where="publish"
-                )
+                what = f"engines do not sample from the weights of version {version}: {wrong}"
+                raise EngineError(what, where="publish")
         return [url for url in urls if url not in wrong]
 
     def _halt(self, urls: Collection[str]) -> None:

@@ -17,27 +17,26 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
+from buffer_rl.args import Args
+from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.member import Member
 from buffer_rl.engines.http import NOTHING, Body
 from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import EngineError, WorkerDiedError
+from buffer_rl.kinds.engine import WeightTransport
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.weights.disk import remove_versions
 from buffer_rl.weights.distributed import JOIN, LEAVE, UPDATE
-from buffer_rl.weights.publish import ATTEMPTS
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-    from buffer_rl.cluster.actor_group import ActorGroup
-    from buffer_rl.kinds.engine import WeightTransport
-    from buffer_rl.weights.publish import Publisher
-    from buffer_rl.weights.sender import Senders
+from buffer_rl.weights.publish import ATTEMPTS, Publisher
+from buffer_rl.weights.sender import Senders
 
 
+@dataclass(eq=False)
 class RolePublisher:
     """Publishes a version to the engines, where there are any, and to a role that computes with the actor's weights.
 
@@ -45,14 +44,11 @@ class RolePublisher:
     notice: called with a line then.
     """
 
-    def __init__(
-        self, engines: Publisher | None, role: str, update: Callable[[int], bool], notice: Callable[[str], None]
-    ) -> None:
-        self._engines = engines
-        self._role = role
-        self._update = update
-        self._notice = notice
-        self._version: int | None = None
+    _engines: Publisher | None
+    _role: str
+    _update: Callable[[int], bool]
+    _notice: Callable[[str], None]
+    _version: int | None = None
 
     def publish(self, version: int) -> dict[str, float]:
         """Have the engines and the role take ``version``. Returns the seconds of each part."""
@@ -71,6 +67,7 @@ class RolePublisher:
             self._engines.close()
 
 
+@dataclass(eq=False)
 class RoleBroadcasts:
     """Brings a role to versions through a process group of the trainer's source rank and all of the role's processes.
 
@@ -78,20 +75,15 @@ class RoleBroadcasts:
     works while a rollout runs, and cannot send weights to a replacement then.
     """
 
-    def __init__(
-        self,
-        role: ActorGroup,
-        transport: WeightTransport,
-        trainer: Senders,
-        *,
-        timeout_s: float,
-        trainer_is_busy: bool = False,
-    ) -> None:
-        self._role = role
-        self._receivers = RoleReceivers(role, timeout_s)
-        self._transport = transport
-        self._trainer = trainer
-        self._trainer_is_busy = trainer_is_busy
+    _role: ActorGroup
+    _transport: WeightTransport
+    _trainer: Senders
+    _: KW_ONLY
+    timeout_s: float
+    trainer_is_busy: bool = False
+
+    def __post_init__(self) -> None:
+        self._receivers = RoleReceivers(self._role, self.timeout_s)
         self._is_connected = False
         self._version: int | None = None
 
@@ -103,7 +95,7 @@ class RoleBroadcasts:
 
     def _send(self, version: int) -> None:
         again, self._version = version == self._version, version
-        if again and self._trainer_is_busy:
+        if again and self.trainer_is_busy:
             what = f"its replacement lacks version {version}, and the trainer cannot send it during a rollout"
             raise WorkerDiedError(what, where=self._role.role, hint="--weight-sync-mode disk has it for replacements")
         for attempt in range(1, ATTEMPTS + 1):
@@ -120,13 +112,13 @@ class RoleBroadcasts:
             return
 
 
+@dataclass(frozen=True, slots=True)
 class RoleReceivers:
     """The processes of a role as the receiver of broadcasts, with the calls that ``EngineControlClient`` has for them.
     All raise WorkerDiedError, naming the role, if a process has died."""
 
-    def __init__(self, role: ActorGroup, timeout_s: float) -> None:
-        self._role = role
-        self._timeout_s = timeout_s
+    _role: ActorGroup
+    _timeout_s: float
 
     def server_info(self) -> dict[str, ServerInfo]:
         """The processes are the ranks of one receiver. Called first, it finds a death before one is waited for."""
@@ -162,6 +154,7 @@ class BroadcastMember(Member):
     CALLS: ClassVar = {JOIN: join_broadcast, UPDATE: receive_weights, LEAVE: leave_broadcast}
 
 
+@dataclass(eq=False)
 class FolderUpdates:
     """Brings a role, or the trainer's reference model, to versions through a folder, and keeps what it has for
     checkpoints.
@@ -170,17 +163,17 @@ class FolderUpdates:
     weights, of a version, and returns whether all are there. folder: where versions are written; the newest stays.
     """
 
-    def __init__(self, save_hf: Callable[[str], object], load: Callable[[str, int], bool], folder: Path) -> None:
-        self._save_hf = save_hf
-        self._load = load
-        self._folder = folder.absolute()
-        self._newest: Path | None = None
+    _save_hf: Callable[[str], object]
+    _load: Callable[[str, int], bool]
+    _folder: Path
+    _newest: Path | None = None
 
     @classmethod
     def of(cls, role: str, args: Args, save_hf: Callable[[str], object], load: Callable[[str, int], bool]) -> Self:
         """For ``role``. Other nodes see the folder under ``--update-weight-disk-dir``."""
         shared = args.update_weight_disk_dir
-        return cls(save_hf, load, Path(shared, role) if shared else Path(args.run_dir, f"weights_{role}"))
+        folder = Path(shared, role) if shared else Path(args.run_dir, f"weights_{role}")
+        return cls(save_hf, load, folder.absolute())
 
     def update(self, version: int) -> bool:
         """The model is the actor of ``version``, the newest, from now on. Returns what ``load`` does."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.calling import Call
 from buffer_rl.cluster.dispatch import Ts
 from buffer_rl.errors import PluginError, TrainError
@@ -21,7 +22,8 @@ from buffer_rl.records.groups import Topology
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from buffer_rl.args import Args
+    from buffer_rl.weights.delta import DeltaSource, Encoded
+
 
 R = TypeVar("R")
 Buckets = Iterator[Mapping[str, Any]]
@@ -68,6 +70,25 @@ class RankSender:
     def __call__(self, method: str, buckets: Iterator[Mapping[str, Any]], *arguments: Any) -> Any:
         """What ``method`` answers."""
         return call(KIND, self._name, getattr(self._sender, method), buckets, *arguments, at=f"sender.{method}")
+
+
+class HoldsVersion:
+    """Base of the senders that hold the newest version, and what changed in it: ``--publish-delta``."""
+
+    def __init__(self, args: Args, topology: Topology) -> None:
+        self._args, self._is_source = args, topology.is_source
+        self._held: DeltaSource | None = None
+
+    def encode(self, buckets: Buckets) -> Encoded | None:
+        """Hold the weights and what changed in them; None on other ranks than the source."""
+        from buffer_rl.weights.delta import DeltaSource
+
+        if not self._is_source:
+            drained(buckets)
+            return None
+        if self._held is None:
+            self._held = DeltaSource(cast_for_engines(self._args))
+        return self._held.advance(buckets)
 
 
 def drained(buckets: Iterable[Any]) -> None:

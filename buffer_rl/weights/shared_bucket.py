@@ -73,9 +73,8 @@ class BucketLayout:
                 offset=-(-end // ALIGNMENT) * ALIGNMENT,
             )
             if place.dtype not in DTYPES:
-                raise EngineError(
-                    f"weights of dtype {place.dtype} cannot be published", where=name, expected=", ".join(DTYPES)
-                )
+                what = f"weights of dtype {place.dtype} cannot be published"
+                raise EngineError(what, where=name, expected=", ".join(DTYPES))
             places.append(place)
             end = place.offset + place.num_bytes
         return cls(places=tuple(places), num_bytes=end)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from buffer_rl.cluster.locality import has_memory_files, machine_id
-from buffer_rl.errors import ConfigError, EngineError, TrainError
+from buffer_rl.errors import ConfigError, EngineError, TrainError, raised_as
 
 NAME = "buffer_rl_weights"
 """What the memory is called in ``/proc``; a reader refuses other files."""
@@ -38,9 +38,8 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         if not has_memory_files():
-            raise ConfigError(
-                "this system has no memory files", where="--weight-sync-mode tensor", hint="use --weight-sync-mode disk"
-            )
+            what = "this system has no memory files"
+            raise ConfigError(what, where="--weight-sync-mode tensor", hint="use --weight-sync-mode disk")
         self.num_bytes = num_bytes
         self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -90,12 +89,10 @@ def open_memory(handle: Any, num_bytes: int) -> torch.Tensor:
     if type(pid) is not int or type(number) is not int or min(pid, number) < 0:
         raise EngineError("not a handle of shared memory", expected="whole numbers as pid and descriptor")
     if not has_memory_files() or machine != machine_id():
-        raise EngineError(
-            "the weights are in the memory of another machine or container",
-            hint="--weight-sync-mode tensor needs trainer and engines on one machine; use --weight-sync-mode disk",
-        )
+        hint = "--weight-sync-mode tensor needs trainer and engines on one machine; use --weight-sync-mode disk"
+        raise EngineError("the weights are in the memory of another machine or container", hint=hint)
     path = f"/proc/{pid}/fd/{number}"
-    try:
+    with raised_as(EngineError, "the shared memory cannot be opened", OSError, where=path):
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
             raise EngineError("not shared memory of weights", where=path)
         with _opened(path) as descriptor:
@@ -104,8 +101,6 @@ def open_memory(handle: Any, num_bytes: int) -> torch.Tensor:
                 return torch.empty(0, dtype=torch.uint8)
             # Private rather than shared: kernels before 6.7 refuse a shared mapping of memory sealed against writing.
             mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise EngineError(f"the shared memory cannot be opened: {error}", where=path) from error
     with contextlib.suppress(OSError):  # kernels before 5.14 do not know it
         mapped.madvise(_MADV_POPULATE_READ)
     return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -123,10 +118,8 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 
 def _not_enough(num_bytes: int, error: OSError) -> TrainError:
-    return TrainError(
-        f"{num_bytes / 1e6:.0f} MB of memory to share the weights could not be had: {error}",
-        hint="use --weight-sync-mode disk",
-    )
+    what = f"{num_bytes / 1e6:.0f} MB of memory to share the weights could not be had: {error}"
+    return TrainError(what, hint="use --weight-sync-mode disk")
 
 
 @contextlib.contextmanager
@@ -187,7 +180,7 @@ def copy_cuda_memory(handle: Any, num_bytes: int) -> torch.Tensor:
     if numbers["num_bytes"] < num_bytes or min(numbers.values()) < 0:
         raise EngineError("the CUDA memory is smaller than its tensors", expected=f"{num_bytes} bytes")
     open_storage: Any = torch.UntypedStorage._new_shared_cuda
-    try:
+    with raised_as(EngineError, "the CUDA memory cannot be opened", RuntimeError):
         storage = open_storage(
             device,
             binary["handle"],
@@ -198,8 +191,6 @@ def copy_cuda_memory(handle: Any, num_bytes: int) -> torch.Tensor:
             binary["event_handle"],
             event_sync,
         )
-    except RuntimeError as error:
-        raise EngineError(f"the CUDA memory cannot be opened: {error}") from error
     shared = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
     copied = shared[:num_bytes].clone()
     torch.cuda.synchronize(device)
@@ -212,11 +203,8 @@ def _device_of(uuid: str) -> int:
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return index
-    raise EngineError(
-        "the weights are on a CUDA device that this engine does not see",
-        where=uuid,
-        hint="make the trainer's device visible to the engine, or use --weight-sync-mode disk",
-    )
+    hint = "make the trainer's device visible to the engine, or use --weight-sync-mode disk"
+    raise EngineError("the weights are on a CUDA device that this engine does not see", where=uuid, hint=hint)
 
 
 def _text(data: bytes) -> str:

@@ -11,16 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, EngineError
+from buffer_rl.records.groups import Topology
 from buffer_rl.weights.options import WeightOptions
-from buffer_rl.weights.sender import drained
+from buffer_rl.weights.sender import Senders, drained
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.control import EngineControlClient
     from buffer_rl.engines.protocol import ServerInfo
-    from buffer_rl.records.groups import Topology
-    from buffer_rl.weights.sender import Senders
 
 LOAD_FORMAT = "buffer_rl_shared_memory"
 """``load_format`` of the embedded engine: JSON handles (see ``buffer_rl.weights.shared_bucket``). Other engines get
@@ -71,12 +70,9 @@ class TensorTransport:
         self._ranks = tensor_parallel_ranks(found)
         forms = {info.is_embedded for info in found.values()}
         if len(forms) != 1:
-            raise ConfigError(
-                "embedded engines and others cannot read the same memory",
-                where="--weight-sync-mode tensor and --engine-urls",
-                expected="engines of one kind",
-                hint="use --weight-sync-mode disk",
-            )
+            what = "embedded engines and others cannot read the same memory"
+            where = "--weight-sync-mode tensor and --engine-urls"
+            raise ConfigError(what, where=where, expected="engines of one kind", hint="use --weight-sync-mode disk")
         self._load_format = LOAD_FORMAT if forms.pop() else None
         if self._buckets:
             self._buckets = _joined(self._trainer.send(TensorSender.handles, sum(self._ranks.values())))
@@ -125,10 +121,7 @@ def tensor_parallel_ranks(engines: Mapping[str, ServerInfo]) -> dict[str, int]:
     take weights from disk only."""
     for url, info in engines.items():
         if info.dp_size != 1:
-            raise ConfigError(
-                f"an engine with dp_size {info.dp_size} takes weights from disk only",
-                where=url,
-                expected="dp_size 1",
-                hint="start engines of one replica each, or use --weight-sync-mode disk",
-            )
+            what = f"an engine with dp_size {info.dp_size} takes weights from disk only"
+            hint = "start engines of one replica each, or use --weight-sync-mode disk"
+            raise ConfigError(what, where=url, expected="dp_size 1", hint=hint)
     return {url: info.tp_size for url, info in engines.items()}
