@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 
-REPORT_S = 0.005
+REPORT_S = 0.01
 """Between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's; and which it
 works on while the next groups are scored."""
 SCORING_GRACE_S = 2.0  # for rewards that are not needed any more
