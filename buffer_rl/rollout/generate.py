@@ -100,14 +100,10 @@ async def generate_together(
     first = samples[0]
     if lease.stopped or sampling_params.get("sampling_seed") is not None or not are_first_rows(samples):
         return False
-    if any(
-        partial_response(args, sample)
-        or sample.prompt != first.prompt
-        or sample.metadata.get("tools") != first.metadata.get("tools")
-        for sample in samples
-    ):
+    encode = lease.context.prompts.encode
+    prompt_ids = encode(first)
+    if any(partial_response(args, sample) or encode(sample) != prompt_ids for sample in samples):
         return False
-    prompt_ids = lease.context.prompts.encode(first)
     params = dict(sampling_params)
     params["max_new_tokens"] = room_for(args, first, len(prompt_ids), params["max_new_tokens"])
     results = await answers_for(samples, prompt_ids, params, lease)
