@@ -76,12 +76,14 @@ def seconds_of_process() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def step_seconds(perf: Sequence[Mapping[str, float]], ends: Sequence[float]) -> list[float]:
-    """Seconds of each step, from the end of the one before; checkpoints are taken off.
+def step_seconds(perf: Sequence[Mapping[str, float]], ends: Sequence[float], *, waits_for_saves: bool) -> list[float]:
+    """Seconds of each step, from the end of the one before.
 
-    perf: the metrics of each step. ends: when it ended. The first step began when the run had started."""
+    perf: the metrics of each step. ends: when it ended. The first step began when the run had started. waits_for_saves:
+    nothing goes on while a checkpoint is written, so its time is taken off; else it counts."""
     whole = [perf[0]["perf/step_time"], *(after - before for before, after in pairwise(ends))]
-    return [seconds - step.get("perf/save_time", 0.0) for seconds, step in zip(whole, perf, strict=True)]
+    saves = [step.get("perf/save_time", 0.0) if waits_for_saves else 0.0 for step in perf]
+    return [seconds - save for seconds, save in zip(whole, saves, strict=True)]
 
 
 def cpu_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
@@ -137,7 +139,7 @@ def main() -> None:
     spec.write_result(
         version=__version__,
         start_s=start_s,
-        seconds=step_seconds(perf, ends),
+        seconds=step_seconds(perf, ends, waits_for_saves=args.schedule in ("lockstep", "pipelined")),
         cpu=cpu_seconds(lines),
         ends=[end - ends[0] + perf[0]["perf/step_time"] for end in ends],  # since the first step began
         staleness=[line["staleness/mean"] for line in metrics if "staleness/mean" in line],

@@ -134,6 +134,7 @@ def make_trainer(args: Any, rank: int, world_size: int, objective: Any) -> Any:
     """A trainer backend: the default one, whose steps report their CPU-seconds as metrics."""
     import torch
 
+    from buffer_rl.trainer.peers import summed_over_ranks
     from buffer_rl.trainer.torch_trainer import TorchTrainer
 
     spent: dict[str, float] = defaultdict(float)
@@ -167,7 +168,8 @@ def make_trainer(args: Any, rank: int, world_size: int, objective: Any) -> Any:
         def optimizer_step(self, scale: float) -> dict[str, float]:
             with timed("optimizer"):
                 metrics = super().optimizer_step(scale)
-            found = {CPU_METRIC.format(part): seconds for part, seconds in spent.items()}
+            seconds = summed_over_ranks([spent[part] for part in PARTS[1:]])
+            found = {CPU_METRIC.format(part): of_part for part, of_part in zip(PARTS[1:], seconds, strict=True)}
             spent.clear()
             return {**metrics, **found}
 

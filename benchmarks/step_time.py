@@ -89,7 +89,8 @@ def table(steps: list[dict[str, float]]) -> list[str]:
         times = [step.get(f"perf/{phase}_time", 0.0) for step in steps]
         median = statistics.median(times)
         lines.append(f"{phase:16}{median:>10.3f}{min(times):>8.3f}{max(times):>8.3f}{median / whole:>8.1%}")
-    tokens = statistics.median(step["rollout/generated_tokens"] for step in steps)
+    of = "rollout" if "rollout/generated_tokens" in steps[0] else "production"  # whose tickets are not a step's own
+    tokens = statistics.median(step[f"{of}/generated_tokens"] for step in steps)
     lines.append(f"{tokens:.0f} tokens a step, {tokens / whole:.0f} tokens/s over whole steps")
     return lines
 

@@ -167,7 +167,8 @@ def test_the_seconds_of_a_step_begin_at_the_end_of_the_one_before_without_its_ch
         {"perf/step_time": 1.5, "perf/save_time": 0.5},
         {"perf/step_time": 1.0},
     ]
-    assert module.step_seconds(perf, [20.0, 22.0, 23.25]) == [9.0, 1.5, 1.25]
+    assert module.step_seconds(perf, [20.0, 22.0, 23.25], waits_for_saves=True) == [9.0, 1.5, 1.25]
+    assert module.step_seconds(perf, [20.0, 22.0, 23.25], waits_for_saves=False) == [9.0, 2.0, 1.25]
 
 
 def test_a_run_is_described_by_a_file_that_reads_as_it_was_written(script: Script, tmp_path: Path) -> None:
