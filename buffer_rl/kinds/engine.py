@@ -64,7 +64,8 @@ class WeightTransport(Protocol):
     methods get ``Trainer.export()``, which all ranks iterate to the end or none does, and the arguments of ``start``.
     staged: ``publish`` runs within one ``begin_weight_update`` and ``end_weight_update`` of the engines.
     It may have ``keeps_requests``, true if running requests end with the weights that they began with: nothing is
-    retracted then, and no cache is flushed.
+    retracted then, and no cache is flushed. And ``sent_share``: which part of a whole version's bytes the newest one
+    took, None if unknown.
     It may also be one that ``Releases``, and one that ``Stages``.
     """
 

@@ -13,6 +13,7 @@ from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import BufferRLError, CheckpointError, ConfigError, DataError
 from buffer_rl.observe.checks import LedgerFacts
+from buffer_rl.observe.metrics import METRICS_FILE
 from buffer_rl.observe.terminal import say
 from buffer_rl.verbs.table import print_notices
 
@@ -60,15 +61,21 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def report_run(run_dir: str | Path, console: Console | None = None) -> None:
-    """What a run shows at its end: the page, with what its ledger says, and a summary in the terminal. The run is done,
-    so a report that cannot be made is a notice."""
+    """What a run shows at its end: the page, with what its ledger says, and a summary in the terminal. The run has
+    ended, so a report that cannot be made is a notice."""
     from buffer_rl.observe.report import run_report
 
     try:
         with _reading(str(run_dir)):
             run_report(run_dir, console, ledger=ledger_facts(run_dir))
     except BufferRLError as error:
-        print_notices([f"the run is done, and its report could not be made: {error}"])
+        print_notices([f"the run has ended, and its report could not be made: {error}"])
+
+
+def has_written_metrics(run_dir: str | Path, since: float) -> bool:
+    """Whether a run has written metrics ``since`` a time of the clock (``time.time``)."""
+    path = Path(run_dir, METRICS_FILE)
+    return path.is_file() and path.stat().st_size > 0 and path.stat().st_mtime >= since
 
 
 @contextmanager

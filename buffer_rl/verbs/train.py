@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -315,7 +316,7 @@ def _launch(
         from buffer_rl.cluster.environment import direct_variables, variables
         from buffer_rl.cluster.session import ray_session
         from buffer_rl.driver.launch import launch_training
-        from buffer_rl.verbs.report import report_run
+        from buffer_rl.verbs.report import has_written_metrics, report_run
 
         _check_locks(args)
         if os.environ.get(SOCKET_VARIABLE) and args.ray_address is None:  # Ray starts while the trial runs
@@ -328,11 +329,16 @@ def _launch(
             startup.end_line()
         print_notices(found.notices)
         make_folders(args)
+        launched = time.time()
         try:
             launch_training(args, registry, data, startup)
         except Stopped as stopped:
             stopped.text = f"{stopped.steps} steps are done; {_resume_hint(args, arguments)}"
             if stopped.steps > 0:
+                report_run(args.run_dir)
+            raise
+        except BufferRLError:
+            if has_written_metrics(args.run_dir, launched):
                 report_run(args.run_dir)
             raise
     report_run(args.run_dir)

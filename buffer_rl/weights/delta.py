@@ -118,6 +118,10 @@ class Encoded:
     delta_bytes: int
     full_bytes: int
 
+    def sent_share(self, *, as_delta: bool) -> float:
+        """Which part of a whole version's bytes is sent."""
+        return self.delta_bytes / self.full_bytes if as_delta else 1.0
+
 
 class DeltaSource:
     """A sender's newest version and its delta of the one before, both on the CPU.

@@ -167,6 +167,7 @@ class DiskTransport:
         self._folder = disk_folder(args)
         self._publishes_delta, self._sends_delta = args.publish_delta, False
         self._encoded: Encoded | None = None
+        self.sent_share: float | None = None
         self._chain: list[Path] = []
         self._num_bytes = 0  # of the deltas in the chain
         self._digest: str | None = None  # of its last folder
@@ -182,7 +183,7 @@ class DiskTransport:
     def prepare(self, version: int) -> None:
         """Write the version while engines go on generating. Raises ConfigError where the driver does not see it."""
         if self._is_refused or not self._sends_delta:
-            self._chain, self._is_refused = [], False
+            self._chain, self._is_refused, self.sent_share = [], False, None
         if self._sends_delta:
             self._encoded = next(answer for answer in self._trainer.send(DiskSender.encode) if answer is not None)
             self._write_held(version)
@@ -228,6 +229,7 @@ class DiskTransport:
             if target not in self._chain and is_less and len(self._chain) <= MAX_DELTAS:
                 base = (self._chain[-1].name, encoded.base)
         contents = Contents(digest=encoded.digest, base=base)
+        self.sent_share = encoded.sent_share(as_delta=base is not None)
         self._write_at(version, lambda folder: self._trainer.send(DiskSender.write_held, folder, contents))
         self._chain = [target] if base is None else [*self._chain, target]
         self._num_bytes = 0 if base is None else self._num_bytes + encoded.delta_bytes

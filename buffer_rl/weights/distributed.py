@@ -128,6 +128,7 @@ class DistributedTransport:
         self._plan: list[Any] = []
         self._publishes_delta, self._takes_delta = args.publish_delta, False
         self._encoded: Encoded | None = None
+        self.sent_share: float | None = None
 
     def connect(self, trainer: Senders, engines: Receivers) -> None:
         """Make the group of the trainer and the engines that are there now. A name of its own each time: an engine may
@@ -152,7 +153,7 @@ class DistributedTransport:
 
     def prepare(self, version: int) -> None:
         """Nothing, but for a delta: the trainer's weights stay as they are until the publication has ended."""
-        self.staged = not self._takes_delta
+        self.staged, self.sent_share = not self._takes_delta, None
         if not self.staged:
             answers = self._trainer.send(DistributedSender.encode)
             self._encoded = next(answer for answer in answers if answer is not None)
@@ -190,6 +191,7 @@ class DistributedTransport:
         if base is not None and any(info.digest != base for info in self._engines.server_info().values()):
             base = None
         plan, as_delta = (self._encoded.full_plan, False) if base is None else (self._encoded.delta_plan, True)
+        self.sent_share = self._encoded.sent_share(as_delta=as_delta)
         self._engines.begin_weight_update(base)
         sending = self._trainer.start(DistributedSender.broadcast_held, name, as_delta)
         for bucket in plan:

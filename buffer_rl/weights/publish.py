@@ -134,6 +134,8 @@ class Publisher:
             found["perf/publish_drain"] = self._paused_at - self._prepared_at
         if self._retracted is not None:
             found["perf/retracted_tokens"] = float(self._retracted)
+        if (share := getattr(self.transport, "sent_share", None)) is not None:
+            found["perf/publish_sent_share"] = share
         return found
 
     def try_retraction(self) -> bool:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -137,7 +139,7 @@ class JudgeClient:
         url = f"{str(self._args.judge_url).rstrip('/')}/chat/completions"
         async with (
             aiohttp.ClientSession(headers=headers) as session,
-            session.post(url, json=body, allow_redirects=False) as response,
+            session.post(url, json=body, proxy=_proxy_of(url), allow_redirects=False) as response,
         ):
             data = await response.content.read(MAX_ANSWER_BYTES + 1)
             while len(data) <= MAX_ANSWER_BYTES and (block := await response.content.read(1 << 16)):
@@ -175,6 +177,13 @@ class JudgeClient:
         with suppress(sqlite3.Error), closing(sqlite3.connect(self._cache, timeout=5.0)) as cache, cache:
             cache.execute("CREATE TABLE IF NOT EXISTS answers (digest TEXT PRIMARY KEY, answer TEXT NOT NULL)")
             cache.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (digest, answer))
+
+
+def _proxy_of(url: str) -> str | None:
+    """What ``http_proxy``, ``https_proxy`` and ``no_proxy`` say of an address; None: it is reached directly."""
+    parts = urlsplit(url)
+    direct = bool(proxy_bypass(parts.netloc.rpartition("@")[2]))
+    return None if direct else getproxies().get(parts.scheme)
 
 
 def _guess(body: Mapping[str, Any]) -> int:

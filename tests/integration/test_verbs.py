@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from buffer_rl.cli import main
 from buffer_rl.observe.metrics import read_metrics
+from buffer_rl.observe.run_folder import read_facts
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
@@ -85,3 +87,26 @@ def test_the_tool_use_example_trains(ray_cluster: None, tmp_path: Path, monkeypa
         assert 0 < step["rollout/tool_tokens"] < 1
         # The trainer, over whole samples, finds what the engine said turn by turn; the tool's tokens do not count.
         assert step["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_after_a_step_has_its_report(
+    ray_cluster: None, make_options: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import pathlib\n\n\ndef score(args, sample):\n"
+        "    if pathlib.Path(args.run_dir, 'metrics.jsonl').stat().st_size:\n"
+        "        raise ValueError('no reward from the second step on')\n"
+        "    return sample.response.count('a')\n"
+    )
+    args = make_options(custom_rm_path=f"{tmp_path / 'reward.py'}:score", eval_prompt_data=[], eval_interval=None)
+    (tmp_path / "run.json").write_text(
+        json.dumps(args.model_dump(exclude_defaults=True, exclude_none=True, mode="json"))
+    )
+    assert main(["train", "--config", str(tmp_path / "run.json"), "--no-trial"]) == 2
+    end = read_facts(args.run_dir).end
+    assert end["how"] == "failed"
+    assert "no reward from the second step on" in end["why"]
+    page = Path(args.run_dir, "report.html")
+    assert "no reward from the second step on" in page.read_text(encoding="utf-8")
+    assert str(page) in capsys.readouterr().out

@@ -30,9 +30,10 @@ def sample(response: str = "Paris", index: int = 0, **fields: Any) -> Sample:
     return Sample(uid=UID, sample_index=index, **values)
 
 
-def options(url: str | None, folder: Path, **more: Any) -> Any:
-    made = compose([*CORE_SECTIONS, JudgeOptions])(judge_url=url, rm_timeout_s=20.0, run_dir=str(folder), **more)
-    return made
+def options(url: str | None, folder: Path, rm_timeout_s: float = 20.0, **more: Any) -> Any:
+    return compose([*CORE_SECTIONS, JudgeOptions])(
+        judge_url=url, rm_timeout_s=rm_timeout_s, run_dir=str(folder), **more
+    )
 
 
 @asynccontextmanager
@@ -68,6 +69,23 @@ async def test_a_mark_is_a_tenth_of_it_and_the_judge_sees_prompt_label_and_respo
     for part in ("Capital?", "reference answer\nParis\n", "response\nParis it is\n"):
         assert part in text
     assert "so</think>" not in text
+
+
+@pytest.mark.parametrize("no_proxy", ["", "judge.invalid", "*"])
+async def test_a_judge_is_asked_through_the_users_proxy_unless_no_proxy_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_proxy: str
+) -> None:
+    """The server here plays the proxy: it gets a request for a host that only a proxy could know."""
+    async with judging(lambda text, _: "[[7]]") as (url, seen):
+        monkeypatch.setenv("http_proxy", url.removesuffix("/v1"))
+        monkeypatch.setenv("no_proxy", no_proxy)
+        args = options("http://judge.invalid/v1", tmp_path, rm_timeout_s=2.0)
+        if no_proxy:
+            with pytest.raises(RewardError, match=r"judge\.invalid"):
+                await Score()(args, sample())
+        else:
+            assert await Score()(args, sample()) == 0.7
+    assert len(seen) == (0 if no_proxy else 1)
 
 
 async def test_a_response_cannot_know_the_mark_around_it(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_a_line_of_another_form_is_an_error_that_names_the_folder_and_no_failure
         assert "metrics.jsonl, samples.jsonl and run.json as a run writes them" in shown
         assert "Traceback" not in shown
     report_run(run)
-    assert "notice: the run is done, and its report could not be made: " in capsys.readouterr().err
+    assert "notice: the run has ended, and its report could not be made: " in capsys.readouterr().err
 
 
 def test_several_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,7 @@ class Run:
         self.notices: list[str] = []
         self.weights = load_file(Path(folder, "model.safetensors"))
         self.version, self._random = 0, torch.Generator().manual_seed(0)
+        self.sent_share: float | None = None
         self._whole = LoadedModel(LoadOptions(model_path=folder, dtype="bfloat16"))
         self.spoils = False
 
@@ -116,7 +117,7 @@ class Run:
         }
         self.version += 1
         self.control.choose(engines)
-        self.publisher.publish(self.version)
+        self.sent_share = self.publisher.publish(self.version).get("perf/publish_sent_share")
         self._whole.replace_tensors(self.weights)
         wanted = checksum_answer(self._whole.decoder.named_weights())["per_engine_checksum"]
         assert set(self.control.checksums().values()) == {wanted}
@@ -165,6 +166,11 @@ def test_engines_that_join_late_die_and_miss_versions_serve_what_a_whole_publica
             contents = read_contents(run.transport._target(run.version))
             assert contents is not None
             whole += [step] if contents.base is None else []
+            is_whole = contents.base is None
+        else:
+            is_whole = run.control.bases[-1] is None
+        assert run.sent_share is not None
+        assert run.sent_share == 1 if is_whole else 0 < run.sent_share < 0.5
     assert "digest" in run.notices[0]
     if transport is DiskTransport:  # engines read what they lack; the deltas are together as large as a version once
         expected = [1, 40]
@@ -185,6 +191,7 @@ def test_an_engine_that_takes_whole_tensors_gets_them_and_so_do_those_beside_it(
     ours, theirs = run.engine(), run.engine(launch_imitating_sglang)
     for engines in [[ours], [ours], [ours, theirs], [ours, theirs]]:
         run.step(*engines)
+        assert (run.sent_share is None) == (theirs in engines)
     assert run.notices == []
 
 
