@@ -77,7 +77,7 @@ class RolloutStats:
     sample of several parts counts once, with the mean of its parts.
 
     has_filter: whether a dynamic filter decides which groups are kept. filtered_rewards: those of the groups that it
-    dropped.
+    dropped, num_filtered in number.
     num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and were requeued
     in mid-generation or fully generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
     baselines: of the kept groups, ``[num_kept]``, where there are any. by_name: rewards of kept samples by the name
@@ -87,6 +87,7 @@ class RolloutStats:
     has_filter: bool = False
     rewards: list[float] = field(default_factory=list)
     filtered_rewards: list[float] = field(default_factory=list)
+    num_filtered: int = 0
     response_lengths: list[float] = field(default_factory=list)
     longest: int = 0
     truncated: list[float] = field(default_factory=list)
@@ -125,6 +126,7 @@ class RolloutStats:
     def count_filtered(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a scored group that the dynamic filter dropped; ``rewards`` as ``rewards_of`` gives them."""
         self.filtered_rewards += _known_means(group, rewards)
+        self.num_filtered += 1
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers. Names that begin with ``perf/`` are complete; the others go under ``rollout/``."""
@@ -149,8 +151,11 @@ class RolloutStats:
         if self.rewards:
             rewards = sorted(self.rewards)  # they came in the order of time; the last bits of a sum depend on its order
             values |= {"raw_reward": float(np.mean(rewards)), "raw_reward_std": float(np.std(rewards))}
-            if self.has_filter:
-                values["raw_reward_all"] = float(np.mean(sorted([*rewards, *self.filtered_rewards])))
+        if self.has_filter and (scored := sorted([*self.rewards, *self.filtered_rewards])):
+            values |= {
+                "raw_reward_all": float(np.mean(scored)),
+                "scored_groups": float(self.num_kept + self.num_filtered),
+            }
         for name, given in sorted(self.by_name.items()):
             if known := sorted(reward for reward in given if reward is not None):
                 values[f"reward/{name}"] = float(np.mean(known))
