@@ -190,8 +190,9 @@ class DataPool:
         """The rows of the task, with the fields that every group has by now.
 
         num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the
-        groups are dealt, in uid order, one to each mini-batch in turn, so the first ones have one more where the number
-        does not divide, and each has its share of every source. Raises BufferStateError if there is no such mini-batch, or while the rollout still runs.
+        groups are dealt, in uid order, one to each mini-batch in turn, so the first ones have one more where the
+        number does not divide, and each has its share of every source. Raises BufferStateError if there is no such
+        mini-batch, or while the rollout still runs.
         """
         uids = self._mini_batch(num_steps, step)
         return self._plan([(uid, self._positions(uid)) for uid in uids], None)

@@ -118,10 +118,14 @@ class RolloutStats:
         self.longest = max([self.longest, *(sample.response_length for sample in group)])
         self.truncated += sample_means(indices, [sample.status is Status.TRUNCATED for sample in group])
         self.num_zero_std += bool(means) and equal_rewards(means)
-        for sample in group:
-            for name, reward in sample.__dict__.get("rewards_by_name", {}).items():
+        for rows in group.by_sample():
+            by_name: dict[str, list[float]] = {}
+            for row in rows:
+                for name, reward in row.__dict__.get("rewards_by_name", {}).items():
+                    by_name.setdefault(name, []).extend([] if reward is None else [reward])
+            for name, known in by_name.items():
                 for shown in {name, f"{name}/{group.data_set}" if group.data_set else name}:
-                    self.by_name.setdefault(shown, []).append(reward)
+                    self.by_name.setdefault(shown, []).append(float(np.mean(sorted(known))) if known else None)
 
     def count_filtered(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a scored group that the dynamic filter dropped; ``rewards`` as ``rewards_of`` gives them."""
