@@ -114,8 +114,9 @@ class RolloutStats:
         means = _known_means(group, rewards)
         self.num_kept += 1
         self.rewards += means
-        self.response_lengths += sample_means(indices, [sample.response_length for sample in group])
-        self.longest = max([self.longest, *(sample.response_length for sample in group)])
+        lengths = [row.response_length for row in group.rows]
+        self.response_lengths += sample_means([row.sample_index for row in group.rows], lengths)
+        self.longest = max([self.longest, *lengths])
         self.truncated += sample_means(indices, [sample.status is Status.TRUNCATED for sample in group])
         self.num_zero_std += bool(means) and equal_rewards(means)
         for rows in group.by_sample():
