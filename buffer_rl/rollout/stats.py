@@ -59,6 +59,15 @@ def rewards_of(args: Args, samples: Iterable[Sample]) -> list[float | None]:
     return [reward_of(sample) for sample in samples]
 
 
+def sampled_tokens(rows: Iterable[Sample]) -> int:
+    """The response tokens of rows without those of tools and environments, whose loss mask is 0."""
+    return sum(
+        # Of whatever a user's function set: what finishes the group says what is wrong with it.
+        row.response_length if row.loss_mask is None else int(np.count_nonzero(np.asarray(row.loss_mask, dtype=object)))
+        for row in rows
+    )
+
+
 def known_reward(args: Args, group: SampleGroup) -> float | None:
     """The mean reward of a group's samples, for an order by difficulty; None without such an order, and if no sample
     has a reward. A sample of several parts counts once."""
@@ -105,8 +114,8 @@ class RolloutStats:
     scoring: BusyClock = field(default_factory=BusyClock)
 
     def count_generated(self, group: SampleGroup, num_before: int = 0) -> None:
-        """Count the tokens of a group, kept or not, but for the ``num_before`` that it had from an earlier lease."""
-        self.generated_tokens += max(0, sum(sample.response_length for sample in group.rows) - num_before)
+        """Count the sampled tokens of a group, kept or not, but for ``num_before`` of them from an earlier lease."""
+        self.generated_tokens += max(0, sampled_tokens(group.rows) - num_before)
 
     def count_kept(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a group that was kept; ``rewards`` as ``rewards_of`` gives them."""

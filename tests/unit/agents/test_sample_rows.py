@@ -65,6 +65,7 @@ async def test_lengths_are_of_all_rows_and_a_limit_is_that_of_the_sample() -> No
     group = fake.finished[0]
     expected = {"response_len/mean": pytest.approx(8 / 3), "response_len/max": 8.0, "truncated_ratio": 0.0}
     assert {name: metrics[name] for name in expected} == expected
+    assert metrics["generated_tokens"] == 12, "six answers of two tokens, and not what the user said between them"
     group[0].status = Status.TRUNCATED
     row_ids, columns = encode(group)
     store = ColumnStore()
