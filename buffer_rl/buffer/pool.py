@@ -190,8 +190,9 @@ class DataPool:
         """The rows of the task, with the fields that every group has by now.
 
         num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the
-        groups are cut, in uid order, into parts of equal size, of which the first ones have one more where the number
-        does not divide. Raises BufferStateError if there is no such mini-batch, or while the rollout still runs.
+        groups are dealt, in uid order, one to each mini-batch in turn, so the first ones have one more where the
+        number does not divide, and each has its share of every source. Raises BufferStateError if there is no such
+        mini-batch, or while the rollout still runs.
         """
         uids = self._mini_batch(num_steps, step)
         return self._plan([(uid, self._positions(uid)) for uid in uids], None)
@@ -334,9 +335,8 @@ class DataPool:
                 expected="at least one group for each optimizer step",
                 hint="lower --num-steps-per-rollout, or finish more groups",
             )
-        size, larger = divmod(len(uids), num_steps)
-        start = step * size + min(step, larger)
-        return uids[start : start + size + (step < larger)]
+        # Neighbours are of one source and from one place in its file: cut into pieces, a step would be of one source.
+        return uids[step::num_steps]
 
     def require_equal_fields(self, uids: Sequence[GroupUid], foreign: Collection[GroupUid] = ()) -> None:
         """Raises BufferStateError if these groups have different fields from their producer; the ``foreign`` ones among

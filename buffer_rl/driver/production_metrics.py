@@ -7,18 +7,29 @@ Buffer reports them, and ``production/*`` of the tickets that ended since the st
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from buffer_rl.observe.memory import PEAK_PREFIX
-from buffer_rl.observe.metrics import DROP_PREFIX, drop_metrics
+from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.records.groups import RolloutReport
 
 LENGTH = "response_len/mean"
 LONGEST = "response_len/max"
 TOKENS = "generated_tokens"
+_REWARD, _REWARD_STD = "rollout/raw_reward", "rollout/raw_reward_std"
+_REWARD_ALL, _SCORED = "rollout/raw_reward_all", "rollout/scored_groups"
+_SUMS = frozenset(
+    {
+        _SCORED,
+        *(f"rollout/{name}" for name in (TOKENS, "abstained", "aborted_groups", "surplus_groups", "service_partial")),
+    }
+)
+"""Counts of a rollout, beside failures and dropped groups."""
+_DROPS = ("drop_", "service_drop_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +118,41 @@ class ProductionMetrics:
 
 
 def joined_metrics(parts: Sequence[Mapping[str, float]], num_groups: Sequence[int]) -> dict[str, float]:
-    """The metrics of several tickets, or of the parts of one: sums of tokens, failures and dropped groups, the longest
-    response and the peak memory of all, else means over those that have them. num_groups: of each part, its weight."""
+    """The metrics of several tickets, or of the parts of one, as they would be of all their groups at once: sums of
+    counts, the longest response and the peak memory of all, the deviation of all rewards from their common mean, else
+    means over those that have them. num_groups: of each part, its weight in a mean over kept groups."""
     joined: dict[str, float] = {}
-    weights = num_groups if any(num_groups) else [1] * len(parts)
+    kept = num_groups if any(num_groups) else [1] * len(parts)
     for name in dict.fromkeys(name for part in parts for name in part):
-        having = [(part[name], weight) for part, weight in zip(parts, weights, strict=True) if name in part]
-        values = [value for value, _ in having]
-        if name == f"rollout/{TOKENS}" or name.startswith(DROP_PREFIX) or name.endswith("_failures"):
+        weights = _scored_groups(parts) if name == _REWARD_ALL else None
+        having = [(part, weight) for part, weight in zip(parts, weights or kept, strict=True) if name in part]
+        values = [part[name] for part, _ in having]
+        if name in _SUMS or name.rpartition("/")[2].startswith(_DROPS) or name.endswith("_failures"):
             joined[name] = sum(values)
+        elif name == _REWARD_STD and all(_REWARD in part for part, _ in having):
+            joined[name] = _pooled_std(having)
         else:
             is_peak = name == f"rollout/{LONGEST}" or name.startswith(PEAK_PREFIX)
-            joined[name] = max(values) if is_peak else _mean(having)
+            joined[name] = max(values) if is_peak else _mean([(part[name], weight) for part, weight in having])
     return joined
 
 
-def _mean(having: Sequence[tuple[float, int]]) -> float:
+def _scored_groups(parts: Sequence[Mapping[str, float]]) -> list[float] | None:
+    """What a mean with dropped groups is over; None if a part does not say it, as a rollout function of one's own."""
+    if any(_REWARD_ALL in part and not part.get(_SCORED) for part in parts):
+        return None
+    return [part.get(_SCORED, 0.0) for part in parts]
+
+
+def _pooled_std(having: Sequence[tuple[Mapping[str, float], float]]) -> float:
+    """The standard deviation of all parts' rewards: their deviations inside the parts, and those of the parts' means
+    from the mean of all, which a mean of deviations would leave out."""
+    mean = _mean([(part[_REWARD], weight) for part, weight in having])
+    squares = [(part[_REWARD_STD] ** 2 + (part[_REWARD] - mean) ** 2, weight) for part, weight in having]
+    return math.sqrt(_mean(squares))
+
+
+def _mean(having: Sequence[tuple[float, float]]) -> float:
     if total := sum(weight for _, weight in having):
         return sum(value * weight for value, weight in having) / total
     return sum(value for value, _ in having) / len(having)

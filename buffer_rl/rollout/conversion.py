@@ -125,15 +125,17 @@ class GroupConverter:
             places = [i for i, sample in enumerate(samples) if sample.reward is not None]
             mean = shown.mean() if scored else 0.0
             shown, reward = _spread(shown, places, len(samples), mean), _spread(reward, places, len(samples), 0)
+        truncated = np.asarray([s.status is s.Status.TRUNCATED for s in samples], dtype=np.bool_)
         if not evaluation and group.rows is not group.samples:
-            shown, reward = (np.repeat(each, [len(s.rows) for s in samples]) for each in (shown, reward))
+            numbers = [len(s.rows) for s in samples]
+            shown, reward, truncated = (np.repeat(each, numbers) for each in (shown, reward, truncated))
             samples = [row for sample in samples for row in _with_its_rows(sample)]
             row_ids = _row_ids(group.uid, samples)
         columns: dict[str, Column] = {
             "response_length": np.asarray([_response_length(s, evaluation) for s in samples], dtype=np.int32),
             "loss_mask": _loss_masks(samples),
             "raw_reward": shown.astype(np.float32),
-            "truncated": np.asarray([s.status is s.Status.TRUNCATED for s in samples], dtype=np.bool_),
+            "truncated": truncated,
             "weight_version": np.asarray([_oldest_version(s) for s in samples], dtype=np.int32),
         }
         if evaluation:

@@ -22,7 +22,7 @@ from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
 from buffer_rl.rollout.generate import generate, generate_together, reset_to_prompt
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.options import PLAY, generate_path
-from buffer_rl.rollout.stats import RolloutStats, rewards_of
+from buffer_rl.rollout.stats import RolloutStats, rewards_of, sampled_tokens
 from buffer_rl.rollout.user_functions import call_plugin
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ async def generate_group(lease: Lease, params: dict[str, Any], stats: RolloutSta
     """
     group, context = lease.group, lease.context
     assert group is not None
-    num_before = sum(sample.response_length for sample in group)
+    num_before = sampled_tokens(group)
     # Samples of a function of the user's end one by one: none of them keeps its place free for others.
     size = min(ROWS, context.args.rollout_concurrency) if context.generate is None else 1
     with stats.generating.running():

@@ -59,6 +59,15 @@ def rewards_of(args: Args, samples: Iterable[Sample]) -> list[float | None]:
     return [reward_of(sample) for sample in samples]
 
 
+def sampled_tokens(rows: Iterable[Sample]) -> int:
+    """The response tokens of rows without those of tools and environments, whose loss mask is 0."""
+    return sum(
+        # Of whatever a user's function set: what finishes the group says what is wrong with it.
+        row.response_length if row.loss_mask is None else int(np.count_nonzero(np.asarray(row.loss_mask, dtype=object)))
+        for row in rows
+    )
+
+
 def known_reward(args: Args, group: SampleGroup) -> float | None:
     """The mean reward of a group's samples, for an order by difficulty; None without such an order, and if no sample
     has a reward. A sample of several parts counts once."""
@@ -77,7 +86,7 @@ class RolloutStats:
     sample of several parts counts once, with the mean of its parts.
 
     has_filter: whether a dynamic filter decides which groups are kept. filtered_rewards: those of the groups that it
-    dropped.
+    dropped, num_filtered in number.
     num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and were requeued
     in mid-generation or fully generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
     baselines: of the kept groups, ``[num_kept]``, where there are any. by_name: rewards of kept samples by the name
@@ -87,6 +96,7 @@ class RolloutStats:
     has_filter: bool = False
     rewards: list[float] = field(default_factory=list)
     filtered_rewards: list[float] = field(default_factory=list)
+    num_filtered: int = 0
     response_lengths: list[float] = field(default_factory=list)
     longest: int = 0
     truncated: list[float] = field(default_factory=list)
@@ -104,8 +114,8 @@ class RolloutStats:
     scoring: BusyClock = field(default_factory=BusyClock)
 
     def count_generated(self, group: SampleGroup, num_before: int = 0) -> None:
-        """Count the tokens of a group, kept or not, but for the ``num_before`` that it had from an earlier lease."""
-        self.generated_tokens += max(0, sum(sample.response_length for sample in group.rows) - num_before)
+        """Count the sampled tokens of a group, kept or not, but for ``num_before`` of them from an earlier lease."""
+        self.generated_tokens += max(0, sampled_tokens(group.rows) - num_before)
 
     def count_kept(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a group that was kept; ``rewards`` as ``rewards_of`` gives them."""
@@ -113,18 +123,24 @@ class RolloutStats:
         means = _known_means(group, rewards)
         self.num_kept += 1
         self.rewards += means
-        self.response_lengths += sample_means(indices, [sample.response_length for sample in group])
-        self.longest = max([self.longest, *(sample.response_length for sample in group)])
+        lengths = [row.response_length for row in group.rows]
+        self.response_lengths += sample_means([row.sample_index for row in group.rows], lengths)
+        self.longest = max([self.longest, *lengths])
         self.truncated += sample_means(indices, [sample.status is Status.TRUNCATED for sample in group])
         self.num_zero_std += bool(means) and equal_rewards(means)
-        for sample in group:
-            for name, reward in sample.__dict__.get("rewards_by_name", {}).items():
+        for rows in group.by_sample():
+            by_name: dict[str, list[float]] = {}
+            for row in rows:
+                for name, reward in row.__dict__.get("rewards_by_name", {}).items():
+                    by_name.setdefault(name, []).extend([] if reward is None else [reward])
+            for name, known in by_name.items():
                 for shown in {name, f"{name}/{group.data_set}" if group.data_set else name}:
-                    self.by_name.setdefault(shown, []).append(reward)
+                    self.by_name.setdefault(shown, []).append(float(np.mean(sorted(known))) if known else None)
 
     def count_filtered(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a scored group that the dynamic filter dropped; ``rewards`` as ``rewards_of`` gives them."""
         self.filtered_rewards += _known_means(group, rewards)
+        self.num_filtered += 1
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers. Names that begin with ``perf/`` are complete; the others go under ``rollout/``."""
@@ -149,8 +165,11 @@ class RolloutStats:
         if self.rewards:
             rewards = sorted(self.rewards)  # they came in the order of time; the last bits of a sum depend on its order
             values |= {"raw_reward": float(np.mean(rewards)), "raw_reward_std": float(np.std(rewards))}
-            if self.has_filter:
-                values["raw_reward_all"] = float(np.mean(sorted([*rewards, *self.filtered_rewards])))
+        if self.has_filter and (scored := sorted([*self.rewards, *self.filtered_rewards])):
+            values |= {
+                "raw_reward_all": float(np.mean(scored)),
+                "scored_groups": float(self.num_kept + self.num_filtered),
+            }
         for name, given in sorted(self.by_name.items()):
             if known := sorted(reward for reward in given if reward is not None):
                 values[f"reward/{name}"] = float(np.mean(known))

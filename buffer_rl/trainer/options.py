@@ -73,7 +73,9 @@ class TrainOptions(Section):
         None, "number of epochs, in place of --num-rollout; rounded down to complete rollouts", ge=1, one_of="length"
     )
     num_steps_per_rollout: int = option(
-        1, "number of optimizer steps per rollout; its groups are split, in order, into as many mini-batches", ge=1
+        1,
+        "number of optimizer steps per rollout; its groups are dealt to as many mini-batches, one to each in turn",
+        ge=1,
     )
     global_batch_size: int | None = option(
         None,

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from buffer_rl.algo.rewards import shaped
+from buffer_rl.buffer.columns import ColumnStore
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.queue import RequeueRule
-from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup
+from buffer_rl.buffer.selections import selection_metrics
+from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup, Status
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.production import score_group
@@ -55,6 +57,24 @@ async def test_each_row_is_a_part_with_the_reward_of_its_sample() -> None:
     assert [int(mask.sum()) for mask in columns["loss_mask"]] == [2, 2, 4, 2, 2]
     assert columns["rollout_log_probs"][2].tolist() == [-0.5, -0.5, 0, 0, 0, 0, -0.5, -0.5]
     assert columns["weight_version"].tolist() == [3] * 5
+
+
+async def test_lengths_are_of_all_rows_and_a_limit_is_that_of_the_sample() -> None:
+    """Rows of 2, 2 and 8 tokens are a sample of 4; the other two samples have 2. In every schedule."""
+    fake, metrics = await roll(fans_out, AgentEngine(), num_samples=3)
+    group = fake.finished[0]
+    expected = {"response_len/mean": pytest.approx(8 / 3), "response_len/max": 8.0, "truncated_ratio": 0.0}
+    assert {name: metrics[name] for name in expected} == expected
+    assert metrics["generated_tokens"] == 12, "six answers of two tokens, and not what the user said between them"
+    group[0].status = Status.TRUNCATED
+    row_ids, columns = encode(group)
+    store = ColumnStore()
+    store.put(group.uid, row_ids, columns)
+    of_step, stats = selection_metrics(store, [group.uid]), RolloutStats()
+    stats.count_kept(group, [0.0, 1.0, 2.0])
+    for name, value in (expected | {"truncated_ratio": pytest.approx(1 / 3)}).items():
+        assert of_step[f"rollout/{name}"] == value
+        assert stats.metrics_of_kept()[name] == value
 
 
 async def test_the_row_of_the_answer_that_is_scored_comes_first() -> None:

@@ -35,7 +35,12 @@ def write_rows(folder: Path, count: int) -> str:
 
 
 def make_state(
-    path: str, *, groups_per_step: int, samples: int = 2, eval_too: bool = False, max_staleness: int | None = 0
+    path: str | list[str],
+    *,
+    groups_per_step: int,
+    samples: int = 2,
+    eval_too: bool = False,
+    max_staleness: int | None = 0,
 ) -> BufferState:
     args: Any = compose(CORE_SECTIONS)(
         prompt_data=path,
@@ -174,7 +179,7 @@ def test_ranks_get_each_row_once_and_the_same_rows_again(tmp_path: Path) -> None
             assert (tokens[0], len(tokens), reward) == (row.uid.row, 3 + row.sample_index, row.sample_index)
 
 
-def test_mini_batches_are_whole_groups_in_uid_order(tmp_path: Path) -> None:
+def test_mini_batches_are_whole_groups_that_are_dealt_in_uid_order(tmp_path: Path) -> None:
     """Five groups in two steps: 3 and 2. Each group has two rows."""
     state = make_state(write_rows(tmp_path, 9), groups_per_step=5)
     ticket = state.generate(0)
@@ -182,7 +187,9 @@ def test_mini_batches_are_whole_groups_in_uid_order(tmp_path: Path) -> None:
         finish(state, ticket, group)
     close_rollout(state, ticket)
     parts = [state.get_data(0, 0, 1, 2, step) for step in range(2)]
-    assert [row for part in parts for row in part.row_ids] == state.get_data(0).row_ids
+    assert sorted(row for part in parts for row in part.row_ids) == state.get_data(0).row_ids
+    first, second, third, fourth, fifth = sorted({row.uid for row in state.get_data(0).row_ids})
+    assert [{row.uid for row in part.row_ids} for part in parts] == [{first, third, fifth}, {second, fourth}]
     assert [len(part) for part in parts] == [6, 4]
     for step, part in enumerate(parts):
         shares = [state.get_data(0, rank, 2, 2, step) for rank in range(2)]
@@ -190,6 +197,19 @@ def test_mini_batches_are_whole_groups_in_uid_order(tmp_path: Path) -> None:
     for step, expected in ((2, "does not exist"), (0, "5 groups cannot be split into 6")):
         with pytest.raises(BufferStateError, match=expected):
             state.get_data(0, 0, 1, 2 if step else 6, step)
+
+
+def test_each_mini_batch_has_its_share_of_every_source(tmp_path: Path) -> None:
+    """Of six groups of one source and three of another, in three steps: two and one a step."""
+    (tmp_path / "more").mkdir()
+    sources = [write_rows(tmp_path, 6), write_rows(tmp_path / "more", 3)]
+    state = make_state(sources, groups_per_step=9)
+    ticket = state.generate(0)
+    for group in state.get_samples(ticket, 9):
+        finish(state, ticket, group)
+    close_rollout(state, ticket)
+    of_sources = [{row.uid for row in state.get_data(0, 0, 1, 3, step).row_ids} for step in range(3)]
+    assert [sorted(Counter(uid.source for uid in uids).values()) for uids in of_sources] == [[1, 2]] * 3
 
 
 def test_groups_that_were_finished_elsewhere_are_taken_over_once_and_trained(tmp_path: Path) -> None:

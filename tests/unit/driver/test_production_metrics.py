@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import pytest
@@ -68,6 +69,30 @@ def test_of_a_ticket_that_several_workers_share_they_are_sums_weighted_means_and
     ended = EndedTicket(joined, [], RolloutReport(num_groups=3, num_rows=3, drops={}))
     report = selection(metrics={"rollout/response_len/mean": 4.5})
     assert metrics_of().of_both(ended, report)["rollout/response_len/mean"] == 4.5
+
+
+def test_several_tickets_have_the_rewards_and_counts_of_all_their_groups_at_once() -> None:
+    """Of four samples a group: one kept group of rewards 1, 1, 0, 0 beside three dropped ones of 0; and three kept
+    groups of 1. So 14 of 16 kept rewards are 1, and 14 of 28 with the dropped groups'."""
+    counts = {"rollout/abstained": 1.0, "rollout/surplus_groups": 2.0, "rollout/dynamic_filter/drop_dull": 3.0}
+    mixed = {"raw_reward": 0.5, "raw_reward_std": 0.5, "raw_reward_all": 2 / 16, "scored_groups": 4.0}
+    equal = {"raw_reward": 1.0, "raw_reward_std": 0.0, "raw_reward_all": 1.0, "scored_groups": 3.0}
+    parts = [{f"rollout/{name}": value for name, value in part.items()} | counts for part in (mixed, equal)]
+    joined = joined_metrics(parts, [1, 3])
+    kept = [1.0] * 14 + [0.0] * 2
+    assert joined == {
+        "rollout/raw_reward": 14 / 16,
+        "rollout/raw_reward_std": pytest.approx(pstdev(kept)),
+        "rollout/raw_reward_all": 0.5,
+        "rollout/scored_groups": 7.0,
+        "rollout/abstained": 2.0,
+        "rollout/surplus_groups": 4.0,
+        "rollout/dynamic_filter/drop_dull": 6.0,
+    }
+    own = [{name: value for name, value in part.items() if name != "rollout/scored_groups"} for part in parts]
+    assert joined_metrics(own, [1, 3])["rollout/raw_reward_all"] == (2 / 16 + 3) / 4, "by kept groups, if not said"
+    none_kept = {"rollout/raw_reward_all": 0.0, "rollout/scored_groups": 7.0}
+    assert joined_metrics([none_kept, parts[1]], [0, 3])["rollout/raw_reward_all"] == 0.3
 
 
 def test_else_they_are_of_the_selection_and_those_of_tickets_are_named_production() -> None:

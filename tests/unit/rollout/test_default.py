@@ -279,7 +279,7 @@ async def test_groups_that_a_filter_drops_count_in_the_mean_over_all(kit: Any) -
     options = {"custom_rm_path": kit.user("slow_async"), "dynamic_sampling_filter_path": kit.user("keeps_differing")}
     async with kit.opened(kit.ScriptedEngine(), **options) as context:
         metrics = (await roll(context, FakeBuffer(groups, kit.make_ticket(1)))).metrics
-    assert (metrics["raw_reward"], metrics["raw_reward_all"]) == (0.5, 0.25)
+    assert (metrics["raw_reward"], metrics["raw_reward_all"], metrics["scored_groups"]) == (0.5, 0.25, 2.0)
     async with kit.opened(kit.ScriptedEngine(), custom_rm_path=kit.user("slow_async")) as context:
         metrics = (await roll(context, make_buffer(kit, ["1"], 1))).metrics
     assert "raw_reward_all" not in metrics, "without a filter there is one mean"

@@ -133,6 +133,17 @@ async def test_several_rewards_of_a_row_are_summed_and_counted_by_name_and_data_
     assert eval_metrics(context.args, [group])["eval/sums/of_label"] == 0.5
 
 
+def test_a_sample_of_several_rows_counts_once_in_the_rewards_by_name(kit: Any) -> None:
+    """Rows of 0, 0 and 3 are a sample of 1, another one has 3: 2 on average, and not 1.5."""
+    group = kit.make_group(0, labels=["1"] * 5)
+    for sample, place, reward in zip(group, [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0)], [0, 0, 3, 3, None], strict=True):
+        (sample.sample_index, sample.part), sample.rewards_by_name = place, {"length": reward}
+        sample.reward = 0.0
+    stats = RolloutStats()
+    stats.count_kept(group, [0.0] * 5)
+    assert (stats.metrics_of_kept()["reward/length"], stats.metrics_of_kept()["abstained"]) == (2.0, 1.0)
+
+
 async def test_a_sample_that_nothing_judges_is_masked_and_its_siblings_stay(kit: Any, options: dict[str, Any]) -> None:
     for metadata in ({"rewards": {"of_label": 1.0, "length": 0.0}}, {"rm_type": "of_label"}):
         group = chosen(kit, ["abstain", 1.0], **metadata)
