@@ -20,6 +20,7 @@ from buffer_rl.errors import BufferRLError, ConfigError, DataError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import flag_of, load_args
+from buffer_rl.plan.algorithm import is_supervised, loss_flag, loss_of
 from buffer_rl.plan.schedule import train_only
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
@@ -76,6 +77,12 @@ def try_rows(
                 supervised = not is_evaluation(source) and _is_sft(args, registry)
                 try:
                     if supervised:
+                        if not is_supervised(args):
+                            trial.notices.append(
+                                f"--rollout-function-path sft gives no rewards, and {loss_flag(args)} {loss_of(args)} is "
+                                "not the supervised loss: if it trains by rewards, nothing is learned; the loss on the "
+                                "answers is --loss-type sft_loss"
+                            )
                         trial.prompts.append(try_answers(context, source, limits, trial))
                         continue
                     trial.prompts.append(try_prompts(context, source, () if is_evaluation(source) else limits))
