@@ -78,11 +78,7 @@ def try_rows(
                 try:
                     if supervised:
                         if not is_supervised(args):
-                            trial.notices.append(
-                                f"--rollout-function-path sft gives no rewards, and {loss_flag(args)} {loss_of(args)} is "
-                                "not the supervised loss: if it trains by rewards, nothing is learned; the loss on the "
-                                "answers is --loss-type sft_loss"
-                            )
+                            trial.notices.append(_without_rewards(args))
                         trial.prompts.append(try_answers(context, source, limits, trial))
                         continue
                     trial.prompts.append(try_prompts(context, source, () if is_evaluation(source) else limits))
@@ -126,6 +122,12 @@ def check_vocabulary(args: Args, tokenizer: Any, trial: Trial) -> None:
                 f"{where}: the model has {rows} embedding rows, and none for {len(beyond)} special tokens, such as "
                 f"{beyond[0][1]!r}: a prompt that holds one cannot be computed"
             )
+
+
+def _without_rewards(args: Args) -> str:
+    loss = f"{loss_flag(args)} {loss_of(args)}"
+    what = f"--rollout-function-path sft gives no rewards, and {loss} is not the supervised loss"
+    return f"{what}: if it trains by rewards, nothing is learned; the loss on the answers is --loss-type sft_loss"
 
 
 def _is_sft(args: Args, registry: PluginRegistry) -> bool:

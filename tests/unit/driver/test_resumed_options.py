@@ -49,8 +49,8 @@ def test_a_run_that_the_checkpoint_has_finished_says_so_and_an_evaluation_does_n
     for step, end in ((4, 4), (5, 4)):
         said = resume_notices(facts_of(then), step, options(num_rollout=end))
         assert said == [
-            f"nothing is left to train: the checkpoint has {step} steps, and --num-rollout ends the run after 4 in all; "
-            "a larger --num-rollout goes on"
+            f"nothing is left to train: the checkpoint has {step} steps, and --num-rollout ends the run after 4 in "
+            "all; a larger --num-rollout goes on"
         ]
     assert resume_notices(facts_of(then), 3, then) == []
     assert len(resume_notices(facts_of(then), 4, options(num_rollout=0))) == 1  # the change of --num-rollout alone
