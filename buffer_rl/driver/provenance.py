@@ -211,13 +211,16 @@ def _options_then(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resume_notices(facts: Mapping[str, Any], step: int, args: Args) -> list[str]:
-    """One line with all options that differ from the checkpoint with these facts, and one for each trained role whose
-    learning rate goes on otherwise. step: of the checkpoint, in rollouts."""
+    """One line with all options that differ from the checkpoint with these facts, one if the run has no step left, else
+    one for each trained role whose learning rate goes on otherwise. step: of the checkpoint, in rollouts."""
     changes = option_changes(facts, args)
-    if not changes:
-        return []
-    lines = [f"options that differ from the checkpoint's: {'; '.join(map(str, changes))}"]
-    if rollout_only(args) or args.num_rollout == 0:
+    lines = [f"options that differ from the checkpoint's: {'; '.join(map(str, changes))}"] if changes else []
+    length = _lengths(facts, args, args)[1]
+    if length and length <= step:
+        flag = "--num-rollout" if args.num_rollout is not None else "--num-epoch"
+        what = f"the checkpoint has {step} steps, and {flag} ends the run after {length} in all"
+        return [*lines, f"nothing is left to train: {what}; a larger {flag} goes on"]
+    if not changes or rollout_only(args) or args.num_rollout == 0:
         return lines
     roles = (ACTOR, CRITIC) if uses_critic(args) else (ACTOR,)
     return [*lines, *filter(None, (_learning_rate_notice(facts, step, args, role) for role in roles))]

@@ -56,7 +56,8 @@ def gain_table(gains: Iterable[EvalGain], title: str = "Mean reward on evaluatio
         table.add_column(heading, justify="right")
     for gain in gains:
         if gain.first_step == gain.last_step:  # evaluated once: there is nothing to compare with
-            table.add_row(Text(printable(gain.name)), "-", f"{gain.after:.3f}", "-", str(gain.last_step))
+            values = ("-", f"{gain.after:.3f}") if gain.last_step else (f"{gain.before:.3f}", "-")
+            table.add_row(Text(printable(gain.name)), *values, "-", str(gain.last_step))
             continue
         style = "green" if gain.gain > 0 else "red" if gain.gain < 0 else ""
         steps = f"{gain.first_step} → {gain.last_step}"

@@ -28,6 +28,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 FIRST_REQUEST = "first request"
 FAILED, STOPPED = "failed", "stopped"
 MAX_REASON = 2000  # characters of an error in run.json
+IDLE_STEPS = 10  # steps without a gradient, one after another, of which the user is told
 
 
 class RunObserver:
@@ -183,7 +184,8 @@ def _end_by(error: BaseException) -> tuple[str, str]:
 
 
 class Incidents:
-    """What went wrong in a run that went on: groups in quarantine, optimizer steps that were left out.
+    """What went wrong in a run that went on: groups in quarantine, optimizer steps that were left out, or had no
+    gradient.
 
     The methods return lines for the user: one for each incident, and all of them at the end."""
 
@@ -192,6 +194,7 @@ class Incidents:
         self._quarantined: dict[int, int] = {}  # groups of a rollout
         self._left_out: dict[tuple[str, int], int] = {}  # optimizer steps of a role in a training step
         self._counted = Counter[str]()  # by the trainer, since its processes began
+        self._idle = 0  # newest steps, one after another, whose gradient was 0
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> list[str]:
         """The incidents of a training rollout."""
@@ -207,13 +210,19 @@ class Incidents:
             if total > before:
                 self._counted[role], self._left_out[role, step] = total, total - before
                 lines.append(f"step {step}: {whose}loss or gradient not finite; the weights stay as they were")
-        return lines
+        self._idle = self._idle + 1 if metrics.get("train/grad_norm") == 0 else 0
+        return [*lines, self._told_idle()] if self._idle == IDLE_STEPS else lines
+
+    def _told_idle(self) -> str:
+        why = "as when all rewards of a prompt are equal (docs/troubleshooting.md#the-reward-stays-at-0)"
+        return f"the gradient was 0 in the last {self._idle} steps, and nothing was learned in them: {why}"
 
     def went_back(self, step: int) -> None:
         """Forget the incidents of ``step`` and later ones, which are done again, by other trainer processes."""
         self._quarantined = {rollout: count for rollout, count in self._quarantined.items() if rollout < step}
         self._left_out = {(role, at): count for (role, at), count in self._left_out.items() if at < step}
         self._counted.clear()
+        self._idle = 0
 
     def summary(self) -> list[str]:
         """All incidents of the run."""
@@ -223,7 +232,7 @@ class Incidents:
         if left_out := sum(self._left_out.values()):
             where = self._run_dir / "non_finite"
             lines.append(f"{left_out} optimizer steps were not finite and were left out; their rows: {where}")
-        return lines
+        return [*lines, self._told_idle()] if self._idle >= IDLE_STEPS else lines
 
 
 def _groups(count: int) -> str:

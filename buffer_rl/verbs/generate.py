@@ -24,7 +24,7 @@ from buffer_rl.observe.terminal import say
 from buffer_rl.options.checks import refuse
 from buffer_rl.options.help import add_config_flag, add_help, add_options, keep_in_help
 from buffer_rl.options.section import required
-from buffer_rl.options.sources import resolve_namespace
+from buffer_rl.options.sources import Resolved, Source, resolve_namespace
 from buffer_rl.plan.counts import with_counts
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, prompt_copies
@@ -76,7 +76,7 @@ def run(namespace: argparse.Namespace) -> int:
     resolved = resolve_namespace(namespace)
     print_notices(resolved.notices)
     with ExitStack() as stack:
-        args = with_counts(resolved.args)
+        args = with_counts(_without_rows_of_file(resolved) if namespace.prompt else resolved.args)
         what = "--load and --router-url: the engines there serve weights of their own, not the checkpoint's"
         hint = "leave out one of them; buffer-rl eval publishes the checkpoint to the engines first"
         refuse(args.load and not starts_engines(args), what, hint)
@@ -143,6 +143,14 @@ async def _score(args: Args, registry: PluginRegistry, samples: Sequence[Sample]
             print_notices([str(failure.error) for failure in await scorer.score(scored)])
     finally:
         await scorer.aclose()
+
+
+def _without_rows_of_file(resolved: Resolved) -> Args:
+    """Options without the training prompts of a run's file: who asks with ``--prompt`` wants no answer to each of them.
+    Those of a flag stay."""
+    if resolved.origins["prompt_data"].source is Source.FLAG:
+        return resolved.args
+    return resolved.args.model_copy(update={"prompt_data": None})
 
 
 def _within_context(args: Args) -> Args:

@@ -20,6 +20,7 @@ from buffer_rl.errors import BufferRLError, ConfigError, DataError
 from buffer_rl.files.hf_config import read_config, vocab_size
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import flag_of, load_args
+from buffer_rl.plan.algorithm import is_supervised, loss_flag, loss_of
 from buffer_rl.plan.schedule import train_only
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.context import RolloutContext
@@ -76,6 +77,8 @@ def try_rows(
                 supervised = not is_evaluation(source) and _is_sft(args, registry)
                 try:
                     if supervised:
+                        if not is_supervised(args):
+                            trial.notices.append(_without_rewards(args))
                         trial.prompts.append(try_answers(context, source, limits, trial))
                         continue
                     trial.prompts.append(try_prompts(context, source, () if is_evaluation(source) else limits))
@@ -119,6 +122,12 @@ def check_vocabulary(args: Args, tokenizer: Any, trial: Trial) -> None:
                 f"{where}: the model has {rows} embedding rows, and none for {len(beyond)} special tokens, such as "
                 f"{beyond[0][1]!r}: a prompt that holds one cannot be computed"
             )
+
+
+def _without_rewards(args: Args) -> str:
+    loss = f"{loss_flag(args)} {loss_of(args)}"
+    what = f"--rollout-function-path sft gives no rewards, and {loss} is not the supervised loss"
+    return f"{what}: if it trains by rewards, nothing is learned; the loss on the answers is --loss-type sft_loss"
 
 
 def _is_sft(args: Args, registry: PluginRegistry) -> bool:

@@ -44,6 +44,24 @@ def test_a_longer_run_says_that_its_learning_rate_jumps_and_how_it_would_not() -
     assert [learning_rate(kept, step) for step in range(9)] == [learning_rate(before, step) for step in range(9)]
 
 
+def test_a_run_that_the_checkpoint_has_finished_says_so_and_an_evaluation_does_not() -> None:
+    then = options(num_rollout=4)
+    for step, end in ((4, 4), (5, 4)):
+        said = resume_notices(facts_of(then), step, options(num_rollout=end))
+        assert said == [
+            f"nothing is left to train: the checkpoint has {step} steps, and --num-rollout ends the run after 4 in "
+            "all; a larger --num-rollout goes on"
+        ]
+    assert resume_notices(facts_of(then), 3, then) == []
+    assert len(resume_notices(facts_of(then), 4, options(num_rollout=0))) == 1  # the change of --num-rollout alone
+    # 200 rows in batches of 20: an epoch has 10 steps.
+    epochs = options(num_epoch=1, rollout_batch_size=20)
+    facts = facts_of(epochs, num_rollouts=10, data=[{"use": "train", "num_rows": 200}])
+    (line,) = resume_notices(facts, 10, epochs)
+    assert "and --num-epoch ends the run after 10 in all" in line
+    assert resume_notices(facts, 9, epochs) == []
+
+
 def test_what_a_rollout_has_of_optimizer_steps_counts_and_so_do_epochs_and_a_critic() -> None:
     """200 rows in batches of 20 are 10 rollouts an epoch, of 2 steps each; the policy takes none on the first 4."""
     run = {**COSINE, "rollout_batch_size": 20, "num_steps_per_rollout": 2, "num_critic_only_steps": 4}

@@ -49,3 +49,20 @@ def test_those_of_steps_that_are_done_again_are_counted_once(tmp_path: Path) -> 
     incidents.went_back(1)  # the trainer counts from 0 again
     assert incidents.step(1, {"train/non_finite_steps": 1.0}) != []
     assert [line.partition(" ")[0] for line in incidents.summary()] == ["1", "2"]
+
+
+def test_steps_without_a_gradient_are_told_of_once_and_at_the_end_if_the_run_ends_with_them(tmp_path: Path) -> None:
+    incidents = Incidents(str(tmp_path))
+    idle = [(step, {"train/grad_norm": 0.0}) for step in range(9)]
+    assert [line for at in idle for line in incidents.step(*at)] == incidents.summary() == []
+    said = incidents.step(9, {"train/grad_norm": 0.0})
+    assert [line.partition(",")[0] for line in said] == ["the gradient was 0 in the last 10 steps"]
+    assert [line for step in (10, 11) for line in incidents.step(step, {"train/grad_norm": 0.0})] == []
+    assert [line.partition(",")[0] for line in incidents.summary()] == ["the gradient was 0 in the last 12 steps"]
+    incidents.step(12, {"train/grad_norm": 0.1})
+    assert incidents.summary() == []
+    # Steps that are done again are not counted twice; a step without the metric (a critic's alone) is none of them.
+    for _ in range(2):
+        assert [line for at in idle for line in incidents.step(*at)] == []
+        incidents.went_back(0)
+    assert [line for step in range(20) for line in incidents.step(step, {"critic/loss": 0.0})] == []

@@ -104,3 +104,10 @@ def test_lines_panel_and_table_of_a_run_show_names_of_users_functions_as_text() 
     text = out.getvalue()
     assert obeyed(text) == set()
     assert text.count(r"\u001b]0;owned") >= 5
+
+
+def test_a_set_that_was_evaluated_once_has_its_value_where_it_was_measured() -> None:
+    """Step 0 is before the training, any other after it; nothing was gained that could be known."""
+    once = [EvalGain(name="dev", before=0.25, after=0.25, first_step=step, last_step=step) for step in (0, 7)]
+    columns = gain_table(once).columns
+    assert [list(column.cells) for column in columns[1:]] == [["0.250", "-"], ["-", "0.250"], ["-", "-"], ["0", "7"]]

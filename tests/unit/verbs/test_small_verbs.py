@@ -14,8 +14,9 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.cli import main
 from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
+from buffer_rl.options.sources import resolve
 from buffer_rl.verbs.completion import completion_script
-from buffer_rl.verbs.generate import _while_engines_last, _within_context
+from buffer_rl.verbs.generate import _while_engines_last, _within_context, _without_rows_of_file
 from buffer_rl.verbs.table import VERBS
 from harness.checkpoints import write_checkpoint
 
@@ -208,3 +209,12 @@ def test_the_default_length_of_generate_is_cut_to_the_model_s_own(
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
     args = compose(CORE_SECTIONS).model_validate({"hf_checkpoint": str(tmp_path), **given})
     assert _within_context(args).rollout_max_context_len == limit
+
+
+def test_a_prompt_is_asked_without_the_training_rows_of_the_run_s_file_but_with_those_of_a_flag(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("prompt_data: train.jsonl\nrollout_temperature: 0.5\n")
+    for flags, rows in ({}, None), ({"prompt_data": ["asked.jsonl"]}, ["asked.jsonl"]):
+        resolved = resolve(compose(CORE_SECTIONS), flags=flags, environ={}, config_paths=[str(file)])
+        args = _without_rows_of_file(resolved)
+        assert (args.prompt_data, args.rollout_temperature) == (rows, 0.5)

@@ -212,6 +212,15 @@ def test_the_loss_masks_of_all_conversations_are_made(folder: Path) -> None:
     assert (trial.rows, trial.unchecked) == ([], [])
 
 
+def test_supervised_rows_with_a_loss_that_trains_by_rewards_get_a_notice(folder: Path) -> None:
+    write(folder, {"prompt": [message("user", "a"), message("assistant", "b")]})
+    assert tried(folder, **SFT).notices == []
+    for loss, shown in (None, "policy_loss"), ("cispo", "cispo"):
+        (notice,) = tried(folder, **SFT | {"loss_type": loss}).notices
+        assert notice.startswith(f"--rollout-function-path sft gives no rewards, and --loss-type {shown} is not the")
+        assert notice.endswith("the loss on the answers is --loss-type sft_loss")
+
+
 def test_conversations_whose_last_answer_has_no_end_token_are_counted(folder: Path) -> None:
     write(folder, *({"prompt": [message("user", "a"), message("assistant", text)]} for text in "bcd"))
     path = folder / "model" / "chat_template.jinja"
