@@ -37,6 +37,7 @@ def print_error(error: BufferRLError) -> None:
 def main(argv: Sequence[str] | None = None, on_error: Callable[[BufferRLError], Any] = print_error) -> int:
     """Run the command line ``argv`` (without the program's name) and return the exit status. on_error: takes an error
     that ended the command."""
+    open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     starts_run = arguments[:1] in ([verb] for verb in RUNS) and not set(ONLY_LOOKS) & set(arguments)
     # First of all, as it imports for seconds; the imports below take a part of one.
@@ -63,7 +64,26 @@ def _main(arguments: Sequence[str], began: float, on_error: Callable[[BufferRLEr
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails as well
         return 128 + signal.SIGPIPE
     except SystemExit as stop:  # argparse ends --help and --version so
+        if isinstance(stop.__context__, BrokenPipeError):  # and rich so, with 1, what it prints for nobody
+            return 128 + signal.SIGPIPE
         return stop.code if isinstance(stop.code, int) else 0
+
+
+def open_closed_streams() -> None:
+    """Open the null device as each of the descriptors 0 to 2 that the caller closed.
+
+    Else the next files and sockets would get their numbers, and what processes print would be written into these.
+    """
+    for stream in (0, 1, 2):
+        try:
+            os.fstat(stream)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, stream)  # which children inherit, unlike what is opened
+            if opened != stream:
+                os.close(opened)
+            else:
+                os.set_inheritable(stream, True)
 
 
 def add_working_directory() -> None:

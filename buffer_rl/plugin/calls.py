@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import errno
+import os
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -161,7 +163,12 @@ def raised(
     error_class: type[BufferRLError] = PluginError,
     skip_frames: int = 1,
 ) -> BufferRLError:
-    """The error that says that a plugin raised ``error``, with the end of its traceback; the caller raises it."""
+    """The error that says that a plugin raised ``error``, with the end of its traceback, or with what to do if a disk is
+    full; the caller raises it."""
+    if os.strerror(errno.ENOSPC) in str(error):  # of any class: libraries have their own
+        hint = "make room for --run-dir, --save and TMPDIR, and go on with --load auto"
+        see = "docs/troubleshooting.md#the-disk-is-full"
+        return error_class(f"it raised {error_name(error)}", where=place(kind, reference, at), hint=hint, see=see)
     text = f"it raised {error_text(error, skip_frames=skip_frames)}"
     return error_class(text, where=place(kind, reference, at))
 

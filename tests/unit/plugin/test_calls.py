@@ -130,3 +130,17 @@ def test_a_callback_that_ends_the_event_loop_fails_the_work_that_waits_for_it() 
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
+
+
+def test_a_full_disk_is_named_with_what_to_do_and_without_the_code_that_wrote() -> None:
+    def save() -> None:
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(PluginError) as caught:
+        call("trainer", "my:fn", save)
+    assert "it raised RuntimeError: I/O error: No space left on device" in caught.value.what
+    assert "Traceback" not in str(caught.value)
+    assert (caught.value.hint, caught.value.see.partition("#")[2]) == (
+        "make room for --run-dir, --save and TMPDIR, and go on with --load auto",
+        "the-disk-is-full",
+    )
