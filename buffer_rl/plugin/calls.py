@@ -163,8 +163,8 @@ def raised(
     error_class: type[BufferRLError] = PluginError,
     skip_frames: int = 1,
 ) -> BufferRLError:
-    """The error that says that a plugin raised ``error``, with the end of its traceback, or with what to do if a disk is
-    full; the caller raises it."""
+    """The error that says that a plugin raised ``error``, with the end of its traceback, or with what to do about a
+    full disk; the caller raises it."""
     if os.strerror(errno.ENOSPC) in str(error):  # of any class: libraries have their own
         hint = "make room for --run-dir, --save and TMPDIR, and go on with --load auto"
         see = "docs/troubleshooting.md#the-disk-is-full"

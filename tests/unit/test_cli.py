@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,25 @@ def test_a_table_that_nobody_reads_ends_the_command_as_other_output_does() -> No
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+ENDS_SLOWLY = """
+import atexit, sys, time
+from buffer_rl.cli import main
+atexit.register(lambda: (print("ending", flush=True), time.sleep(50)))
+sys.argv = ["buffer-rl", "--version"]
+sys.exit(main())
+"""
+
+
+def test_an_interrupt_while_the_process_ends_shows_no_traceback() -> None:
+    command = [sys.executable, "-c", ENDS_SLOWLY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "ending" in (process.stdout.readline(), process.stdout.readline().strip())
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == -signal.SIGINT
 
 
 OPENED_LATER = """
