@@ -74,20 +74,21 @@ def _main(arguments: Sequence[str], began: float, on_error: Callable[[BufferRLEr
 
 
 def open_closed_streams() -> None:
-    """Open the null device as each of the descriptors 0 to 2 that the caller closed.
+    """Open the null device as each of the descriptors 0 to 2 that the caller closed, and as Python's stream of it.
 
     Else the next files and sockets would get their numbers, and what processes print would be written into these.
     """
-    for stream in (0, 1, 2):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
-            os.fstat(stream)
+            os.fstat(number)
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)
-            os.dup2(opened, stream)  # which children inherit, unlike what is opened
-            if opened != stream:
+            if opened != number:
+                os.dup2(opened, number)
                 os.close(opened)
-            else:
-                os.set_inheritable(stream, True)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:  # which Ray, for one, does not expect
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def add_working_directory() -> None:

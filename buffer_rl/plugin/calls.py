@@ -82,15 +82,19 @@ class UncommonError(Exception):
 
 class contained:
     """For a block that runs code of a user: SystemExit, KeyboardInterrupt, CancelledError and StopIteration of that
-    code become UncommonError. A signal that ends the run passes (EndedBySignal), and so do ``passing``."""
+    code become UncommonError. A signal that ends the run passes (EndedBySignal), and so do ``passing``. A process that
+    the code has forked ends with the block: it would go on with the caller's work, on the caller's connections."""
 
     def __init__(self, *passing: type[BaseException]) -> None:
         self._passing: tuple[type[BaseException], ...] = (EndedBySignal, *passing)
 
     def __enter__(self) -> None:
-        pass
+        self._process = os.getpid()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if os.getpid() != self._process:
+            code = error.code if isinstance(error, SystemExit) else error
+            os._exit(code if isinstance(code, int) else code is not None)
         common = isinstance(error, Exception) and not isinstance(error, StopIteration)
         if error is not None and not common and not isinstance(error, self._passing):
             raise UncommonError(error_name(error)) from error

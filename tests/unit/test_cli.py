@@ -211,7 +211,7 @@ main(["--version"])
 with open(sys.argv[1], "w") as file:
     file.write(f"{file.fileno()} ")
     subprocess.run([sys.executable, "-c", "import os, sys; [os.fstat(fd) for fd in (0, 1, 2)]"], check=True)
-    file.write("inherited")
+    file.write("inherited" if None not in (sys.stdin, sys.stdout, sys.stderr) else "none")
 """
 
 
