@@ -199,6 +199,16 @@ def _private(name: str) -> Any:
         raise ClusterError(what, where="the local Ray", hint=hint) from error
 
 
+def check_local_ray() -> None:
+    """Raises ClusterError if a process of the Ray that this process has started is gone. Workers live on without it,
+    and calls would wait until their deadlines."""
+    node = _private("_private.worker._global_node")
+    if dead := [name for name, _ in node.dead_processes()] if node is not None else []:
+        what = f"Ray cannot go on: its {' and '.join(dead)} died"
+        hint = "look at the machine's memory (dmesg); --load goes on from a checkpoint"
+        raise ClusterError(what, where="the local Ray", hint=hint, see="docs/troubleshooting.md#a-process-died")
+
+
 @contextmanager
 def short_temporary_folder() -> Iterator[None]:
     """Let Ray reach a temporary folder with a long path through a short one, for the length of the block: sockets in it
