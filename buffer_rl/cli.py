@@ -37,6 +37,11 @@ def print_error(error: BufferRLError) -> None:
 def main(argv: Sequence[str] | None = None, on_error: Callable[[BufferRLError], Any] = print_error) -> int:
     """Run the command line ``argv`` (without the program's name) and return the exit status. on_error: takes an error
     that ended the command."""
+    open_closed_streams()
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # outside of ``signals_as_exceptions`` it ends us without traceback
     arguments = list(sys.argv[1:] if argv is None else argv)
     starts_run = arguments[:1] in ([verb] for verb in RUNS) and not set(ONLY_LOOKS) & set(arguments)
     # First of all, as it imports for seconds; the imports below take a part of one.
@@ -63,7 +68,27 @@ def _main(arguments: Sequence[str], began: float, on_error: Callable[[BufferRLEr
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails as well
         return 128 + signal.SIGPIPE
     except SystemExit as stop:  # argparse ends --help and --version so
+        if isinstance(stop.__context__, BrokenPipeError):  # and rich so, with 1, what it prints for nobody
+            return 128 + signal.SIGPIPE
         return stop.code if isinstance(stop.code, int) else 0
+
+
+def open_closed_streams() -> None:
+    """Open the null device as each of the descriptors 0 to 2 that the caller closed, and as Python's stream of it.
+
+    Else the next files and sockets would get their numbers, and what processes print would be written into these.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:  # which Ray, for one, does not expect
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def add_working_directory() -> None:

@@ -199,6 +199,16 @@ def _private(name: str) -> Any:
         raise ClusterError(what, where="the local Ray", hint=hint) from error
 
 
+def check_local_ray() -> None:
+    """Raises ClusterError if a process of the Ray that this process has started is gone. Workers live on without it,
+    and calls would wait until their deadlines."""
+    node = _private("_private.worker._global_node")
+    if dead := [name for name, _ in node.dead_processes()] if node is not None else []:
+        what = f"Ray cannot go on: its {' and '.join(dead)} died"
+        hint = "look at the machine's memory (dmesg); --load goes on from a checkpoint"
+        raise ClusterError(what, where="the local Ray", hint=hint, see="docs/troubleshooting.md#a-process-died")
+
+
 @contextmanager
 def short_temporary_folder() -> Iterator[None]:
     """Let Ray reach a temporary folder with a long path through a short one, for the length of the block: sockets in it
@@ -269,7 +279,8 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
             hint = "'ray status' shows whether it runs; its nodes need the version of Ray and Python of this machine"
         else:
             where, what = "the local Ray", "Ray does not start"
-            hint = "RAY_TMPDIR names another folder for its files; --ray-address joins a cluster that runs"
+            hint = "look at the limits of this shell (ulimit -a) and at the disk of TMPDIR; RAY_TMPDIR names another "
+            hint += "folder for Ray's files, and --ray-address joins a cluster that runs"
         raise ClusterError(f"{what}: {type(error).__name__}: {error}", where=where, hint=hint) from error
 
 

@@ -36,6 +36,7 @@ from buffer_rl.cluster.locality import require_local_trainer
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import placed
 from buffer_rl.cluster.process import starts_engines, with_engine_key
+from buffer_rl.cluster.session import check_local_ray
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, START, check_lineage, folder_lock, save_lock
 from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints, replayed_columns
@@ -338,6 +339,7 @@ class _Run:
         groups = [*self.trained.values(), *self.roles.values(), self.reward, self.rollout]
         watched = [group for group in groups if group is not None]
         self.processes.watchers.append(HangWatch(watched, self.args.hang_timeout_s, self.observer.notice))
+        self.processes.watchers.append(check_local_ray)
         runtime = RayRuntime(self.processes.targets, self.processes.watchers)
         starved = fleet.starved_version if fleet is not None and self.engines is not None else lambda: None
         return Driver(plan, runtime, self.observer, stop, starved)

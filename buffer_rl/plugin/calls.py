@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import errno
+import os
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -80,15 +82,19 @@ class UncommonError(Exception):
 
 class contained:
     """For a block that runs code of a user: SystemExit, KeyboardInterrupt, CancelledError and StopIteration of that
-    code become UncommonError. A signal that ends the run passes (EndedBySignal), and so do ``passing``."""
+    code become UncommonError. A signal that ends the run passes (EndedBySignal), and so do ``passing``. A process that
+    the code has forked ends with the block: it would go on with the caller's work, on the caller's connections."""
 
     def __init__(self, *passing: type[BaseException]) -> None:
         self._passing: tuple[type[BaseException], ...] = (EndedBySignal, *passing)
 
     def __enter__(self) -> None:
-        pass
+        self._process = os.getpid()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if os.getpid() != self._process:
+            code = error.code if isinstance(error, SystemExit) else error
+            os._exit(code if isinstance(code, int) else code is not None)
         common = isinstance(error, Exception) and not isinstance(error, StopIteration)
         if error is not None and not common and not isinstance(error, self._passing):
             raise UncommonError(error_name(error)) from error
@@ -161,7 +167,12 @@ def raised(
     error_class: type[BufferRLError] = PluginError,
     skip_frames: int = 1,
 ) -> BufferRLError:
-    """The error that says that a plugin raised ``error``, with the end of its traceback; the caller raises it."""
+    """The error that says that a plugin raised ``error``, with the end of its traceback, or with what to do about a
+    full disk; the caller raises it."""
+    if os.strerror(errno.ENOSPC) in str(error):  # of any class: libraries have their own
+        hint = "make room for --run-dir, --save and TMPDIR, and go on with --load auto"
+        see = "docs/troubleshooting.md#the-disk-is-full"
+        return error_class(f"it raised {error_name(error)}", where=place(kind, reference, at), hint=hint, see=see)
     text = f"it raised {error_text(error, skip_frames=skip_frames)}"
     return error_class(text, where=place(kind, reference, at))
 

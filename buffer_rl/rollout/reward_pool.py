@@ -190,7 +190,7 @@ class _Process:
             raise RolloutError(
                 f"a reward process did not start: {await self._exit_reason(error)}",
                 where=f"process {self.pid}",
-                hint="its own error is above, on the standard error of the rollout worker",
+                hint="its own error is in the log of its rollout worker; else look at the limits (ulimit -a)",
             ) from error
         if "error" in answer:
             raise RolloutError(f"a reward process could not be set up: {answer['error']}")

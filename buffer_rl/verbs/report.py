@@ -86,6 +86,9 @@ def _reading(where: str) -> Iterator[None]:
         yield
     except BufferRLError:
         raise
+    except OSError as error:
+        hint = "mend it, and try buffer-rl report again"
+        raise DataError(f"the report could not be made: {error}", where=where, hint=hint) from error
     except Exception as error:  # fault boundary: the files may have been edited, or written by another program
         what = f"the report could not be made: {type(error).__name__}: {error}"
         expected = "metrics.jsonl, samples.jsonl and run.json as a run writes them"

@@ -78,6 +78,23 @@ def test_two_runs_at_once_end_when_their_drivers_are_terminated_and_killed_and_l
             driver.wait()
 
 
+@pytest.mark.slow
+def test_a_run_whose_local_ray_dies_ends_at_once_and_leaves_nothing(make_options: MakeOptions, tmp_path: Path) -> None:
+    args = make_options(num_rollout=100_000, eval_prompt_data=[], eval_interval=None)
+    driver = start(args, tmp_path)
+    try:
+        assert holds_within(150, lambda: trained(args) or driver.poll() is not None)
+        seen = descendants(driver.pid)
+        (raylet,) = [process for process in seen if process.command.split(" ")[0].endswith("/raylet")]
+        os.kill(raylet.pid, signal.SIGKILL)
+        assert driver.wait(30) == 1
+        late = [process for process in seen if not process.command.startswith(RAY_AGENTS)]
+        assert holds_within(30, lambda: not any(process.alive() for process in late))
+    finally:
+        driver.kill()
+        driver.wait()
+
+
 BROKEN_PLUGINS = """
 import os, sys
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +174,55 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(tmp_path: Path) 
     process.stdout.close()
     assert [line.partition(" FOLDER")[0] for line in process.stderr] == ["buffer-rl: notice: --hf-checkpoint"]
     assert process.wait(timeout=60) == 141
+
+
+def test_a_table_that_nobody_reads_ends_the_command_as_other_output_does() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "buffer_rl.cli", "plugins", "list"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+ENDS_SLOWLY = """
+import atexit, sys, time
+from buffer_rl.cli import main
+atexit.register(lambda: (print("ending", flush=True), time.sleep(50)))
+sys.argv = ["buffer-rl", "--version"]
+sys.exit(main())
+"""
+
+
+def test_an_interrupt_while_the_process_ends_shows_no_traceback() -> None:
+    command = [sys.executable, "-c", ENDS_SLOWLY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "ending" in (process.stdout.readline(), process.stdout.readline().strip())
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == -signal.SIGINT
+
+
+OPENED_LATER = """
+import os, subprocess, sys
+from buffer_rl.cli import main
+main(["--version"])
+with open(sys.argv[1], "w") as file:
+    file.write(f"{file.fileno()} ")
+    subprocess.run([sys.executable, "-c", "import os, sys; [os.fstat(fd) for fd in (0, 1, 2)]"], check=True)
+    file.write("inherited" if None not in (sys.stdin, sys.stdout, sys.stderr) else "none")
+"""
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_streams_that_the_caller_closed_are_those_of_the_null_device(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    shell = "".join(f" {stream}>&-" for stream in closed)
+    command = shlex.join([sys.executable, "-c", OPENED_LATER, str(tmp_path / "file")]) + shell
+    subprocess.run(command, shell=True, capture_output=True, timeout=60, check=True)
+    number, inherited = (tmp_path / "file").read_text().split()
+    assert int(number) > 2
+    assert inherited == "inherited"
 
 
 def test_the_working_directory_is_appended_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ def test_the_environment_of_a_submitted_job_and_ours_are_merged(tmp_path: Path) 
     ("address", "raised", "says"),
     [
         (None, OSError("AF_UNIX path length cannot exceed 107 bytes: /scratch/x"), "RAY_TMPDIR"),
+        (None, Exception("The current node timed out during startup."), "ulimit -a"),
         (None, ValueError("bad"), "Ray does not start: ValueError: bad"),
         ("10.0.0.1:6379", ConnectionError("no answer"), "--ray-address 10.0.0.1:6379"),
         ("auto", ValueError("Failed to merge the Job's runtime env"), "--ray-address auto"),

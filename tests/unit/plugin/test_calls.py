@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -58,6 +59,24 @@ async def test_so_is_what_asynchronous_code_and_its_tasks_raise(error: BaseExcep
                 await guard.guarded(plugin(function))
     finally:
         guard.close()
+
+
+FORKS = """
+import os
+from buffer_rl.plugin.calls import call
+
+def forks(error):
+    if (child := os.fork()) == 0:
+        raise error
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+print([call("reward", "my:fn", forks, error) for error in (SystemExit(3), SystemExit(), KeyError())])
+"""
+
+
+def test_a_process_that_code_forks_never_goes_on_with_the_work_of_its_caller() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("[3, 0, 1]\n", "")
 
 
 async def test_code_that_cancels_its_own_task_has_failed_and_its_caller_goes_on() -> None:
@@ -130,3 +149,17 @@ def test_a_callback_that_ends_the_event_loop_fails_the_work_that_waits_for_it() 
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
+
+
+def test_a_full_disk_is_named_with_what_to_do_and_without_the_code_that_wrote() -> None:
+    def save() -> None:
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(PluginError) as caught:
+        call("trainer", "my:fn", save)
+    assert "it raised RuntimeError: I/O error: No space left on device" in caught.value.what
+    assert "Traceback" not in str(caught.value)
+    assert (caught.value.hint, caught.value.see.partition("#")[2]) == (
+        "make room for --run-dir, --save and TMPDIR, and go on with --load auto",
+        "the-disk-is-full",
+    )

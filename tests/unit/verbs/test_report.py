@@ -330,6 +330,18 @@ def test_a_line_of_another_form_is_an_error_that_names_the_folder_and_no_failure
     assert "notice: the run has ended, and its report could not be made: " in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_is_not_blamed_on_what_the_run_wrote(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "learning_curve.png").mkdir()
+    report_run(run)
+    shown = capsys.readouterr().err
+    assert "its report could not be made" in shown
+    assert str(run / "learning_curve.png") in shown
+    assert "metrics.jsonl" not in shown
+    assert "Traceback" not in shown
+
+
 def test_several_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = record(tmp_path / "a" / "run", lr=0.5), record(tmp_path / "b" / "run", lr=0.25)
     edit(second, "metrics.jsonl", lambda line: line["kind"] == "eval" and line.update({"eval/dev": 0.75}))
