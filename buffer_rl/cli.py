@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None, on_error: Callable[[BufferRLError], 
     that ended the command."""
     open_closed_streams()
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # outside of ``signals_as_exceptions`` it ends us without traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # outside of ``signals_as_exceptions``: an end without traceback
     arguments = list(sys.argv[1:] if argv is None else argv)
     starts_run = arguments[:1] in ([verb] for verb in RUNS) and not set(ONLY_LOOKS) & set(arguments)
     # First of all, as it imports for seconds; the imports below take a part of one.

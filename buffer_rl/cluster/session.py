@@ -200,10 +200,11 @@ def _private(name: str) -> Any:
 
 
 def check_local_ray() -> None:
-    """Raises ClusterError if a process of the Ray that this process has started is gone. Workers live on without it,
-    and calls would wait until their deadlines."""
+    """Raises ClusterError if the raylet or the control service of the Ray that this process has started is gone.
+    Workers live on for a while, and calls would wait until their deadlines."""
     node = _private("_private.worker._global_node")
-    if dead := [name for name, _ in node.dead_processes()] if node is not None else []:
+    dead = [] if node is None else [name for name, _ in node.dead_processes() if name in ("raylet", "gcs_server")]
+    if dead:
         what = f"Ray cannot go on: its {' and '.join(dead)} died"
         hint = "look at the machine's memory (dmesg); --load goes on from a checkpoint"
         raise ClusterError(what, where="the local Ray", hint=hint, see="docs/troubleshooting.md#a-process-died")
