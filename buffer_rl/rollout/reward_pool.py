@@ -45,6 +45,7 @@ class Outcome(NamedTuple):
     kind: FailureKind | None = None
     text: str = ""
     expected: str = ""
+    hint: str = ""
     metadata: Sequence[Mapping[str, Any]] = ()
 
 
@@ -299,7 +300,8 @@ def _memory_file() -> IO[bytes]:
 
 def _read_outcome(answer: dict[str, Any]) -> Outcome:
     if "kind" in answer:
-        return Outcome(kind=FailureKind(answer["kind"]), text=answer["error"], expected=answer.get("expected", ""))
+        more = {name: answer.get(name, "") for name in ("expected", "hint")}
+        return Outcome(kind=FailureKind(answer["kind"]), text=answer["error"], **more)
     return Outcome(value=answer["ok"], metadata=answer.get("metadata", ()))
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from buffer_rl.cluster.fork_server import die_with_parent
-from buffer_rl.errors import BufferRLError
+from buffer_rl.errors import BufferRLError, RewardError
 from buffer_rl.kinds.reward import check_group_rewards, check_reward
 from buffer_rl.options.section import load_args
 from buffer_rl.options.user_args import user_args
@@ -68,7 +68,14 @@ class RewardTarget(NamedTuple):
         where."""
         if isinstance(item, SampleGroup):
             return check_group_rewards(value, len(item), where=self.reference)
-        return None if value is None and self.of_several else check_reward(value, where=self.reference)
+        if value is None and self.of_several:
+            return None
+        try:
+            return check_reward(value, where=self.reference)
+        except RewardError as error:
+            if isinstance(value, list):
+                error.hint = "a function of all samples of a prompt, which returns a list, is --custom-group-rm-path"
+            raise
 
 
 def main(socket_fd: int, answers_fd: int) -> None:
@@ -123,7 +130,7 @@ def _outcome(
     try:
         answer: dict[str, Any] = {"ok": target.check(value, item)}
     except BufferRLError as error:
-        return {"error": error.what, "expected": error.expected, "kind": FailureKind.INVALID}
+        return {"error": error.what, "expected": error.expected, "hint": error.hint, "kind": FailureKind.INVALID}
     changes = [changed_metadata(old, sample.metadata) for old, sample in zip(before, samples, strict=True)]
     return answer | {"metadata": changes} if any(changes) else answer
 

@@ -158,7 +158,7 @@ class Scorer:
         group = SampleGroup(uid=samples[0].row_id.uid, samples=list(samples))
         (outcome,) = await self._run(target, [group])
         where = f"{target.kind} {target.reference!r}, group {group.uid}"
-        kind, text, expected = outcome.kind, outcome.text, outcome.expected
+        kind, text, expected, hint = outcome.kind, outcome.text, outcome.expected, outcome.hint
         if kind is None:
             try:
                 for sample, reward in zip(samples, target.check(outcome.value, group), strict=True):
@@ -166,10 +166,10 @@ class Scorer:
                 check_statuses(samples, where=where)
                 return []
             except (RewardError, RolloutError) as error:
-                kind, text, expected = FailureKind.INVALID, error.what, error.expected
+                kind, text, expected, hint = FailureKind.INVALID, error.what, error.expected, error.hint
         for sample in samples:
             sample.reward, sample.status = None, Status.FAILED
-        return [RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected))]
+        return [RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected, hint=hint))]
 
     async def aclose(self) -> None:
         """Stop the reward processes."""
@@ -291,7 +291,7 @@ class Scorer:
             return Outcome(kind=kind_of(error), text=error_text(error))
 
     def _set_reward(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
-        kind, text, expected = outcome.kind, outcome.text, outcome.expected
+        kind, text, expected, hint = outcome.kind, outcome.text, outcome.expected, outcome.hint
         if kind is FailureKind.ABSTAINED:
             sample.reward, sample.remove_sample = None, True
             return
@@ -303,10 +303,11 @@ class Scorer:
                     check_statuses([sample], where=origin)
                 return
             except BufferRLError as error:
-                kind, text, expected = FailureKind.INVALID, error.what, error.expected
+                kind, text, expected, hint = FailureKind.INVALID, error.what, error.expected, error.hint
             except ValueError as error:  # a mapping without --reward-key
                 kind, text = FailureKind.INVALID, str(error).removeprefix(f"{sample.row_id}: ")
         sample.reward = None
         sample.status = Status.FAILED
         where = f"reward {origin}, row {sample.row_id}"
-        failures[id(sample)] = RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected))
+        failed = RewardError(text, where=where, expected=expected, hint=hint)
+        failures[id(sample)] = RewardFailure(kind=kind, error=failed)

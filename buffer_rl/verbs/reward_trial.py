@@ -163,7 +163,8 @@ def _shown(name: str, answers: Mapping[str, Sample]) -> str:
 
 def _failed(target: RewardTarget, outcome: Outcome, at: str) -> PluginError:
     where = f"{target.kind} {target.reference!r}, {at}"
-    return PluginError(outcome.text, where=where, expected=outcome.expected, hint="" if outcome.expected else OFF)
+    hint = outcome.hint or ("" if outcome.expected else OFF)
+    return PluginError(outcome.text, where=where, expected=outcome.expected, hint=hint)
 
 
 async def _try_forms(args: Args, pool: RewardPool, target: RewardTarget, answer: Sample, row: TriedRow) -> None:
