@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from string import whitespace
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.errors import DataError, RolloutError
@@ -204,7 +203,7 @@ def encode_conversation(prompts: PromptEncoder, sample: Sample, mask_type: str) 
     if mask_type == "auto" and conversation.has_marks():
         tokens, mask = conversation.by_marks()
     else:
-        tokens, mask = conversation.encode(*conversation.ended(*_FINDERS[mask_type](conversation)))
+        tokens, mask = conversation.encode(*_FINDERS[mask_type](conversation))
     mask = [0, *mask[1:]]
     if 1 not in mask:
         raise DataError("the answers have no tokens", where=where, expected="at least one token to train on")
@@ -339,26 +338,10 @@ class _Conversation:
 
     def end_of(self, text: str) -> int:
         """The end of the answer that ``text`` ends with, without white space after an end token."""
+        tokenizer = self.prompts.tokenizer
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         shorter = text.rstrip()
-        return len(shorter) if shorter.endswith(self._special) else len(text)
-
-    def ended(self, text: str, spans: Spans) -> tuple[str, Spans]:
-        """The same with an end for answers to which the template gives none, as that of GLM: the header of the next
-        message, a special token, is where a model stops; behind the last message it is the tokenizer's end token."""
-        found, end_token = dict(spans), self.prompts.tokenizer.eos_token or ""
-        for number, (start, end) in spans.items():
-            if text[:end].endswith((*self._special, *whitespace)):
-                continue
-            header = next((token for token in self._special if text.startswith(token, end)), "")
-            if end == len(text):
-                header, text = end_token, text + end_token
-            found[number] = (start, end + len(header))
-        return text, found
-
-    @property
-    def _special(self) -> tuple[str, ...]:
-        tokens = self.prompts.tokenizer.added_tokens_decoder.values()
-        return tuple(token.content for token in tokens if token.special)
+        return len(shorter) if shorter.endswith(tuple(special)) else len(text)
 
     def unstable(self, what: str) -> DataError:
         """The error of a template whose text for a part of the conversation is no part of the whole text."""

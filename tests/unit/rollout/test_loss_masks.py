@@ -181,22 +181,6 @@ def test_messages_between_two_answers_are_rendered_together() -> None:
     assert encode_conversation(prompts(template), row([*TALK[:3], *tools, TALK[4]]), "qwen3") == wanted
 
 
-@pytest.mark.parametrize("mask_type", ["auto", "qwen", "qwen3"])
-def test_an_answer_to_which_the_template_gives_no_end_is_trained_to_end(mask_type: str) -> None:
-    """As that of GLM: the header of a message is a special token, where a model stops; nothing is behind the last."""
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + ASK.replace(
-        "<|assistant\n", "<assistant>"
-    )
-    encoder = prompts(template)
-    encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
-    user, assistant = encoder.tokenizer.convert_tokens_to_ids(["<user>", "<assistant>"])
-    (hi, _), (yo, _), (ok, _), (so, _) = (by_hand((text, 0)) for text in ("hi", "yo", "ok", "so<eos>"))
-    tokens = [user, *hi, assistant, *yo, user, *ok, assistant, *so]
-    assert encode_conversation(encoder, row(TALK[1:]), mask_type) == (tokens, [0] * 4 + [1] * 3 + [0] * 3 + [1] * 3)
-    first_off = [TALK[1], TALK[2] | {"loss": False}, *TALK[3:]]
-    assert encode_conversation(encoder, row(first_off), mask_type) == (tokens, [0] * 10 + [1] * 3)
-
-
 def test_white_space_after_an_answer_without_an_end_token_ends_it() -> None:
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}" + ASK.replace(
         "<|assistant\n", "assistant:"
