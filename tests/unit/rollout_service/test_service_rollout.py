@@ -156,7 +156,7 @@ async def test_turns_become_rows_of_one_sample_with_the_ids_and_versions_that_we
     assert [list(tokens) for tokens in columns["tokens"][:2]] == [[5, 6, 7, 1, 8, 9], [6, 4]]
     assert [list(mask) for mask in columns["loss_mask"][:2]] == [[1, 1, 0, 1], [1]]
     assert [list(each) for each in columns["rollout_log_probs"][:2]] == [[-0.5, -0.25, 0.0, -1.0], [-2.0]]
-    assert list(columns["truncated"][:2]) == [True, False]
+    assert list(columns["truncated"][:2]) == [True, True]  # rows have the status of their sample
     assert metrics["raw_reward"] == 0.5
 
 
