@@ -8,6 +8,7 @@ probabilities is checked when the decoder is made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from typing import Any, Self
@@ -16,13 +17,12 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from buffer_rl.embedded.adapter import read_adapter
+from buffer_rl.embedded.adapter import LowRank, joined, read_adapter, require_none_left
 from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 from buffer_rl.embedded.decode_check import UnsupportedModelError as UnsupportedModelError
 from buffer_rl.embedded.decode_check import check_decoding, unsupported
 from buffer_rl.embedded.fast_decoder import PROMPT_LOGITS_ROWS, ROW_BLOCK, pad_vocab
 from buffer_rl.embedded.routers import find_routers, recorded_experts
-from buffer_rl.errors import EngineError
 from buffer_rl.files.hf_config import length_problem, text_config
 from buffer_rl.records.experts import ExpertSizes
 
@@ -47,7 +47,7 @@ class FallbackDecoder:
         returns_experts: bool = False,
     ) -> None:
         self.module = module
-        self._adapter: str | None = None
+        self._adapter: list[tuple[torch.nn.Linear, LowRank]] = []
         self.deterministic = deterministic
         self.block = 1 if _has_experts(module) else ROW_BLOCK
         config = module.config.get_text_config(decoder=True)
@@ -93,36 +93,26 @@ class FallbackDecoder:
             flat[at] = values
         return True
 
-    def with_adapter(self, folder: str, name: str) -> Self:
-        """A decoder over the same module with the adapter in ``folder``, in peft's format, which the module has as
-        ``name`` until ``forget_adapter``. Raises EngineError if it is none, or of another model."""
-        try:
-            layers = read_adapter(folder).keys()
-            self.module.load_adapter(folder, adapter_name=name)
-        except (ImportError, RuntimeError, ValueError) as error:
-            raise EngineError(f"the adapter cannot be loaded: {error}", where=folder) from error
-        has = {at for at, part in self.module.named_modules() if name in getattr(part, "lora_A", ())}
-        if has != layers:
-            self.forget_adapter(name)
-            raise EngineError("the adapter is of another model", where=folder)
-        self.module.requires_grad_(False)
-        adapted = copy(self)
-        adapted._adapter = name
+    def with_adapter(self, folder: str) -> Self:
+        """A decoder over the same module with the adapter in ``folder``, in peft's format. Raises EngineError if it is
+        none, or of another model."""
+        pairs, adapted, parts = read_adapter(folder), copy(self), dict(self.module.named_modules())
+        adapted._adapter = []
+        for name in [name for name in pairs if isinstance(parts.get(name), torch.nn.Linear)]:
+            layer = parts[name]
+            low = joined(pairs, [name], [layer.out_features], layer.in_features, None)
+            assert low is not None
+            device = layer.weight.device
+            adapted._adapter.append((layer, (low[0].to(device), low[1].to(device))))
+        require_none_left(pairs)
         return adapted
-
-    def forget_adapter(self, name: str) -> None:
-        """Free what ``with_adapter`` loaded."""
-        self.module.delete_adapter(name)
 
     def _forward(self, **inputs: Any) -> Any:
         """The module's, with the adapter of this decoder or without any."""
-        if getattr(self.module, "_hf_peft_config_loaded", False):
-            if self._adapter is None:
-                self.module.disable_adapters()
-            else:
-                self.module.enable_adapters()
-                self.module.set_adapter(self._adapter)
-        return self.module(**inputs)
+        with ExitStack() as hooks:
+            for layer, low in self._adapter:
+                hooks.enter_context(layer.register_forward_hook(partial(_add_low_rank, low)))
+            return self.module(**inputs)
 
     def drop_weights(self) -> None:
         """Free the weights, until the next ``load``."""
@@ -312,3 +302,8 @@ class _SlotView(_RecordingCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.width, 0
+
+
+def _add_low_rank(low: LowRank, _: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    """For ``register_forward_hook`` of a linear layer."""
+    return (output + inputs[0].float() @ low[0] @ low[1]).to(output.dtype)

@@ -272,17 +272,6 @@ class LoadedModel:
         self.decoder.load(module)
         self._digest = None
 
-    def with_adapter(self, folder: str, name: str) -> FastDecoder | FallbackDecoder:
-        """A decoder over the same weights with the adapter in ``folder``. Raises EngineError."""
-        if isinstance(self.decoder, FastDecoder):
-            return self.decoder.with_adapter(folder)
-        return self.decoder.with_adapter(folder, name)
-
-    def forget_adapter(self, name: str) -> None:
-        """Free an adapter, whose decoder is no longer used."""
-        if isinstance(self.decoder, FallbackDecoder):
-            self.decoder.forget_adapter(name)
-
     def _replace_whole(self, tensors: Mapping[str, torch.Tensor], *, copies: bool = False) -> None:
         """copies: of the tensors, whose memory a module would serve: they are changed later."""
         self._digest = None

@@ -289,9 +289,7 @@ class EngineService:
         tokens; None: that of the weights. Raises EngineError if there is one of that name, or it does not fit."""
 
         def run() -> None:
-            if name in self.scheduler.adapters:
-                raise EngineError(f"Failed to load LoRA adapter {name} because it is already loaded")
-            decoder = self.model.with_adapter(folder, name)
+            decoder = self.model.decoder.with_adapter(folder)
             self.scheduler.add_adapter(name, decoder, self.scheduler.version if version is None else version)
 
         await self._thread.call(run)
@@ -299,15 +297,10 @@ class EngineService:
 
     async def unload_adapter(self, name: str) -> None:
         """The inverse of ``load_adapter``. Raises EngineError if requests run with it, or there is none."""
-
-        def run() -> None:
-            self.scheduler.remove_adapter(name)
-            self.model.forget_adapter(name)
-
         own = {name} & self._adapters
         self._adapters -= own
         try:
-            await self._thread.call(run)
+            await self._thread.call(lambda: self.scheduler.remove_adapter(name))
         except EngineError:
             self._adapters |= own
             raise

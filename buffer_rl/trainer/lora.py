@@ -50,7 +50,7 @@ def add_adapters(module: PreTrainedModel, args: Args) -> dict[str, torch.Tensor]
 
     Raises ConfigError for modules that are not there or that cannot have one alone (tied embeddings), for experts,
     whose matrices are no linear layers, under ``all-linear``, and for an adapter of another kind, rank or base."""
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
     targets: Any = ALL_LINEAR if args.target_modules == [ALL_LINEAR] else args.target_modules
     saved: dict[str, torch.Tensor] = {}
@@ -63,7 +63,7 @@ def add_adapters(module: PreTrainedModel, args: Args) -> dict[str, torch.Tensor]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
         try:
-            module.add_adapter(config)
+            inject_adapter_in_model(config, module)
         except ValueError as error:
             raise ConfigError(str(error), where="--lora-rank and --target-modules") from error
     for name, weight in module.named_parameters():
@@ -208,11 +208,14 @@ class MergedChange:
 def as_at_the_start(module: Any, start: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """The module computes with its adapters as ``add_adapters`` returned them; if they were 0, without."""
     if not start:
-        module.disable_adapters()
+        layers = layers_with_adapter(module).values()
+        for layer in layers:
+            layer.enable_adapters(False)
         try:
             yield
         finally:
-            module.enable_adapters()
+            for layer in layers:
+                layer.enable_adapters(True)
         return
     own = {name: weight.data for name, weight in module.named_parameters() if name in start}
     now = {name: data.clone() for name, data in own.items()}

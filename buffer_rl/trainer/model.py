@@ -108,7 +108,7 @@ class Model:
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained, and no other weights."""
-        return bool(getattr(self.module, "_hf_peft_config_loaded", False))
+        return hasattr(self.module, "peft_config")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under the names of a Hugging Face folder, without gradient, each name once and tied weights once,

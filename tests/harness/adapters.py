@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import transformers
-from packaging.version import Version
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from buffer_rl.trainer.lora import write_adapter
-
-makes_adapters = pytest.mark.skipif(
-    Version(importlib.metadata.version("peft")) < Version(MIN_PEFT_VERSION),
-    reason=f"transformers {transformers.__version__} refuses peft before {MIN_PEFT_VERSION}",
-)
 
 
 def with_random_adapter(
@@ -29,7 +19,8 @@ def with_random_adapter(
     load: Any = AutoModelForCausalLM.from_pretrained
     module = load(model, dtype=torch.float32).eval()
     torch.manual_seed(seed)
-    module.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0))
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0)
+    inject_adapter_in_model(config, module)
     for name, weight in module.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(weight, std=scale)

@@ -13,22 +13,16 @@ from buffer_rl.embedded.fallback import FallbackDecoder
 from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.embedded.scheduler import Scheduler
 from buffer_rl.errors import EngineError
-from harness.adapters import makes_adapters, with_random_adapter
-
-pytestmark = makes_adapters
+from harness.adapters import with_random_adapter
 
 PROMPTS = (1, 5, 17, 63)
 
 
 def decoder_over(folder, *, fallback=False, deterministic=False):
-    module = AutoModelForCausalLM.from_pretrained(folder).eval()  # of its own: peft changes it
+    module = AutoModelForCausalLM.from_pretrained(folder).eval()
     if fallback or not FastDecoder.supports(module.config):
         return FallbackDecoder(module, 512, deterministic=deterministic, check=False)
     return FastDecoder(module, 512, deterministic=deterministic)
-
-
-def adapted(decoder, folder, name):
-    return decoder.with_adapter(str(folder), name) if hasattr(decoder, "module") else decoder.with_adapter(str(folder))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -52,7 +46,7 @@ def test_each_request_has_the_log_probs_of_its_own_adapter_beside_others(
     modules = {"": AutoModelForCausalLM.from_pretrained(folder).eval()}
     for seed, name in enumerate(("a", "b")):
         modules[name] = with_random_adapter(folder, tmp_path / name, seed, targets=targets)
-        scheduler.add_adapter(name, adapted(decoder, tmp_path / name, name), name)
+        scheduler.add_adapter(name, decoder.with_adapter(str(tmp_path / name)), name)
     rng = random.Random(1)
     for i, length in enumerate(PROMPTS):
         prompt = random_prompt(rng, length)
@@ -97,9 +91,10 @@ def test_requests_that_run_over_a_new_adapter_end_under_their_own(
     assert scheduler.adapters == ("v2 in_place", "v2 retract")
 
 
-def test_an_adapter_of_another_model_or_kind_is_refused(model_folder, tmp_path):
+@pytest.mark.parametrize("fallback", [False, True])
+def test_an_adapter_of_another_model_or_kind_is_refused(fallback, model_folder, tmp_path):
     folder = model_folder("qwen3", 0)
-    decoder = decoder_over(folder)
+    decoder = decoder_over(folder, fallback=fallback)
     with_random_adapter(folder, tmp_path / "a", 0)
     path = tmp_path / "a" / "adapter_model.safetensors"
     whole = load_file(path)

@@ -27,12 +27,10 @@ from buffer_rl.trainer.packing import is_packed
 from buffer_rl.trainer.pretrained import load_model
 from buffer_rl.trainer.rank import build_trainer
 from buffer_rl.trainer.torch_trainer import TorchTrainer
-from harness.adapters import makes_adapters
 from harness.backend_ranks import groups_of, largest_difference, run_ranks
 from harness.recorded_rows import recorded_rows
 from harness.trainers import LARGE_EPS, make_trainer, step
 
-pytestmark = makes_adapters
 CPU = torch.device("cpu")
 Rows = list[np.ndarray]
 

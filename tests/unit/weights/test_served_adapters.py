@@ -23,11 +23,10 @@ from buffer_rl.testing.tiny import make_tiny_model
 from buffer_rl.trainer.logprob_gate import batch_of
 from buffer_rl.weights.adapters import AdapterCheck, AdapterTransport, tolerance
 from buffer_rl.weights.publish import Publisher
-from harness.adapters import makes_adapters
 from harness.recorded_rows import recorded_rows
 from harness.trainers import make_trainer, step
 
-pytestmark = [pytest.mark.usefixtures("forked_processes"), makes_adapters]
+pytestmark = pytest.mark.usefixtures("forked_processes")
 STEPS = 6
 
 
