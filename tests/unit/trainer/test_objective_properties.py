@@ -3,7 +3,7 @@ for losses that give a number for each token, on the parts that a sample fanned 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -71,11 +71,13 @@ TOKEN_LOSSES = [
 ]
 
 
-def in_all_modes(losses: Sequence[Any]) -> Iterator[Any]:
+def in_all_modes(losses: Sequence[Any]) -> list[Any]:
     """Each loss with each mode. One mode a loss, in turn, is among the fast tests."""
-    for number, loss in enumerate(losses):
-        for index, mode in enumerate(MODES):
-            yield pytest.param(loss, mode, marks=() if index == number % len(MODES) else pytest.mark.slow)
+    return [
+        pytest.param(loss, mode, marks=() if index == number % len(MODES) else pytest.mark.slow)
+        for number, loss in enumerate(losses)
+        for index, mode in enumerate(MODES)
+    ]
 
 
 Step = tuple[TrainBatch, list[np.ndarray], list[np.ndarray]]
