@@ -1,10 +1,7 @@
 """Whether the golden runs notice: five faults, one at a time, in a copy of the tree, each of which turns a run red.
 
-    make golden-record            first: the table that the copies are compared with
-    python tests/golden/mutants.py
-
-A fault is a text that is replaced in a file. Where code moves, the fault moves with it: one that does not apply is an
-error here, never a pass.
+make golden-record            first: the table that the copies are compared with
+python tests/golden/mutants.py
 """
 
 from __future__ import annotations
@@ -12,25 +9,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for harness, as a script
+
+from harness.mutants import ROOT, Mutant, find
+
 TABLE = Path("build/golden.json")
 TIMEOUT_S = 900.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
-    """A fault: ``old`` is replaced by ``new`` in ``file``. runs: those of which at least one must notice it."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    runs: tuple[str, ...]
 
 
 MUTANTS = (
@@ -81,10 +67,7 @@ def caught(mutant: Mutant, folder: Path) -> str:
             shutil.copyfile(ROOT / name, folder / name)
     (folder / TABLE).parent.mkdir()
     shutil.copyfile(ROOT / TABLE, folder / TABLE)
-    source = (folder / mutant.file).read_text()
-    if source.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.name}: its text is {source.count(mutant.old)} times in {mutant.file}, not once")
-    (folder / mutant.file).write_text(source.replace(mutant.old, mutant.new))
+    mutant.apply(folder)
     command = [sys.executable, str(folder / "tests/golden/runs.py"), "compare", "--only", *mutant.runs]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     said = [line for line in answer.stdout.splitlines() if "ended with" in line or "failed:" in line]
@@ -95,13 +78,7 @@ def main() -> int:
     """Returns 1 if a mutant is passed over."""
     if not (ROOT / TABLE).exists():
         raise SystemExit(f"there is no {TABLE}: make golden-record first")
-    missed = 0
-    for mutant in MUTANTS:
-        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-            found = caught(mutant, Path(folder))
-        missed += not found
-        print(f"{'red' if found else 'PASSED OVER':12} {mutant.name}: {found}", flush=True)
-    return 1 if missed else 0
+    return find(MUTANTS, caught)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from golden.mutants import MUTANTS, ROOT
+from golden.mutants import MUTANTS
+from harness.mutants import ROOT, Mutant
 
 SAMPLE = (
     *("lockstep", "roles", "distributed", "resumed"),
@@ -28,6 +30,9 @@ def test_a_sample_of_runs_that_must_end_with_equal_weights_does() -> None:
     assert f"{len(SAMPLE)} golden runs are as they must be" in answer.stdout
 
 
-def test_the_text_of_each_mutant_is_once_in_its_file() -> None:
-    texts = {mutant.old: (ROOT / mutant.file).read_text(encoding="utf-8") for mutant in MUTANTS}
-    assert {old: text.count(old) for old, text in texts.items()} == dict.fromkeys(texts, 1)
+DRILL_MUTANTS = runpy.run_path(str(ROOT / "benchmarks" / "drill_mutants.py"))["MUTANTS"]
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *DRILL_MUTANTS], ids=lambda mutant: mutant.name)
+def test_the_text_of_each_mutant_is_once_in_its_file(mutant: Mutant) -> None:
+    assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
