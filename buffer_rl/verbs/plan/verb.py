@@ -85,6 +85,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError and DataError."""
+    refuse(namespace.gpus is not None and namespace.gpus < 2, f"--gpus: {namespace.gpus} are too few", expected="2 or more")
+    refuse(namespace.cores is not None and not namespace.cores > 0, f"--cores: {namespace.cores}", expected="above 0")
     refuse(namespace.steps < 5, f"--steps: {namespace.steps} steps are too few", expected="5 or more")
     schedules = [parse_schedule(text) for text in namespace.schedules.split(",")]
     plan = make_plan(Path(namespace.trace), schedules, namespace.gpus, namespace.cores, namespace.steps)
@@ -167,8 +169,11 @@ def setup_of(args: Any, folder: Path, cores: float | None) -> tuple[Setup, list[
     if args.schedule == Mode.ASYNC and args.stream_gradients:
         raise ConfigError("--stream-gradients is simulated with --schedule pipelined alone", where=str(folder))
     notes = ["checkpoints, evaluations and what older samples cost in learning are not counted"]
-    if cores is None and {args.engine_device, args.train_device} == {"cpu"}:
-        noted = read_facts(folder).cores
+    facts = read_facts(folder)
+    # A build of torch for CPUs finds no other device.
+    on_cpus = {"cpu", "auto"} if facts.packages.get("torch", "").endswith("+cpu") else {"cpu"}
+    if cores is None and {args.engine_device, args.train_device} <= on_cpus:
+        noted = facts.cores
         cores = noted or len(os.sched_getaffinity(0))
         notes.append(f"all processes share {cores:g} cores" + ("" if noted else ", those of this machine"))
     elif cores is None:
