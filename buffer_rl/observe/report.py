@@ -6,6 +6,7 @@ are, in the terminal at its end.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -201,9 +202,13 @@ def _shown(changed: Mapping[str, Any]) -> dict[str, Any]:
     return {flag: value for flag, value in changed.items() if value != MASK}
 
 
+def _value(changed: Mapping[str, Any], flag: str) -> str:
+    return json.dumps(changed[flag], ensure_ascii=False) if flag in changed else "default"
+
+
 def parts_of(facts: RunFacts) -> list[dict[str, Any]]:
     """The parts of a run that was resumed, in their order, empty for another one: ``first`` step, ``started``,
-    ``command``, and ``changes``, flag to the value of this part and of the one before, None for a default."""
+    ``command``, and ``changes``: flag to the values of the part before and of this one, as text."""
     found: list[dict[str, Any]] = []
     before: Mapping[str, Any] = {}
     for part in facts.parts if len(facts.parts) > 1 else ():
@@ -214,7 +219,11 @@ def parts_of(facts: RunFacts) -> list[dict[str, Any]]:
                 "first": part.get("from_step", 0),
                 "started": _time(str(part.get("started", ""))),
                 "command": shlex.join(map(str, part.get("command") or ())),
-                "changes": {f: (before.get(f), now.get(f)) for f in flags if before.get(f) != now.get(f)},
+                "changes": {
+                    flag: f"{_value(before, flag)} → {_value(now, flag)}"
+                    for flag in flags
+                    if _value(before, flag) != _value(now, flag)
+                },
             }
         )
         before = now

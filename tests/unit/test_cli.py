@@ -43,7 +43,7 @@ def own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
         (["why", "absent", "3"], ["absent: there is no such folder"]),
         (["checkpoint", "list", "absent"], ["absent: there is no such folder"]),
         (["plan", "--trace", "absent", "--gpus", "0"], ["--gpus: 0 are too few", "2 or more"]),
-        (["plan", "--trace", "absent", "--cores", "0"], ["--cores: 0.0", "above 0"]),
+        (["plan", "--trace", "absent", "--cores", "0"], ["--cores: 0.0 are too few", "more than 0"]),
         (["train", "--rolout-batch-size", "3"], ["--rolout-batch-size", "did you mean --rollout-batch-size?"]),
         (["train", "--lr", "fast"], ["--lr: 'fast' is not a number >= 0 (flag --lr)"]),
         (["train", "--json"], ["--dry-run"]),

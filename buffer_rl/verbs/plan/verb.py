@@ -85,11 +85,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError and DataError."""
-    refuse(namespace.gpus is not None and namespace.gpus < 2, f"--gpus: {namespace.gpus} are too few", expected="2 or more")
-    refuse(namespace.cores is not None and not namespace.cores > 0, f"--cores: {namespace.cores}", expected="above 0")
+    gpus, cores = namespace.gpus, namespace.cores
+    refuse(gpus is not None and gpus < 2, f"--gpus: {gpus} are too few", expected="2 or more")
+    refuse(cores is not None and not cores > 0, f"--cores: {cores} are too few", expected="more than 0")
     refuse(namespace.steps < 5, f"--steps: {namespace.steps} steps are too few", expected="5 or more")
     schedules = [parse_schedule(text) for text in namespace.schedules.split(",")]
-    plan = make_plan(Path(namespace.trace), schedules, namespace.gpus, namespace.cores, namespace.steps)
+    plan = make_plan(Path(namespace.trace), schedules, gpus, cores, namespace.steps)
     say(json.dumps(_facts(plan), indent=2)) if namespace.json else _print(plan)
     return 0
 

@@ -279,7 +279,7 @@ def test_a_run_that_was_resumed_shows_its_parts_and_what_changed_between_them(tm
     part(4, "two", lr=0.001, num_rollout=6, load="saves")
     third = part(6, "three", num_rollout=6, load="saves")
     shown = [(each["first"], each["command"].split()[-1], each["changes"]) for each in parts_of(third)]
-    assert shown == [(0, "one", {}), (4, "two", {"--num-rollout": (4, 6)}), (6, "three", {"--lr": (0.001, None)})]
+    assert shown == [(0, "one", {}), (4, "two", {"--num-rollout": "4 → 6"}), (6, "three", {"--lr": "0.001 → default"})]
     page = render_report(Report(title="run", metrics=METRICS, facts=third))
     assert "which was resumed: 3" in page
     assert "differ from their defaults, of the last part: 2" in page
