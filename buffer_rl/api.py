@@ -10,13 +10,15 @@ import base64
 import hashlib
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,8 @@ def train(config: str | Path | Sequence[str | Path] | Mapping[str, Any] = (), **
         file.write_text(_as_yaml(plain), encoding="utf-8")
         options_class = compose(sections_of(plugins))
         configs = [*map(str, paths), str(file)]
-        run_dir = Path(resolve(options_class, flags={}, environ=os.environ, config_paths=configs).args.run_dir)
+        with _of_caller(file):
+            run_dir = Path(resolve(options_class, flags={}, environ=os.environ, config_paths=configs).args.run_dir)
         for key in given.keys() - plain.keys():
             if not plugin_kind_of(options_class, key):
                 raise ConfigError("this option takes no function", where=f"train({key}=)", expected="a plugin's option")
@@ -111,6 +114,22 @@ def train(config: str | Path | Sequence[str | Path] | Mapping[str, Any] = (), **
         arguments = [part for path in configs for part in ("--config", path)]
         _run(Path(name, "answer"), [*(part for plugin in plugins for part in ("-p", plugin)), *arguments])
     return TrainResult.of(run_dir)
+
+
+@contextmanager
+def _of_caller(file: Path) -> Iterator[None]:
+    """An error at a line of ``file``, which the caller has never seen, names the argument that stands there."""
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    names = {key.start_mark.line + 1: key.value for key, _ in root.value} if root is not None else {}
+
+    def named(text: str) -> str:
+        return re.sub(rf"(?:file )?{re.escape(str(file))}:(\d+)", lambda m: f"train({names.get(int(m[1]), '')}=)", text)
+
+    try:
+        yield
+    except ConfigError as error:
+        where, expected, hint = named(error.where), named(error.expected), named(error.hint)
+        raise ConfigError(named(error.what), where=where, expected=expected, hint=hint, see=error.see) from error
 
 
 def _named(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _run(arguments: Sequence[str], began: float) -> int:
     from buffer_rl.options.help import FlagParser, flags_of, given_flags, normalise_flags, take_items
     from buffer_rl.options.section import did_you_mean, flag_of
     from buffer_rl.options.sources import take_unknown
-    from buffer_rl.verbs.table import VERBS, all_verbs, parser_of, print_notices, summary_of
+    from buffer_rl.verbs.table import INSTEAD, VERBS, all_verbs, parser_of, print_notices, summary_of
 
     arguments = normalise_flags(arguments)
     parser = FlagParser(prog="buffer-rl", description="Reinforcement-learning post-training of language models.")
@@ -114,15 +114,14 @@ def _run(arguments: Sequence[str], began: float) -> int:
     if verb in verbs:
         parser_of(verb)(subparsers, arguments)
     elif verb and not verb.startswith("-"):
-        raise ConfigError(
-            f"there is no verb {verb!r}", expected=f"one of {', '.join(verbs)}", hint=did_you_mean(verb, verbs)
-        )
+        hint = INSTEAD.get(verb) or did_you_mean(verb, verbs) or "buffer-rl --help tells what each does"
+        raise ConfigError(f"there is no verb {verb!r}", expected=f"one of {', '.join(verbs)}", hint=hint)
     else:
         for name in verbs:
             subparsers.add_parser(name, help=summary_of(name).replace("%", "%%"))
     namespace, extra = parser.parse_known_args(arguments)
     namespace.began, namespace.arguments = began, arguments
-    prog = f"buffer-rl {verb}".rstrip()
+    prog = f"buffer-rl {verb}" if verb in verbs else "buffer-rl"
     print_notices(take_unknown(namespace, take_items(namespace, extra), flags_of(parser), prog=prog))
     idle = [flag_of(name) for name in given_flags(namespace) if name in getattr(namespace, "idle", ())]
     print_notices(f"{flag} changes nothing for {prog}" for flag in idle)

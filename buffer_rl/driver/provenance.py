@@ -175,6 +175,11 @@ def _versions() -> Iterator[tuple[str, str]]:
             continue
 
 
+IDLE_IN_EVALUATION = (
+    "num_rollout", "num_epoch", "early_stop", "eval_interval", "run_dir",
+    "save", "save_interval", "keep_last", "keep_best", "async_save",
+)  # fmt: skip
+"""Options that ``buffer-rl eval`` sets itself."""
 ABSENT = "absent"
 """The value of an option that the checkpoint's run did not have, or that this one has not: of another plugin."""
 
@@ -214,6 +219,8 @@ def resume_notices(facts: Mapping[str, Any], step: int, args: Args) -> list[str]
     """One line with all options that differ from the checkpoint with these facts, one if the run has no step left, else
     one for each trained role whose learning rate goes on otherwise. step: of the checkpoint, in rollouts."""
     changes = option_changes(facts, args)
+    if args.num_rollout == 0:  # it evaluates alone: what trains and saves has nothing to say
+        changes = [change for change in changes if change.option not in IDLE_IN_EVALUATION]
     lines = [f"options that differ from the checkpoint's: {'; '.join(map(str, changes))}"] if changes else []
     length = _lengths(facts, args, args)[1]
     if length and length <= step:

@@ -49,7 +49,7 @@ class RunObserver:
     ) -> None:
         self._run_dir = run_dir = str(args.run_dir)
         if isinstance(args, Options):
-            write_facts(run_dir, args, provenance, startup.command if startup else ())
+            write_facts(run_dir, args, provenance, startup.command if startup else (), resume_step)
         found = {name: registry.resolve("logger", name) for name in args.logger}
         loggers = {name: construct("logger", name, logger, args, run_dir) for name, logger in found.items()}
         self.evaluated = -1

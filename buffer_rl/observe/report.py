@@ -6,6 +6,7 @@ are, in the terminal at its end.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -152,7 +153,8 @@ def render_report(report: Report) -> str:
         marks=MARKS,
         head=_head(facts, steps),
         command=shlex.join(facts.command),
-        changed={flag: value for flag, value in facts.changed.items() if value != MASK},
+        changed=_shown(facts.changed),
+        parts=parts_of(facts),
         gains=eval_gains(report.metrics),
         curves=[chart for chart in charts if chart.picture],
         phases=phases,
@@ -174,6 +176,8 @@ def _head(facts: RunFacts, steps: Mapping[int, Mapping[str, float]]) -> dict[str
     seconds = sum(metrics.get("perf/step_time", 0.0) for metrics in steps.values())
     sampled = sum(m.get(f"{part}/generated_tokens", 0.0) for m in steps.values() for part in PARTS_OF_ROLLOUTS)
     reward = next((str(facts.option(flag)) for flag in _REWARDS if facts.option(flag)), "")
+    first = facts.parts[0] if facts.parts else {"started": facts.started}
+    begin = facts.parts[-1].get("from_step") if facts.parts else 0
     batch, samples = facts.option("--rollout-batch-size"), facts.option("--n-samples-per-prompt")
     return {
         "algorithm": algorithm_text(facts),
@@ -186,11 +190,44 @@ def _head(facts: RunFacts, steps: Mapping[int, Mapping[str, float]]) -> dict[str
         "training steps": str(len(steps)),
         "time in steps": format_duration(seconds) if seconds else "",
         "tokens sampled": format_number(sampled) if sampled else "",
-        "started": _time(facts.started),
+        "started": _time(str(first.get("started", ""))) if not first.get("from_step") else "",
+        "continued": f"after step {begin}, {_time(facts.started)}" if begin else "",
         "start-up": text_of(facts.start),
         "ended": end_text(facts),
         "buffer_rl": facts.version,
     }
+
+
+def _shown(changed: Mapping[str, Any]) -> dict[str, Any]:
+    return {flag: value for flag, value in changed.items() if value != MASK}
+
+
+def _value(changed: Mapping[str, Any], flag: str) -> str:
+    return json.dumps(changed[flag], ensure_ascii=False) if flag in changed else "default"
+
+
+def parts_of(facts: RunFacts) -> list[dict[str, Any]]:
+    """The parts of a run that was resumed, in their order, empty for another one: ``first`` step, ``started``,
+    ``command``, and ``changes``: flag to the values of the part before and of this one, as text."""
+    found: list[dict[str, Any]] = []
+    before: Mapping[str, Any] = {}
+    for part in facts.parts if len(facts.parts) > 1 else ():
+        now = _shown(part.get("changed") or {})
+        flags = sorted({*before, *now} - {"--load"}) if found else []
+        found.append(
+            {
+                "first": part.get("from_step", 0),
+                "started": _time(str(part.get("started", ""))),
+                "command": shlex.join(map(str, part.get("command") or ())),
+                "changes": {
+                    flag: f"{_value(before, flag)} → {_value(now, flag)}"
+                    for flag in flags
+                    if _value(before, flag) != _value(now, flag)
+                },
+            }
+        )
+        before = now
+    return found
 
 
 _REWARDS = ("--custom-rm-path", "--custom-group-rm-path", "--rm-type", "--rm-model", "--agent-path", "--environment")

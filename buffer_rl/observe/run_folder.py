@@ -222,7 +222,8 @@ class RunFacts:
     the run did not note them. data: use, path, number of rows and source hash of each data source. cores: that the
     driver's processes may use; None if the run did not note it. end: ``how`` the run ended, ``why``, and ``at`` which
     time; empty while it is at work, and after a kill. loss: its name or path. max_staleness: the schedule's bound; None
-    if it was not noted.
+    if it was not noted. packages: versions by name. parts: of a run that was resumed in its folder each part, the last
+    one too: ``from_step``, ``started``, ``command`` and ``changed``.
     """
 
     started: str = ""
@@ -236,6 +237,8 @@ class RunFacts:
     changed: Mapping[str, Any] = field(default_factory=dict)
     data: Sequence[Mapping[str, Any]] = ()
     cores: int | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    parts: Sequence[Mapping[str, Any]] = ()
 
     @property
     def is_supervised(self) -> bool:
@@ -259,13 +262,18 @@ def changed_options(args: Args) -> dict[str, Any]:
 
 
 def write_facts(
-    run_dir: str | Path, args: Args, provenance: Mapping[str, Any] | None = None, command: Sequence[str] = ()
+    run_dir: str | Path,
+    args: Args,
+    provenance: Mapping[str, Any] | None = None,
+    command: Sequence[str] = (),
+    resume_step: int | None = None,
 ) -> Path:
-    """Write ``run_dir/run.json`` in place of an earlier one. Raises ``OSError``.
+    """Write ``run_dir/run.json`` in place of an earlier one, of which the parts before ``resume_step`` are kept. Raises
+    ``OSError``.
 
     provenance: what code and data the run is made of, as JSON values. command: the words that started the run."""
     path = Path(run_dir) / RUN_FILE
-    facts = {
+    facts: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "command": mask_command(command),
@@ -276,9 +284,16 @@ def write_facts(
         "options": {flag_of(name): mask_secrets(v, name) for name, v in args.model_dump(mode="json").items()},
         **(provenance or {}),
     }
+    part = {"from_step": resume_step or 0, **{name: facts[name] for name in ("started", "command", "changed")}}
+    facts["parts"] = [*_parts_before(resume_step or 0, read_facts(run_dir)), part]
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, facts)
     return path
+
+
+def _parts_before(step: int, facts: RunFacts) -> list[Mapping[str, Any]]:
+    """The parts of the run so far that began before ``step``."""
+    return [part for part in facts.parts if part.get("from_step", 0) < step]
 
 
 def add_facts(run_dir: str | Path, **more: Any) -> None:

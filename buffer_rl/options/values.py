@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -233,10 +233,31 @@ def parse_yaml(path: str) -> yaml.Node | None:
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        where = f"{path}:{_line(error.problem_mark)}"
-        raise ConfigError(f"invalid YAML: {error.problem or error.context}", where=where) from error
+        line, hint = _mistake(text.split("\n"), error)
+        what = f"invalid YAML: {error.problem or error.context}"
+        raise ConfigError(what, where=f"{path}:{line}", hint=hint) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"invalid YAML: {error}", where=path) from error
+
+
+_NO_BLANK = re.compile(r"\s*(\w+):([^\s/].*)")
+
+
+def _mistake(lines: Sequence[str], error: yaml.MarkedYAMLError) -> tuple[int, str]:
+    """The line to look at, from 1, and what to do there; the parser often stops after the line that is wrong."""
+    line = _line(error.problem_mark)
+    before = (number for number in range(line - 1, 0, -1) if lines[number - 1].partition("#")[0].strip())
+    for number in (line, next(before, line)):
+        if found := _NO_BLANK.match("".join(lines[number - 1 : number])):
+            return number, f"a blank follows the colon: '{found[1]}: {found[2].partition(' #')[0].rstrip()}'"
+    problem = error.problem or ""
+    if "\\t" in problem or "\t" in problem:
+        return line, "indent with blanks, not with tabs"
+    if "cannot start any token" in problem:
+        return line, "put the value in quotes"
+    if problem.startswith("mapping values"):
+        return line, "put a value that has ': ' in it in quotes; lines of one mapping have the same indentation"
+    return line, ""
 
 
 def _raw(node: yaml.Node, fill: Callable[[str], str], where: str) -> Raw:

@@ -26,6 +26,7 @@ from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.verbs.resources import bytes_text
+from buffer_rl.verbs.run_records import refuse_absent
 from buffer_rl.verbs.table import print_table
 
 _LIST = "show step, size, time, evaluations (a star at the best) and options of each checkpoint"
@@ -103,6 +104,7 @@ def run_prune(namespace: argparse.Namespace) -> int:
 
 def _found(path: str) -> tuple[CheckpointFolder, dict[int, Held], list[str]]:
     """The checkpoints there, and the names of their evaluations. Raises CheckpointError if there is none."""
+    refuse_absent(path)
     folder = folder_at(path)
     if not (found := held_checkpoints(folder)):
         raise CheckpointError("the folder holds no checkpoint", where=mask_url(path))

@@ -17,6 +17,7 @@ from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
 from buffer_rl.records.groups import GroupUid
+from buffer_rl.verbs.run_records import refuse_absent
 from buffer_rl.verbs.table import print_table, shown_time
 
 
@@ -67,6 +68,7 @@ def ledger_path(path: str) -> Path:
         for file in (folder / FILE_NAME, *sorted(folder.glob(f"files_*/{FILE_NAME}"))):
             if file.is_file():
                 return file
+    refuse_absent(path)
     expected = f"a file, or a folder that holds {FILE_NAME}"
     raise ConfigError("there is no ledger here", where=str(path), expected=expected)
 

@@ -22,6 +22,12 @@ from buffer_rl.observe.run_folder import SAMPLES_FILE, RunFacts, read_facts, rec
 from buffer_rl.records.groups import GroupUid, TrainBatch
 
 
+def refuse_absent(path: str) -> None:
+    """Raises ConfigError if there is neither a file nor a folder at a local path."""
+    if "://" not in path and not Path(path).exists():
+        raise ConfigError("there is no such folder", where=path, hint=f"the current folder is {Path.cwd()}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
     """What was recorded of the samples of one group in one rollout. origin: the file, relative to the run's folder.
@@ -47,6 +53,7 @@ class RunRecords:
         """Raises ConfigError for a folder without a ledger, CheckpointError for a ledger that is damaged."""
         folder, ledger = Path(run_dir), Path(run_dir, FILE_NAME)
         if not ledger.is_file():
+            refuse_absent(run_dir)
             expected = f"a run's folder, which holds {FILE_NAME}"
             raise ConfigError("there is no ledger here", where=str(run_dir), expected=expected)
         with closing(LedgerAudit(ledger)) as audit:

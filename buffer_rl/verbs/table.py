@@ -35,6 +35,24 @@ VERBS = {
     "export": "take the model out of a checkpoint",
     "completion": "print a completion script for a shell",
 }
+INSTEAD = {
+    **dict.fromkeys(("resume", "continue"), "buffer-rl train --load auto goes on from the newest checkpoint in --save"),
+    **dict.fromkeys(("chat", "infer", "inference", "predict", "sample"), "buffer-rl generate --prompt TEXT"),
+    **dict.fromkeys(("options", "flags", "config"), "buffer-rl train --help all shows every option"),
+    **dict.fromkeys(("run", "start", "launch", "fit", "grpo", "ppo", "rl"), "buffer-rl train"),
+    **dict.fromkeys(("sft", "finetune"), "buffer-rl train --loss-type sft_loss"),
+    **dict.fromkeys(("evaluate", "eval-only", "eval_only", "test"), "buffer-rl eval"),
+    **dict.fromkeys(("dry-run", "check-config", "doctor"), "buffer-rl train --dry-run"),
+    **dict.fromkeys(("compare", "plot"), "buffer-rl report RUN_DIR..."),
+    **{action: f"buffer-rl data {action}" for action in ("validate", "show", "stats")},
+    **{action: f"buffer-rl plugins {action}" for action in ("check", "new")},
+    **{action: f"buffer-rl checkpoint {action}" for action in ("verify", "prune")},
+    "list": "buffer-rl plugins list, or buffer-rl checkpoint list",
+    "merge": "buffer-rl export",
+    "help": "buffer-rl --help, or buffer-rl VERB --help",
+    "version": "buffer-rl --version",
+}
+"""What to type instead of words that are no verbs: those of other toolkits, and actions without their verb."""
 PACKAGES = ("plan", "why", "rescore", "drill")
 """Verbs that are packages; the module is ``buffer_rl.verbs.VERB.verb``."""
 VERB_GROUP = "verb"

@@ -324,7 +324,8 @@ def _launch(
             stack.enter_context(ray_session(None, object_store_bytes=round(args.object_store_gb * 1e9)))
             startup.ready("Ray")
         found = trial()
-        startup.ready("trial")
+        if args.trial:
+            startup.ready("trial")
         if found.notices:
             startup.end_line()
         print_notices(found.notices)

@@ -27,6 +27,10 @@ def test_a_configuration_gets_its_certificate(tmp_path: Path) -> None:
         [sys.executable, "-m", "buffer_rl", *command], capture_output=True, text=True, timeout=580, check=False
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    said = [line for line in answer.stdout.splitlines() if line.startswith("run ")]
+    assert [line.partition(";")[0] for line in said] == [
+        "run 1 of 2, with 5 faults of processes", "run 2 of 2, with a reward that fails"
+    ]  # fmt: skip
     facts = json.loads((tmp_path / "run-drill" / "certificate.json").read_text())
     assert facts["passed"] is True
     assert facts["equal_bits"] is True

@@ -112,9 +112,9 @@ def test_the_notebook_learns_and_shows_its_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lrr": 1}, "did you mean lr?"),
+        ({"lrr": 1}, r"^train\(lrr=\): unknown option 'lrr'\n.*did you mean lr\?$"),
         ({"lr": lambda: 1}, "this option takes no function"),
-        ({"lr": "fast"}, "'fast' is not a number"),
+        ({"rollout_stop": ["a", "b"], "lr": "fast"}, r"'fast' is not a number .*\(train\(lr=\)\)$"),
         ({"reward": lambda sample: 1}, "--num-rollout"),
         ({"reward": len, "custom_rm_path": "no.such:thing"}, "given twice"),
         ({"rollout_stop": [object()]}, "no value of an option"),

@@ -109,4 +109,6 @@ def test_a_run_that_fails_after_a_step_has_its_report(
     assert "no reward from the second step on" in end["why"]
     page = Path(args.run_dir, "report.html")
     assert "no reward from the second step on" in page.read_text(encoding="utf-8")
-    assert str(page) in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert str(page) in out
+    assert "trial" not in out  # none was made

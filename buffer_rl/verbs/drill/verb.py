@@ -9,7 +9,7 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import BufferRLError, ConfigError
+from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.sources import resolve_namespace
 from buffer_rl.verbs import train
@@ -99,6 +100,8 @@ class Drill:
     ends: dict[str, tuple[str, ...]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    quiet_s: float = 0.0
+    """Seconds of the undisturbed run, its start included."""
     counted: int = 0
     """Groups that were trained with the reward of a failed attempt."""
 
@@ -131,16 +134,18 @@ class Drill:
             for name in ("undisturbed", "undisturbed_saves"):
                 shutil.rmtree(self.folder / name)
             usual = self._undisturbed()
-        if self.faults:
-            self._disturbed(usual)
-        if "reward" in self.kinds:
-            self._with_failing_rewards()
-        if "answers" in self.kinds:
-            self._with_false_answers()
-        if "disk" in self.kinds:
-            self._continued("full disk", Fault(kind="disk", part="trainer rank", phase="training"), usual)
-        if "driver" in self.kinds:
-            self._continued("driver", None, usual)
+        disk = Fault(kind="disk", part="trainer rank", phase="training")
+        runs: Sequence[tuple[str, bool, Callable[[], None]]] = (
+            (f"{len(self.faults)} faults of processes", bool(self.faults), lambda: self._disturbed(usual)),
+            ("a reward that fails", "reward" in self.kinds, self._with_failing_rewards),
+            ("false answers of engines", "answers" in self.kinds, self._with_false_answers),
+            ("a full disk", "disk" in self.kinds, lambda: self._continued("full disk", disk, usual)),
+            ("a driver that is killed", "driver" in self.kinds, lambda: self._continued("driver", None, usual)),
+        )
+        chosen = [(what, begin) for what, is_chosen, begin in runs if is_chosen]
+        for number, (what, begin) in enumerate(chosen, start=1):
+            say(progress_line(number, len(chosen), what, self.quiet_s, seconds * (number == 1)))
+            begin()
         quiet, *others = self.outcomes.values()
         equal = len(self.outcomes) == len(self.ends) and all(each.weights == quiet.weights for each in others)
         return Certificate(
@@ -157,6 +162,8 @@ class Drill:
         )
 
     def _undisturbed(self) -> dict[str, float]:
+        say(f"undisturbed run of {self.num_steps} steps")
+        began = time.monotonic()
         with self._run("undisturbed") as run:
             status = run.wait(START_S + LIMIT_S)
             if status:
@@ -165,7 +172,9 @@ class Drill:
                 raise ConfigError(what, where=str(run.output), hint=hint)
             usual = usual_step(run.steps())
         self._ended("undisturbed", run, 0)
-        say(f"undisturbed run: {usual['perf/step_time']:.2f} s a step")
+        self.quiet_s = time.monotonic() - began
+        together = format_duration(self.quiet_s)
+        say(f"undisturbed run: {usual['perf/step_time']:.2f} s a step, {together} with its start")
         return usual
 
     def _disturbed(self, usual: dict[str, float]) -> None:
@@ -317,6 +326,13 @@ class Drill:
     def _add(self, row: Row) -> None:
         self.rows.append(row)
         say(line_of(row))
+
+
+def progress_line(number: int, of: int, what: str, quiet_s: float, waits_s: float) -> str:
+    """What is begun, and the least time to the end: each run takes as long as the undisturbed one, ``quiet_s``, and
+    the first as well as its faults last, ``waits_s``."""
+    left = format_duration((of - number + 1) * quiet_s + waits_s)
+    return f"run {number} of {of}, with {what}; to the end of the drill {left} or more"
 
 
 def _parts(args: Args) -> list[str]:

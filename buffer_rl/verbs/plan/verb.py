@@ -85,9 +85,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError and DataError."""
+    gpus, cores = namespace.gpus, namespace.cores
+    refuse(gpus is not None and gpus < 2, f"--gpus: {gpus} are too few", expected="2 or more")
+    refuse(cores is not None and not cores > 0, f"--cores: {cores} are too few", expected="more than 0")
     refuse(namespace.steps < 5, f"--steps: {namespace.steps} steps are too few", expected="5 or more")
     schedules = [parse_schedule(text) for text in namespace.schedules.split(",")]
-    plan = make_plan(Path(namespace.trace), schedules, namespace.gpus, namespace.cores, namespace.steps)
+    plan = make_plan(Path(namespace.trace), schedules, gpus, cores, namespace.steps)
     say(json.dumps(_facts(plan), indent=2)) if namespace.json else _print(plan)
     return 0
 
@@ -167,8 +170,11 @@ def setup_of(args: Any, folder: Path, cores: float | None) -> tuple[Setup, list[
     if args.schedule == Mode.ASYNC and args.stream_gradients:
         raise ConfigError("--stream-gradients is simulated with --schedule pipelined alone", where=str(folder))
     notes = ["checkpoints, evaluations and what older samples cost in learning are not counted"]
-    if cores is None and {args.engine_device, args.train_device} == {"cpu"}:
-        noted = read_facts(folder).cores
+    facts = read_facts(folder)
+    # A build of torch for CPUs finds no other device.
+    on_cpus = {"cpu", "auto"} if facts.packages.get("torch", "").endswith("+cpu") else {"cpu"}
+    if cores is None and {args.engine_device, args.train_device} <= on_cpus:
+        noted = facts.cores
         cores = noted or len(os.sched_getaffinity(0))
         notes.append(f"all processes share {cores:g} cores" + ("" if noted else ", those of this machine"))
     elif cores is None:

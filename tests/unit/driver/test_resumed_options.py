@@ -53,7 +53,11 @@ def test_a_run_that_the_checkpoint_has_finished_says_so_and_an_evaluation_does_n
             "all; a larger --num-rollout goes on"
         ]
     assert resume_notices(facts_of(then), 3, then) == []
-    assert len(resume_notices(facts_of(then), 4, options(num_rollout=0))) == 1  # the change of --num-rollout alone
+    evaluation = options(num_rollout=0, run_dir="runs/other/eval")
+    assert resume_notices(facts_of(then), 4, evaluation) == []  # what the verb eval sets itself is no change
+    (line,) = resume_notices(facts_of(then), 4, options(num_rollout=0, rollout_temperature=0.5))
+    assert "--rollout-temperature" in line
+    assert "--num-rollout" not in line
     # 200 rows in batches of 20: an epoch has 10 steps.
     epochs = options(num_epoch=1, rollout_batch_size=20)
     facts = facts_of(epochs, num_rollouts=10, data=[{"use": "train", "num_rows": 200}])

@@ -27,6 +27,13 @@ def observer_of(folder: Path, resume_step: int | None = None, **options: Any) ->
     return RunObserver(args, PluginRegistry(), resume_step)
 
 
+def test_a_resumed_run_notes_the_step_after_which_each_part_began(tmp_path: Path) -> None:
+    for step in (None, 3):
+        with observer_of(tmp_path, step):
+            pass
+    assert [part["from_step"] for part in read_facts(tmp_path).parts] == [0, 3]
+
+
 def report_step(observer: RunObserver, step: int, start: float, train: float) -> None:
     """Eight seconds of generation, then ``train`` seconds of the update and one of publishing."""
     ends = (start, start + 8, start + 8 + train, start + 9 + train)

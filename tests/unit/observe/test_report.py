@@ -16,7 +16,7 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import DataError
 from buffer_rl.observe.metrics import phase_seconds, steps_of
-from buffer_rl.observe.report import Report, render_report, run_files, write_report
+from buffer_rl.observe.report import Report, parts_of, render_report, run_files, write_report
 from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
 from buffer_rl.observe.sample_groups import (
     MAX_CHARACTERS,
@@ -266,6 +266,28 @@ def test_the_facts_are_the_options_that_were_changed(tmp_path: Path) -> None:
     assert facts.cores == len(os.sched_getaffinity(0))
     (tmp_path / "run.json").write_text("[]")
     assert read_facts(tmp_path) == RunFacts()
+
+
+def test_a_run_that_was_resumed_shows_its_parts_and_what_changed_between_them(tmp_path: Path) -> None:
+    def part(resume_step: int | None, command: str, **options: Any) -> RunFacts:
+        args = compose(CORE_SECTIONS).model_validate(options)
+        write_facts(tmp_path, args, command=["buffer-rl", "train", command], resume_step=resume_step)
+        return read_facts(tmp_path)
+
+    first = part(None, "one", lr=0.001, num_rollout=4)
+    assert parts_of(first) == []
+    part(4, "two", lr=0.001, num_rollout=6, load="saves")
+    third = part(6, "three", num_rollout=6, load="saves")
+    shown = [(each["first"], each["command"].split()[-1], each["changes"]) for each in parts_of(third)]
+    assert shown == [(0, "one", {}), (4, "two", {"--num-rollout": "4 → 6"}), (6, "three", {"--lr": "0.001 → default"})]
+    page = render_report(Report(title="run", metrics=METRICS, facts=third))
+    assert "which was resumed: 3" in page
+    assert "differ from their defaults, of the last part: 2" in page
+    assert "after step 6, " in page
+    again = part(4, "four", num_rollout=9, load="saves")  # from an earlier checkpoint: what came after it is gone
+    assert [each["first"] for each in parts_of(again)] == [0, 4]
+    assert parts_of(part(None, "anew")) == []
+    assert "resumed" not in render_report(Report(title="run", metrics=METRICS, facts=first))
 
 
 def test_facts_with_a_lone_surrogate_are_read_again(tmp_path: Path) -> None:

@@ -201,6 +201,12 @@ def test_here_is_the_files_own_folder_also_for_a_relative_path(tmp_path: Path, m
         ("- a\n- b\n", 1, ["not a mapping"]),
         ("count: 1\nwords: [[a]]\n", 2, ["plain value"]),
         ("count: 1\n---\ncount: 2\n", 2, ["invalid YAML"]),
+        # The parser stops at a later line than the one without a blank.
+        ("count:200\nname: a\n", 1, ["a blank follows the colon: 'count: 200'"]),
+        ("name: a\ncount:200  # rows\n\n# more\nwords: [a]\n", 2, ["a blank follows the colon: 'count: 200'"]),
+        ("name: a\n\tcount: 1\n", 2, ["not with tabs"]),
+        ("name: a\n count: 1\n", 2, ["the same indentation"]),
+        ("name: @a\n", 1, ["in quotes"]),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, line: int, words: list[str]) -> None:

@@ -40,6 +40,7 @@ from buffer_rl.verbs.drill.faults import (
 )
 from buffer_rl.verbs.drill.reward import KINDS, PLAN, fault_of, reward_marks, score
 from buffer_rl.verbs.drill.runs import SIZES, is_small, write_small
+from buffer_rl.verbs.drill.verb import progress_line
 
 WRITES = """
 import pathlib, sys
@@ -269,6 +270,13 @@ def test_the_page_and_the_file_say_the_same(tmp_path: Path) -> None:
     for text in ("engine killed in training", "process 7 was replaced", "1.2", "&lt;run&gt;.yaml", "there is none"):
         assert text in page
     assert line_of(made.rows[0]) == "engine killed in training: process 7 was replaced, next step trained 1.2 s later"
+
+
+def test_the_time_that_is_left_is_that_of_undisturbed_runs_and_of_the_faults() -> None:
+    """Two of five runs are over: three of 40 s, and 21 s for which faults of this one last, are 141 s."""
+    assert progress_line(3, 5, "false answers", 40.0, 21.0) == (
+        "run 3 of 5, with false answers; to the end of the drill 2:21 or more"
+    )
 
 
 def test_own_flags_do_not_reach_the_runs() -> None:

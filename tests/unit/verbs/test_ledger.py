@@ -272,7 +272,7 @@ def test_verify_says_what_does_not_add_up(run_folder: Path, fault: str, capsys: 
 
 
 def test_mistakes_are_explained(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no ledger here" in refused(capsys, str(tmp_path / "nothing"))
+    assert "there is no such folder" in refused(capsys, str(tmp_path / "nothing"))
     assert "a folder that holds ledger.sqlite" in refused(capsys, str(tmp_path))
     assert "SOURCE:ROW:EPOCH" in refused(capsys, str(run_folder), "--uid", "nonsense")
     damaged = tmp_path / "ledger.sqlite"

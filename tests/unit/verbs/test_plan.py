@@ -17,7 +17,7 @@ from buffer_rl.observe.costs import Costs, Recorded, Shape, fitted, least_square
 from buffer_rl.observe.timeline import TraceFile, WorkSpan, read_trace
 from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.verbs.plan.forecast import Forecast, Setup, calibrated, forecast, write_prompts
-from buffer_rl.verbs.plan.verb import make_plan, parse_schedule, splits_of
+from buffer_rl.verbs.plan.verb import make_plan, options_of, parse_schedule, setup_of, splits_of
 from harness.schedule_trial import Setting
 from harness.schedule_trial import run as run_trial
 
@@ -328,6 +328,25 @@ def test_json_has_every_split_and_schedule_and_the_fit(tmp_path: Path, capsys: p
     assert [row["best"] for row in found["forecasts"]] == [row is best for row in found["forecasts"]]
     assert found["recorded"]["step_s"] == pytest.approx(found["recorded"]["measured_step_s"], rel=0.1)
     assert set(found["residuals"]) == {"generation", "rewards", "update"}
+
+
+@pytest.mark.parametrize(
+    ("torch", "device", "said"),
+    [
+        ("2.13.0+cpu", "auto", "share 3 cores"),
+        ("2.13.0", "cpu", "share 3 cores"),
+        ("2.13.0", "auto", "a device of its own"),
+        ("2.13.0+cpu", "cuda", "a device of its own"),
+    ],
+)
+def test_processes_share_the_cores_of_a_machine_whose_torch_has_no_other_device(
+    tmp_path: Path, torch: str, device: str, said: str
+) -> None:
+    folder = write_run(tmp_path / "run", options={"--engine-device": device, "--train-device": device})
+    facts = json.loads((folder / "run.json").read_text()) | {"packages": {"torch": torch}, "cores": 3}
+    (folder / "run.json").write_text(json.dumps(facts))
+    _, notes = setup_of(options_of(folder), folder, None)
+    assert said in notes[-1]
 
 
 def test_a_folder_without_a_timeline_is_an_error_that_names_the_file(tmp_path: Path) -> None:
