@@ -74,9 +74,7 @@ def test_a_stop_string_is_found_with_special_tokens_and_cut_from_the_text_that_i
 def test_a_kept_stop_string_ends_the_text_and_not_what_its_token_has_behind_it() -> None:
     backend = Tokenizer(models.WordLevel({"<eos>": 0, "x": 1, "</b": 2, ">\n\n": 3}, unk_token="x"))
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=False
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=False)
     for tokens, stop, trimmed, kept in (
         ([1, 2, 3], "</b>", "x", "x</b>"),
         ([1, 0, 2, 3], "</b>\n", "x", "x</b>\n"),

@@ -120,7 +120,14 @@ def lines_of(run: AsyncRun, uid: GroupUid) -> list[tuple[float, str, str, int]]:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        (TRAINED, ["kept by the filter nonzero_std", "train_0 selected it", "The step of train_0 trained on it, and made weight version 1; committed"]),
+        (
+            TRAINED,
+            [
+                "kept by the filter nonzero_std",
+                "train_0 selected it",
+                "The step of train_0 trained on it, and made weight version 1; committed",
+            ],
+        ),
         (DROPPED, ["it was rejected: dull (by the filter nonzero_std)", "In its place the ticket leased {2}."]),
         (FAILED, ["went back to the queue: the attempt failed.", "Attempt 2: train_0", "by domain: 1 data."]),
         (QUARANTINED, ["put into quarantine: infra:engine", "The error: engine: HTTP 500", "leased {5}."]),
