@@ -89,6 +89,8 @@ def normalized(kind: Rewards, rewards_n: np.ndarray, k: int) -> np.ndarray:
     return group_normalize(rewards_n, std=kind is Rewards.STANDARD)
 
 
+ROUNDING = 1e-12
+"""Of the largest reward: many times the rounding of a float64 mean of a thousand."""
 STD_EPS = 1e-6
 """Added to the standard deviation, as in slime (``slime/ray/rollout.py``)."""
 
@@ -103,7 +105,7 @@ def group_normalize(rewards: Sequence[float] | np.ndarray, std: bool) -> np.ndar
     (arXiv 2503.20783) section 3.2, which drops the division because it weighs a prompt by its difficulty. The
     paper leaves the kind of deviation open; this is the sample standard deviation (divisor ``num_samples - 1``),
     which slime and TRL take from ``torch.std``. Rewards that are equal (``buffer_rl.records.groups.equal_rewards``),
-    and a single one, give exactly 0.
+    a single one, and one that is the mean give exactly 0.
 
     Raises RewardError if the rewards are empty, not one-dimensional or not finite.
     """
@@ -117,11 +119,17 @@ def group_normalize(rewards: Sequence[float] | np.ndarray, std: bool) -> np.ndar
     if equal_rewards(rewards_n):
         return np.zeros(rewards_n.size)
     shifted_n = rewards_n - rewards_n[0]
-    centred_n: np.ndarray = shifted_n - shifted_n.mean()
+    centred_n: np.ndarray = _without_rounding(shifted_n - shifted_n.mean(), rewards_n)
     if not std:
         return centred_n
     deviation = float(centred_n.std(ddof=1))
     return centred_n / (deviation + STD_EPS)
+
+
+def _without_rounding(centred_n: np.ndarray, rewards_n: np.ndarray) -> np.ndarray:
+    """0 for what is no more than the rounding of a sum of rewards: its sign would say which side a ratio is clipped on,
+    and count as clipped."""
+    return np.where(np.abs(centred_n) <= ROUNDING * np.abs(rewards_n).max(), 0.0, centred_n)
 
 
 def leave_one_out(rewards_n: np.ndarray) -> np.ndarray:
@@ -168,5 +176,5 @@ def best_of_k(rewards_n: np.ndarray, k: int) -> np.ndarray:
     better_n = above_n * sorted_n
     with_n = itself_n * sorted_n + (better_n.sum() - np.cumsum(better_n))
     advantages_n = np.empty(num_samples)
-    advantages_n[order_n] = (with_n - mean) / np.sqrt(variance)
+    advantages_n[order_n] = _without_rounding(with_n - mean, rewards_n) / np.sqrt(variance)
     return advantages_n

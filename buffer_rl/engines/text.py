@@ -1,14 +1,15 @@
 """Text of token ids, and the stop strings that end it, found as SGLang finds them.
 
 A stop string is searched in the text *with* special tokens, or ``<|im_end|>`` would never be found. The text of an
-answer may leave special tokens out (``skip_special_tokens``), and it may leave out what stopped it (unless
-``no_stop_trim``); the token ids always keep both.
+answer may leave special tokens out (``skip_special_tokens``), and it leaves out what stopped it; under
+``no_stop_trim`` it ends behind the stop string, with which the last token need not end. The token ids always keep all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,8 +29,19 @@ def stop_window(stops: Sequence[str]) -> int:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first stop string of ``text`` begins, and which it is; None if there is none."""
-    return min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+    """Where the first stop string of ``text`` begins, and which it is; None if there is none. Of several that begin
+    there it is the first of ``stops``."""
+    return min(((text.find(stop), stop) for stop in stops if stop in text), key=itemgetter(0), default=None)
+
+
+def text_to_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str], skip_special_tokens: bool) -> str:
+    """Text of ``ids``, whose last token completed a stop string, without what that token has behind it."""
+    shown = decode(ids, skip_special_tokens)
+    found = first_stop(decode(ids, False), stops)
+    if found is None or not ids or not decode(ids[-1:], skip_special_tokens):
+        return shown
+    behind = len(decode(ids, False)) - found[0] - len(found[1])
+    return shown[: len(shown) - behind]
 
 
 def text_before_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str], skip_special_tokens: bool) -> str:
@@ -85,10 +97,11 @@ class TextCodec:
 
     def output_text(self, request: Request) -> str:
         """The answer's text: without what stopped it (unless ``no_stop_trim``); the token ids keep it."""
-        params, matched = request.params, _trimmed(request)
+        params, matched = request.params, (request.finish_reason or {}).get("matched")
         decode = partial(self.decode, spaces_between_special_tokens=params.spaces_between_special_tokens)
         if isinstance(matched, str):
-            return text_before_stop(decode, request.output_ids, [matched], params.skip_special_tokens)
+            text = text_to_stop if params.no_stop_trim else text_before_stop
+            return text(decode, request.output_ids, [matched], params.skip_special_tokens)
         return decode(_shown(request), params.skip_special_tokens)
 
     def output_texts(self, requests: Sequence[Request]) -> list[str]:

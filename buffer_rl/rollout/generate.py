@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.engines.text import stop_window, text_before_stop
+from buffer_rl.engines.text import stop_window, text_before_stop, text_to_stop
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.experts import joined, num_recomputed
 from buffer_rl.records.groups import Sample, SampleGroup, Status, VersionSpan
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def sampling_params_for(args: Args, evaluation: bool) -> dict[str, Any]:
     """Sampling parameters under the names of SGLang's protocol; evaluation options fall back to the rollout's.
 
-    ``no_stop_trim`` is true, as in slime: the text of a response is that of its tokens, with the stop string that
-    ended it.
+    ``no_stop_trim`` is true, as in slime: the text of a response is that of its tokens, up to the end of the stop
+    string that ended it.
     """
 
     def chosen(name: str) -> Any:
@@ -259,7 +259,7 @@ def response_text(tokenizer: Any, ids: Sequence[int], params: dict[str, Any], ma
         return str(tokenizer.decode(list(chosen), skip_special_tokens=skip))
 
     if params.get("no_stop_trim"):
-        return decode(ids, skip_special_tokens)
+        return text_to_stop(decode, ids, stops_of(params), skip_special_tokens)
     shown = ids[:-1] if isinstance(matched, int) and ids and ids[-1] == matched else ids
     return text_before_stop(decode, shown, stops_of(params), skip_special_tokens)
 

@@ -127,7 +127,7 @@ def _print_newest(facts: dict[str, Any]) -> None:
         for row in selections:
             leased_by = ", ".join(f"train_{ticket}" for ticket in row["tickets"])
             rows.append([f"train_{row['rollout_id']}", str(row["num_groups"]), _cell(row["step"]), leased_by])
-        print_table(["rollout", "groups", "optimizer step", "tickets"], rows)
+        print_table(["rollout", "groups", "weight version", "tickets"], rows)
 
 
 def _cell(number: int | None, unknown: str = "") -> str:

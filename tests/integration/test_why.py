@@ -99,7 +99,7 @@ def test_every_group_and_step_of_a_run_is_told_as_the_ledger_has_it(
     assert num_recorded >= 6
     for rollout, step, num_groups in audit.commits():
         facts = asked(capsys, "why", args.run_dir, rollout)
-        assert (len(facts["trained"]), facts["optimizer_step"], facts["not_recorded"]) == (num_groups, step, [])
+        assert (len(facts["trained"]), facts["weight_version"], facts["not_recorded"]) == (num_groups, step, [])
         assert sum(facts["phases"].values()) == pytest.approx(facts["seconds"])
         assert facts["waits"]["train"]["rollout"] > 0
     first = json.loads((Path(args.run_dir) / "samples.jsonl").read_text().splitlines()[0])

@@ -279,7 +279,8 @@ def _later(line: Transition) -> str:
         case GroupState.FINISHED:
             return f"The step of train_{line.rollout_id} selected it at {at}."
         case GroupState.TRAINED:
-            return f"Optimizer step {line.step}, of train_{line.rollout_id}, trained on it; committed at {at}."
+            trained = f"The step of train_{line.rollout_id} trained on it, and made weight version {line.step}"
+            return f"{trained}; committed at {at}."
         case GroupState.REJECTED:
             return f"It was rejected when it was finished, at {at}: {line.reason} ({_REASONS.get(line.reason, '')})."
     why = _REOPENED.get(line.reason, "its step had enough groups, or its selection was given up")

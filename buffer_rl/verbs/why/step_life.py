@@ -37,7 +37,7 @@ class StepLife:
     phases: Mapping[str, float] = field(default_factory=dict)
     waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
-    optimizer_step: int | None = None
+    weight_version: int | None = None
     committed: float | None = None
     selected: list[str] = field(default_factory=list)
     tickets: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ def count_groups(life: StepLife, events: Sequence[tuple[GroupUid, Transition]]) 
                 openings.setdefault(line.reason, []).append(line.time)
         elif line.after is GroupState.TRAINED:
             life.trained.append(str(uid))
-            life.optimizer_step, life.committed = line.step, line.time
+            life.weight_version, life.committed = line.step, line.time
         elif line.before is GroupState.FINISHED and line.after is GroupState.FINISHED:
             life.selected.append(str(uid))
     life.in_work = sum(1 for count in live.values() if count > 0)
@@ -161,7 +161,7 @@ def _groups(life: StepLife) -> str:
     names = ", ".join(chosen[:SHOWN_GROUPS]) + more
     by = f", leased by {', '.join(f'train_{ticket}' for ticket in life.tickets)}" if life.tickets else ""
     if life.trained and life.committed is not None:
-        at = f"optimizer step {life.optimizer_step}, committed at {shown_time(life.committed)}"
+        at = f"made weight version {life.weight_version}, committed at {shown_time(life.committed)}"
         return f"It trained on {len(chosen)} groups ({at}{by}): {names}."
     if life.selected:
         return f"It selected {len(chosen)} groups{by}, and has not committed them: {names}."

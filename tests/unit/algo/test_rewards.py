@@ -49,6 +49,15 @@ def test_rewards_that_differ_by_rounding_alone_have_advantages_of_exactly_0(
     assert normalized(kind, scale * np.array(ROUNDED), k=k).tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("kind", GROUP_RELATIVE)
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e-3, 1e6])
+def test_a_reward_that_is_the_mean_has_an_advantage_of_exactly_0(kind: Rewards, scale: float) -> None:
+    # (1 + 2 + 3) / 3 = 2, and (1 + 3 + 2 + 2) / 4 = 2; of tenths the float sums are off by 3e-17
+    for tenths, places in (((1, 2, 3), [1]), ((1, 3, 2, 2), [2, 3]), ((7, 1, 4), [2])):
+        found = normalized(kind, scale * np.array([each / 10 for each in tenths]), k=1)
+        assert np.flatnonzero(found == 0).tolist() == places
+
+
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4, -3e7])
 def test_rewards_are_equal_if_their_deviation_is_at_most_the_limit(scale: float) -> None:
     rng = np.random.default_rng(3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from buffer_rl.embedded.sampling import SamplingParams
 from buffer_rl.embedded.scheduler import Request
@@ -57,7 +59,7 @@ def test_a_stop_string_is_found_with_special_tokens_and_cut_from_the_text_that_i
         ({}, trimmed),
         ({"no_stop_trim": True}, shown),
         ({"skip_special_tokens": False}, raw),
-        ({"skip_special_tokens": False, "no_stop_trim": True}, TOKENIZER.decode(tokens[:length])),
+        ({"skip_special_tokens": False, "no_stop_trim": True}, raw + matched),
     ):
         request = stopped(tokens, stops, **params)
         assert request.finish_reason == {"type": "stop", "matched": matched}
@@ -69,8 +71,29 @@ def test_a_stop_string_is_found_with_special_tokens_and_cut_from_the_text_that_i
         assert end_of_straddling_stop(TOKENIZER, tokens, start, stops) == length
 
 
+def test_a_kept_stop_string_ends_the_text_and_not_what_its_token_has_behind_it() -> None:
+    backend = Tokenizer(models.WordLevel({"<eos>": 0, "x": 1, "</b": 2, ">\n\n": 3}, unk_token="x"))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=False)
+    for tokens, stop, trimmed, kept in (
+        ([1, 2, 3], "</b>", "x", "x</b>"),
+        ([1, 0, 2, 3], "</b>\n", "x", "x</b>\n"),
+        ([1, 2, 3], ">\n\n", "x</b", "x</b>\n\n"),
+        ([3], "\n", ">", ">\n"),
+        ([1, 3], "x>", "", "x>"),
+        ([1, 0], "o", "x", "x"),
+    ):
+        for no_trim, text in ((False, trimmed), (True, kept)):
+            own = SamplingParams(stop=(stop,), no_stop_trim=no_trim)
+            request = Request(rid="r", prompt_ids=(1,), params=own, seed=0, output_ids=tokens)
+            request.finish({"type": "stop", "matched": stop})
+            assert TextCodec(tokenizer).output_text(request) == text
+            assert response_text(tokenizer, tokens, {"stop": [stop], "no_stop_trim": no_trim}, stop) == text
+
+
 def test_of_several_stop_strings_the_one_that_begins_first_counts() -> None:
     assert first_stop("abcabc", ["ca", "bcab", "zz"]) == (1, "bcab")
+    assert first_stop("xab", ["abc", "ab", "a"]) == (1, "ab")
     assert first_stop("abc", ["zz"]) is None
 
 

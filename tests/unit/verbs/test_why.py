@@ -120,7 +120,14 @@ def lines_of(run: AsyncRun, uid: GroupUid) -> list[tuple[float, str, str, int]]:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        (TRAINED, ["kept by the filter nonzero_std", "train_0 selected it", "Optimizer step 1, of train_0, trained"]),
+        (
+            TRAINED,
+            [
+                "kept by the filter nonzero_std",
+                "train_0 selected it",
+                "The step of train_0 trained on it, and made weight version 1; committed",
+            ],
+        ),
         (DROPPED, ["it was rejected: dull (by the filter nonzero_std)", "In its place the ticket leased {2}."]),
         (FAILED, ["went back to the queue: the attempt failed.", "Attempt 2: train_0", "by domain: 1 data."]),
         (QUARANTINED, ["put into quarantine: infra:engine", "The error: engine: HTTP 500", "leased {5}."]),
@@ -228,7 +235,7 @@ def test_a_step_has_its_times_waits_groups_drops_and_failures(
     assert facts["phases"] == {"rollout": 1.5, "train": 0.25, "publish": 0.25}
     assert facts["waits"]["train"] == {"rollout": 1.5, "publish": 0.25}
     assert facts["trained"] == [str(run.uid(0)), str(run.uid(2))]
-    assert (facts["optimizer_step"], facts["tickets"], facts["leased"], facts["requeued"]) == (1, [0], 4, 1)
+    assert (facts["weight_version"], facts["tickets"], facts["leased"], facts["requeued"]) == (1, [0], 4, 1)
     assert facts["dropped"] == {"dull": 1}
     assert facts["failures"] == {"rollout/data_failures": 1.0}
     assert "The longest phase was rollout, 75%." in facts["sentences"][0]
