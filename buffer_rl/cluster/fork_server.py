@@ -34,7 +34,7 @@ FIRST_JOB, NO_JOB = "01000000", "ffffffff"
 PROGRAM = (sys.executable, "-I", "-S", __file__)
 """The command of the small processes; without the imports of ``site``, which take longer than theirs."""
 STREAMS = (0, 1, 2)
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 MAX_FDS = 16
 LENGTH_BYTES = 8
 REQUEST_S = 60.0
@@ -131,6 +131,43 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent not in (None, os.getppid()):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_descendants() -> None:
+    """Ask Linux to make this process the parent of all that it has started and that has lost its parent, so that
+    ``kill_descendants`` finds daemons too; elsewhere this does nothing."""
+    import ctypes
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants(pid: int) -> None:
+    """Stop the process ``pid``, which has called ``keep_descendants``, and send SIGKILL to all that it has started,
+    also in sessions of their own. The caller kills the process itself."""
+    killed: set[int] = set()
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGSTOP)  # it starts nothing from now on
+        while new := _descendants(pid) - killed:  # what a killed one has started meanwhile is looked for again
+            for each in new:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(each, signal.SIGKILL)
+            killed |= new
+
+
+def _descendants(pid: int) -> set[int]:
+    """Process ids; none if the system does not tell."""
+    found: set[int] = set()
+    left = [pid]
+    while left:
+        tasks = f"/proc/{left.pop()}/task"
+        with suppress(OSError):
+            for task in os.listdir(tasks):
+                with suppress(OSError), open(f"{tasks}/{task}/children", "rb") as file:
+                    new = {int(child) for child in file.read().split()} - found
+                found |= new
+                left += new
+    return found
 
 
 @contextmanager
@@ -331,6 +368,7 @@ class _Server:
                 self._report_ended()
             else:  # its client has closed the connection, or ended
                 self._forget(key.data)
+                kill_descendants(key.data)
                 with suppress(ProcessLookupError):
                     os.killpg(key.data, signal.SIGKILL)
 
