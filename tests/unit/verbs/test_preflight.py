@@ -74,6 +74,14 @@ def test_a_limit_with_which_no_run_starts_is_refused(
         check_limits()
 
 
+@pytest.mark.parametrize(("name", "flag"), [("run_dir", "--run-dir"), ("save", "--save")])
+def test_a_folder_with_too_long_a_name_is_refused_and_nothing_stays(model: Path, name: str, flag: str) -> None:
+    folder = model.parent / "made" / ("x" * 300)
+    with pytest.raises(ConfigError, match=f"{flag}: .*too long(.|\\n)*hint: {flag} PATH"):
+        check_folders(options(model, **{name: str(folder)}))
+    assert not folder.parent.exists()
+
+
 def test_a_folder_that_is_there_already_stays_as_it_is(model: Path) -> None:
     (model.parent / "run").mkdir()
     check_folders(options(model, save=str(model.parent / "run" / "a" / "b")))
