@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from pathlib import Path
 
 from buffer_rl.args import Args
@@ -38,7 +39,10 @@ def with_local_paths(args: Args, registry: PluginRegistry) -> Args:
 
 
 def check_limits() -> None:
-    """Raises ConfigError if a limit of this process is one with which Ray or a reward process does not start."""
+    """Raises ConfigError if a limit of this process is one with which Ray or a reward process does not start, or if its
+    Python is one with which no model is loaded."""
+    no_docstrings = "PYTHONOPTIMIZE: Python drops docstrings, which transformers reads when it is imported"
+    refuse(sys.flags.optimize > 1, no_docstrings, "unset PYTHONOPTIMIZE, and start Python without -OO")
     for option, number, unit, least, what in LIMITS:
         limit = resource.getrlimit(number)[0]
         given = limit // unit

@@ -54,7 +54,7 @@ def test_mistakes_are_one_message_and_status_2(
         assert word in err
 
 
-@pytest.mark.parametrize("verb", ["data show", "report", "ledger", "checkpoint list", "train --dry-run --load"])
+@pytest.mark.parametrize("verb", ["data show", "report", "ledger", "checkpoint list"])
 def test_a_path_that_the_system_refuses_is_an_error_that_names_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
 ) -> None:

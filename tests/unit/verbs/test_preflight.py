@@ -6,6 +6,8 @@ import json
 import re
 import resource
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,12 @@ def test_a_limit_with_which_no_run_starts_is_refused(
     limits[number] = (limit, limit)
     with pytest.raises(ConfigError, match=message):
         check_limits()
+
+
+def test_a_python_without_docstrings_is_refused() -> None:
+    code = "from buffer_rl.verbs.preflight import check_limits; check_limits()"
+    ended = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "ConfigError: PYTHONOPTIMIZE: Python drops docstrings" in ended.stderr
 
 
 @pytest.mark.parametrize(("name", "flag"), [("run_dir", "--run-dir"), ("save", "--save")])
