@@ -83,7 +83,7 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path, text: str) -> None:
     folder = write_checkpoint(tmp_path, 1, fill, {})
     (folder / "manifest.json").write_text(text)
     for read in (open_checkpoint, read_manifest):
-        with pytest.raises(CheckpointError, match="manifest(.|\n)*hint: copy it again; there is none before it here"):
+        with pytest.raises(CheckpointError, match=r"manifest(.|\n)*hint: copy it again; there is none before it here"):
             read(tmp_path)
 
 

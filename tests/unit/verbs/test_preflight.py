@@ -59,14 +59,18 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(model: Path, name: str
 @pytest.mark.parametrize(
     ("number", "limit", "message"),
     [
-        (resource.RLIMIT_NOFILE, 127, r"ulimit -n(.|\n)*may have 127 open files(.|\n)*at least 128(.|\n)*ulimit -n 4096"),
+        (
+            resource.RLIMIT_NOFILE,
+            127,
+            r"ulimit -n(.|\n)*may have 127 open files(.|\n)*at least 128(.|\n)*ulimit -n 4096",
+        ),
         (resource.RLIMIT_AS, 2**32 - 1, r"ulimit -v(.|\n)*4194303 KiB of address(.|\n)*ulimit -v unlimited"),
     ],
 )
 def test_a_limit_with_which_no_run_starts_is_refused(
     monkeypatch: pytest.MonkeyPatch, number: int, limit: int, message: str
 ) -> None:
-    limits = {each: (resource.RLIM_INFINITY, resource.RLIM_INFINITY) for each in range(16)}
+    limits = dict.fromkeys(range(16), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
     check_limits()
     limits[number] = (limit + 1, limit + 1)
