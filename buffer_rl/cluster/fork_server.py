@@ -33,6 +33,9 @@ FIRST_JOB, NO_JOB = "01000000", "ffffffff"
 """Ray's ids of the first job of a cluster, which a run is in its local Ray, and of a worker that has none yet."""
 PROGRAM = (sys.executable, "-I", "-S", __file__)
 """The command of the small processes; without the imports of ``site``, which take longer than theirs."""
+SAFE_PATH, OWN = "-P", "buffer_rl."
+"""The option of Python for modules of this package: a ``queue.py`` in the working directory must not hide the library's.
+Code of the user is found by the import path that these modules are sent."""
 STREAMS = (0, 1, 2)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 MAX_FDS = 16
@@ -193,7 +196,7 @@ def _start_server(stack: ExitStack, environ: Mapping[str, str]) -> None:
         listener.listen(64)
         numbers = (str(listener.fileno()), str(os.getpid()))
         server = subprocess.Popen(
-            [sys.executable, "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
+            [sys.executable, SAFE_PATH, "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -247,8 +250,9 @@ def start_process(
             numbers = [*STREAMS, *pass_fds]
             arguments = [*(forked or command[1:])]
             return ForkedProcess(_request(path, arguments, dict(env), fds, numbers, stage=stage), arguments)
+    is_own = is_module and command[2].startswith(OWN)
     return subprocess.Popen(
-        command,
+        [command[0], SAFE_PATH, *command[1:]] if is_own else command,
         stdin=subprocess.DEVNULL,
         stdout=streams[0],
         stderr=streams[1],
@@ -451,11 +455,12 @@ def _become(what: dict[str, Any]) -> None:
     sys.argv = list(what["arguments"])
     if sys.argv[0] == "-m":
         del sys.argv[0]
-        sys.path[0] = what["folder"]
+        if not sys.argv[0].startswith(OWN):
+            sys.path.insert(0, what["folder"])
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # of a module that was imported
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(sys.argv[0])
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

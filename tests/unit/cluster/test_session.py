@@ -7,14 +7,17 @@ import os
 import shlex
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE, fork_server
+from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE, ForkedProcess, fork_server, start_process
 from buffer_rl.cluster.session import (
     CODE_FOLDER,
     JOB_CONFIG,
@@ -210,3 +213,18 @@ def test_without_a_place_for_its_socket_there_is_no_fork_server_and_the_run_goes
     with fork_server():
         assert SOCKET_VARIABLE not in os.environ
     assert list(tmp_path.glob("*/*")) == []
+
+
+@pytest.mark.parametrize("kind", [subprocess.Popen, pytest.param(ForkedProcess, marks=pytest.mark.slow)])
+def test_no_file_of_the_working_directory_hides_a_module_of_python_from_our_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    for name in ("selectors", "argparse"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    with fork_server() if kind is ForkedProcess else nullcontext(), open(tmp_path / "log", "wb") as log:
+        command = [sys.executable, "-m", "buffer_rl.cli", "--version"]
+        streams = (log.fileno(), log.fileno())
+        process = start_process(command, streams=streams, env=os.environ, stage="trial")
+        assert (type(process), process.wait(60)) == (kind, 0), (tmp_path / "log").read_text()
