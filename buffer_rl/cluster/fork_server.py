@@ -34,8 +34,8 @@ FIRST_JOB, NO_JOB = "01000000", "ffffffff"
 PROGRAM = (sys.executable, "-I", "-S", __file__)
 """The command of the small processes; without the imports of ``site``, which take longer than theirs."""
 SAFE_PATH, OWN = "-P", "buffer_rl."
-"""The option of Python for modules of this package: a ``queue.py`` in the working directory must not hide the library's.
-Code of the user is found by the import path that these modules are sent."""
+"""The option of Python for modules of this package: a ``queue.py`` in the working directory must not hide that of the
+library. Code of the user is found by the import path that these modules are sent."""
 STREAMS = (0, 1, 2)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 MAX_FDS = 16
