@@ -122,8 +122,9 @@ class ForkedProcess:
             return self._told[place]
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent ends, even while other code hangs; elsewhere this does nothing.
+def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Ask Linux to send this process the signal ``number`` when its parent ends, even while other code hangs; elsewhere
+    this does nothing.
 
     Linux means the parent's thread that started this process, which must live as long as the parent. parent: its
     process id, for a caller whose parent may have ended already.
@@ -131,7 +132,7 @@ def die_with_parent(parent: int | None = None) -> None:
     import ctypes
 
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
         if parent not in (None, os.getppid()):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -150,12 +151,20 @@ def kill_descendants(pid: int) -> None:
     also in sessions of their own. The caller kills the process itself."""
     killed: set[int] = set()
     with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGSTOP)  # it starts nothing from now on
+        if pid != os.getpid():
+            os.kill(pid, signal.SIGSTOP)  # it starts nothing from now on
         while new := _descendants(pid) - killed:  # what a killed one has started meanwhile is looked for again
             for each in new:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(each, signal.SIGKILL)
             killed |= new
+
+
+def _end_with_descendants(*_: object) -> None:
+    """For the server when its parent has ended, and could end nothing."""
+    keep_descendants()
+    kill_descendants(os.getpid())
+    os._exit(128 + signal.SIGTERM)
 
 
 def _descendants(pid: int) -> set[int]:
@@ -404,6 +413,7 @@ class _Server:
         """Become a process like one that was started."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(os.getppid())
         self._selector.close()
         others = [each.connection for each in self._waiting]
@@ -467,7 +477,8 @@ def _become(what: dict[str, Any]) -> None:
 def _main(arguments: Sequence[str]) -> None:
     action, first, *rest = arguments
     if action == "serve":
-        die_with_parent(int(rest[0]))
+        signal.signal(signal.SIGTERM, _end_with_descendants)
+        die_with_parent(int(rest[0]), signal.SIGTERM)
         _become(_Server(socket.socket(fileno=int(first))).serve().what)
     elif action == "ask":
         _ask(first, rest)

@@ -286,7 +286,7 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
             hint = "'ray status' shows whether it runs; its nodes need the version of Ray and Python of this machine"
         else:
             where, what = "the local Ray", "Ray does not start"
-            hint = "look at the limits of this shell (ulimit -a), the disk of TMPDIR, /dev/shm and the loopback interface; "
+            hint = "look at the limits of this shell (ulimit -a), the disk of TMPDIR, /dev/shm and the interface lo; "
             hint += "RAY_TMPDIR names another folder for Ray's files, and --ray-address joins a cluster that runs"
         raise ClusterError(f"{what}: {type(error).__name__}: {error}", where=where, hint=hint) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import stat
 import subprocess
@@ -33,6 +34,7 @@ from buffer_rl.cluster.session import (
 )
 from buffer_rl.errors import ClusterError
 from buffer_rl.options.sources import RESERVED_VARIABLES
+from harness.processes import holds_within, is_running
 
 SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
@@ -228,3 +230,34 @@ def test_no_file_of_the_working_directory_hides_a_module_of_python_from_our_proc
         streams = (log.fileno(), log.fileno())
         process = start_process(command, streams=streams, env=os.environ, stage="trial")
         assert (type(process), process.wait(60)) == (kind, 0), (tmp_path / "log").read_text()
+
+
+RUN = """
+import os, sys, time
+from buffer_rl.cluster.fork_server import fork_server, start_process
+with fork_server():
+    process = start_process([sys.executable, "-m", "starts_a_daemon"], streams=(1, 2), env=os.environ, stage="trial")
+    print(type(process).__name__, flush=True)
+    time.sleep(3600)
+"""
+STARTS_A_DAEMON = """
+import subprocess, time
+print(subprocess.Popen(["sleep", "3600"], start_new_session=True).pid, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.slow  # the server imports torch first
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server")
+def test_a_killed_run_takes_along_the_daemons_of_its_forked_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starts_a_daemon.py").write_text(STARTS_A_DAEMON)
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    with subprocess.Popen([sys.executable, "-c", RUN], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ForkedProcess\n"
+        daemon = int(run.stdout.readline())
+        assert is_running(daemon)
+        run.send_signal(signal.SIGKILL)
+    assert holds_within(10.0, lambda: not is_running(daemon))
