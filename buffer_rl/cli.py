@@ -65,6 +65,12 @@ def _main(arguments: Sequence[str], began: float, on_error: Callable[[BufferRLEr
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails as well
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        hint = "correct the path among the options; BUFFER_RL_TRACEBACK=1 shows what it is used for"
+        on_error(ConfigError(f"the system refuses the path: {error.strerror}", where=f"{error.filename}", hint=hint))
+        return 2
     except SystemExit as stop:  # argparse ends --help and --version so
         if isinstance(stop.__context__, BrokenPipeError):  # and rich so, with 1, what it prints for nobody
             return 128 + signal.SIGPIPE

@@ -25,7 +25,7 @@ from buffer_rl.agents.session import Session, SessionHandle
 from buffer_rl.args import Args
 from buffer_rl.errors import RolloutError
 from buffer_rl.options.user_args import user_args
-from buffer_rl.plugin.calls import contained, contained_task
+from buffer_rl.plugin.calls import contained, contained_task, new_event_loop
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.user_functions import is_async
 
@@ -47,7 +47,7 @@ class AgentLoop:
     """An event loop in a thread. running: the agents in it, by the names that they have in messages. names: of the
     agents that started the tasks in it, directly or not."""
 
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    loop: asyncio.AbstractEventLoop = field(default_factory=new_event_loop)
     running: dict[Future[Any], str] = field(default_factory=dict)
     names: WeakKeyDictionary[asyncio.Task[Any], str] = field(default_factory=WeakKeyDictionary)
     thread: threading.Thread = field(init=False)

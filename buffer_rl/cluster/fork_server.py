@@ -33,8 +33,11 @@ FIRST_JOB, NO_JOB = "01000000", "ffffffff"
 """Ray's ids of the first job of a cluster, which a run is in its local Ray, and of a worker that has none yet."""
 PROGRAM = (sys.executable, "-I", "-S", __file__)
 """The command of the small processes; without the imports of ``site``, which take longer than theirs."""
+SAFE_PATH, OWN = "-P", "buffer_rl."
+"""The option of Python for modules of this package: a ``queue.py`` in the working directory must not hide that of the
+library. Code of the user is found by the import path that these modules are sent."""
 STREAMS = (0, 1, 2)
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 MAX_FDS = 16
 LENGTH_BYTES = 8
 REQUEST_S = 60.0
@@ -119,8 +122,9 @@ class ForkedProcess:
             return self._told[place]
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent ends, even while other code hangs; elsewhere this does nothing.
+def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Ask Linux to send this process the signal ``number`` when its parent ends, even while other code hangs; elsewhere
+    this does nothing.
 
     Linux means the parent's thread that started this process, which must live as long as the parent. parent: its
     process id, for a caller whose parent may have ended already.
@@ -128,9 +132,54 @@ def die_with_parent(parent: int | None = None) -> None:
     import ctypes
 
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
         if parent not in (None, os.getppid()):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_descendants() -> None:
+    """Ask Linux to make this process the parent of all that it has started and that has lost its parent, so that
+    ``kill_descendants`` finds daemons too; elsewhere this does nothing."""
+    import ctypes
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants(pid: int) -> None:
+    """Stop the process ``pid``, which has called ``keep_descendants``, and send SIGKILL to all that it has started,
+    also in sessions of their own. The caller kills the process itself."""
+    killed: set[int] = set()
+    with suppress(ProcessLookupError, PermissionError):
+        if pid != os.getpid():
+            os.kill(pid, signal.SIGSTOP)  # it starts nothing from now on
+        while new := _descendants(pid) - killed:  # what a killed one has started meanwhile is looked for again
+            for each in new:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(each, signal.SIGKILL)
+            killed |= new
+
+
+def _end_with_descendants(*_: object) -> None:
+    """For the server when its parent has ended, and could end nothing."""
+    keep_descendants()
+    kill_descendants(os.getpid())
+    os._exit(128 + signal.SIGTERM)
+
+
+def _descendants(pid: int) -> set[int]:
+    """Process ids; none if the system does not tell."""
+    found: set[int] = set()
+    left = [pid]
+    while left:
+        tasks = f"/proc/{left.pop()}/task"
+        with suppress(OSError):
+            for task in os.listdir(tasks):
+                with suppress(OSError), open(f"{tasks}/{task}/children", "rb") as file:
+                    new = {int(child) for child in file.read().split()} - found
+                found |= new
+                left += new
+    return found
 
 
 @contextmanager
@@ -156,7 +205,7 @@ def _start_server(stack: ExitStack, environ: Mapping[str, str]) -> None:
         listener.listen(64)
         numbers = (str(listener.fileno()), str(os.getpid()))
         server = subprocess.Popen(
-            [sys.executable, "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
+            [sys.executable, SAFE_PATH, "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -210,8 +259,9 @@ def start_process(
             numbers = [*STREAMS, *pass_fds]
             arguments = [*(forked or command[1:])]
             return ForkedProcess(_request(path, arguments, dict(env), fds, numbers, stage=stage), arguments)
+    is_own = is_module and command[2].startswith(OWN)
     return subprocess.Popen(
-        command,
+        [command[0], SAFE_PATH, *command[1:]] if is_own else command,
         stdin=subprocess.DEVNULL,
         stdout=streams[0],
         stderr=streams[1],
@@ -331,6 +381,7 @@ class _Server:
                 self._report_ended()
             else:  # its client has closed the connection, or ended
                 self._forget(key.data)
+                kill_descendants(key.data)
                 with suppress(ProcessLookupError):
                     os.killpg(key.data, signal.SIGKILL)
 
@@ -362,6 +413,7 @@ class _Server:
         """Become a process like one that was started."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(os.getppid())
         self._selector.close()
         others = [each.connection for each in self._waiting]
@@ -413,18 +465,20 @@ def _become(what: dict[str, Any]) -> None:
     sys.argv = list(what["arguments"])
     if sys.argv[0] == "-m":
         del sys.argv[0]
-        sys.path[0] = what["folder"]
+        if not sys.argv[0].startswith(OWN):
+            sys.path.insert(0, what["folder"])
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # of a module that was imported
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(sys.argv[0])
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _main(arguments: Sequence[str]) -> None:
     action, first, *rest = arguments
     if action == "serve":
-        die_with_parent(int(rest[0]))
+        signal.signal(signal.SIGTERM, _end_with_descendants)
+        die_with_parent(int(rest[0]), signal.SIGTERM)
         _become(_Server(socket.socket(fileno=int(first))).serve().what)
     elif action == "ask":
         _ask(first, rest)

@@ -47,6 +47,8 @@ MAX_SOCKET_PATH = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/soc
 AUTH_TOKEN = "RAY_AUTH_TOKEN"
 AUTH_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 TOKEN_BYTES = 32
+NEAR = 60
+"""Characters that a message shows on both sides of one that Ray does not take."""
 NO_PORT = 1
 """Where nothing listens."""
 _MULTIPLE_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; "0" means one node and loopback on Linux too
@@ -275,13 +277,17 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
             what = f"Ray does not start with an object store of {object_store_bytes / 1e9:g} GB: {error}"
             expected = "a part of this machine's memory"
             raise ConfigError(what, where="--object-store-gb", expected=expected) from error
+        if isinstance(error, UnicodeEncodeError):  # of a path that Python read as surrogates
+            near = ascii(error.object[max(0, error.start - NEAR) : error.end + NEAR])
+            hint = "rename the file or folder: the working directory, TMPDIR, or what an option names"
+            raise ClusterError("Ray takes no path that is not UTF-8", where=near, hint=hint) from error
         if address is not None:
             where, what = f"--ray-address {address}", "the Ray cluster does not answer, or refuses this run"
             hint = "'ray status' shows whether it runs; its nodes need the version of Ray and Python of this machine"
         else:
             where, what = "the local Ray", "Ray does not start"
-            hint = "look at the limits of this shell (ulimit -a) and at the disk of TMPDIR; RAY_TMPDIR names another "
-            hint += "folder for Ray's files, and --ray-address joins a cluster that runs"
+            hint = "look at the limits of this shell (ulimit -a), the disk of TMPDIR, /dev/shm and the interface lo; "
+            hint += "RAY_TMPDIR names another folder for Ray's files, and --ray-address joins a cluster that runs"
         raise ClusterError(f"{what}: {type(error).__name__}: {error}", where=where, hint=hint) from error
 
 

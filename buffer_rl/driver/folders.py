@@ -160,25 +160,28 @@ def check_writable(flag: str, folder: Path) -> None:
     nearest = nearest_folder(folder)
     if not nearest.is_dir():
         raise ConfigError(f"{str(nearest)!r} is a file, not a folder", where=flag)
-    new = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    new = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
+    hint = f"{flag} PATH names another folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix=".buffer-rl-", dir=folder) as file:
             file.write(b"?")
             file.flush()
     except PermissionError as error:
-        raise ConfigError(f"no permission to write to {str(nearest)!r}", where=flag) from error
+        raise ConfigError(f"no permission to write to {str(nearest)!r}", where=flag, hint=hint) from error
     except OSError as error:
-        raise ConfigError(f"the folder {str(folder)!r} cannot be written to: {error.strerror}", where=flag) from error
+        what = f"the folder {str(folder)!r} cannot be written to: {error.strerror}"
+        raise ConfigError(what, where=flag, hint=hint) from error
     finally:
-        with suppress(OSError):  # of one that was not made, or that another process has filled meanwhile
-            for path in new:
+        for path in new:
+            with suppress(OSError):  # of one that was not made, or that another process has filled meanwhile
                 path.rmdir()
 
 
 def nearest_folder(folder: Path) -> Path:
     """The folder itself, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    exists = os.path.exists  # unlike that of Path, it takes a name that is too long for the system
+    return next(path for path in (folder, *folder.absolute().parents) if exists(path))
 
 
 def make_folders(args: Args) -> None:

@@ -21,6 +21,7 @@ from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.calling import Call
 from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.driver.tasks import NoAnswer, Task, run_to_end
+from buffer_rl.plugin.calls import new_event_loop
 
 R = TypeVar("R")
 
@@ -85,7 +86,7 @@ class RayRuntime:
         self._watchers = list(watchers)
 
     def run(self, main: Callable[[], Coroutine[Any, Any, R]], look: Callable[[BaseException | None], None]) -> R:
-        loop = asyncio.new_event_loop()
+        loop = new_event_loop()
         over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(loop, look, over), name="watchers", daemon=True)
         try:

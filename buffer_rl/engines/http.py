@@ -18,6 +18,7 @@ import orjson
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.engines.protocol import SERVER_INFO, ServerInfo
 from buffer_rl.errors import DeadlineError, EngineError
+from buffer_rl.plugin.calls import new_event_loop
 
 T = TypeVar("T")
 
@@ -259,9 +260,13 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's answer. It must have a deadline of its own. Callable from every thread but the loop's.
 
-        Raises ``concurrent.futures.CancelledError`` where ``stop`` comes first."""
+        Raises ``concurrent.futures.CancelledError`` where ``stop`` comes first, PluginError if there is no loop."""
         with self._lock:  # so that it is asked for before the end, and cancelled by it
-            answer = asyncio.run_coroutine_threadsafe(coroutine, self._running())
+            with contextlib.ExitStack() as unless_it_runs:
+                unless_it_runs.callback(coroutine.close)
+                loop = self._running()
+                unless_it_runs.pop_all()
+            answer = asyncio.run_coroutine_threadsafe(coroutine, loop)
         return answer.result()
 
     def stop(self) -> None:
@@ -273,7 +278,7 @@ class LoopThread:
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop, ended = asyncio.new_event_loop(), asyncio.Event()
+            self._loop, ended = new_event_loop(), asyncio.Event()
             threading.Thread(target=_run_until, args=(self._loop, ended), name=self._name, daemon=True).start()
             self._end = weakref.finalize(self, self._loop.call_soon_threadsafe, ended.set)
             self._end.atexit = False

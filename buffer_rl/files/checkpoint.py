@@ -245,7 +245,8 @@ def _read_manifest(chosen: Path) -> Manifest:
 
 @contextmanager
 def _older_named(chosen: Path) -> Iterator[None]:
-    """Name the checkpoint before ``chosen`` in an error about it: only the user can say whether steps may be lost."""
+    """Name the checkpoint before ``chosen`` in an error about it, if there is one: only the user can say whether steps
+    may be lost."""
     try:
         yield
     except CheckpointError as error:
@@ -253,6 +254,7 @@ def _older_named(chosen: Path) -> Iterator[None]:
         steps = _steps_in(chosen.parent) if named else {}
         if named and (older := [step for step in steps if step < int(named[1])]):
             error.hint = error.hint or f"copy it again, or resume from the one before it: --load {steps[max(older)]}"
+        error.hint = error.hint or "copy it again; there is none before it here: a run without --load starts anew"
         raise
 
 

@@ -195,6 +195,20 @@ def returned(
     )
 
 
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A loop of the process's event-loop policy, which code of the user may have set. Raises PluginError if the policy
+    raises."""
+    try:
+        with contained():
+            return asyncio.new_event_loop()
+    except Exception as error:  # fault boundary: a policy of the user's
+        raise PluginError(
+            f"the event-loop policy does not give a loop: {error_text(error)}",
+            where=f"{type(asyncio.get_event_loop_policy()).__module__}",
+            hint="take out asyncio.set_event_loop_policy, or set a policy that works",
+        ) from error
+
+
 def call(
     kind: str,
     reference: object,

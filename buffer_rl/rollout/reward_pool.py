@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple, cast
 
-from buffer_rl.cluster.fork_server import ForkedProcess, start_process
+from buffer_rl.cluster.fork_server import ForkedProcess, kill_descendants, start_process
 from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.failures import COSTLY, FailureKind
@@ -249,8 +249,10 @@ class _Process:
         return answers
 
     def kill(self) -> None:
-        """Kill the process and what it started, without waiting."""
+        """Kill the process and what it started, daemons too, without waiting."""
         try:
+            if self.runs():
+                kill_descendants(self._child.pid)
             os.killpg(self._child.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             self._child.kill()

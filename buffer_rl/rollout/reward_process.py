@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from buffer_rl.cluster.fork_server import die_with_parent
+from buffer_rl.cluster.fork_server import die_with_parent, keep_descendants
 from buffer_rl.errors import BufferRLError, RewardError
 from buffer_rl.kinds.reward import check_group_rewards, check_reward
 from buffer_rl.options.section import load_args
@@ -81,6 +81,7 @@ class RewardTarget(NamedTuple):
 def main(socket_fd: int, answers_fd: int) -> None:
     """Serve the socket until the parent closes it."""
     die_with_parent()  # even while user code hangs
+    keep_descendants()  # for the pool, which kills them
     for stream in (sys.stdout, sys.stderr):  # what user code prints is read while it runs, and after it was killed
         cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True, errors="backslashreplace")
     with socket.socket(fileno=socket_fd) as channel:

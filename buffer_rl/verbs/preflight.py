@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
 
 from buffer_rl.args import Args
@@ -18,6 +20,12 @@ from buffer_rl.plan.schedule import rollout_only, train_only
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.rollout.prompts import load_tokenizer
 
+LIMITS = (
+    ("-n", resource.RLIMIT_NOFILE, 1, 128, "open files"),
+    ("-v", resource.RLIMIT_AS, 1024, 4 << 20, "KiB of address space"),
+)
+"""Limits of a process by the option of ``ulimit``, their unit in bytes or files, and the least with which a run of a
+tiny model starts."""
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 
 
@@ -28,6 +36,22 @@ def with_local_paths(args: Args, registry: PluginRegistry) -> Args:
     for _, found in registry.call_hook("buffer_rl_local_paths", config=args, facts=facts):
         args = args.model_copy(update=found)
     return args
+
+
+def check_limits() -> None:
+    """Raises ConfigError if a limit of this process is one with which Ray or a reward process does not start, or if its
+    Python is one with which no model is loaded."""
+    no_docstrings = "PYTHONOPTIMIZE: Python drops docstrings, which transformers reads when it is imported"
+    refuse(sys.flags.optimize > 1, no_docstrings, "unset PYTHONOPTIMIZE, and start Python without -OO")
+    for option, number, unit, least, what in LIMITS:
+        limit = resource.getrlimit(number)[0]
+        given = limit // unit
+        refuse(
+            limit != resource.RLIM_INFINITY and given < least,
+            f"ulimit {option}: a process may have {given} {what}",
+            f"raise the limit before the run: ulimit {option} {'unlimited' if option == '-v' else 4096}",
+            f"at least {least}",
+        )
 
 
 def check_folders(args: Args) -> None:

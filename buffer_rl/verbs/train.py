@@ -48,7 +48,7 @@ from buffer_rl.rollout.options import is_built_in_rollout
 from buffer_rl.rollout.scoring import check_row_choice, unmarked_reward
 from buffer_rl.verbs.dry_run import DryRun, PluginUse, print_json, print_text
 from buffer_rl.verbs.engine_checks import ContextLimit, check_engines, check_eval_prompts
-from buffer_rl.verbs.preflight import check_folders, check_row_lengths, with_local_paths
+from buffer_rl.verbs.preflight import check_folders, check_limits, check_row_lengths, with_local_paths
 from buffer_rl.verbs.resources import check_resources
 from buffer_rl.verbs.row_sources import RowSource, Trial, read_rows
 from buffer_rl.verbs.table import print_notices
@@ -106,6 +106,7 @@ def run(namespace: argparse.Namespace) -> int:
     origins = {**resolved.origins, **{name: resolved.origins[sources[name]] for name in changed}}
     resolved = replace(resolved, args=args, origins=origins)
     check_options(args)
+    check_limits()
     registry = PluginRegistry.from_flags(args.plugin)
     resolved, notice = with_special_tokens(replace(resolved, args=with_local_paths(args, registry)))
     args = resolved.args

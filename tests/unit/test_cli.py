@@ -65,6 +65,15 @@ def test_mistakes_are_one_message_and_status_2(
         assert word in err
 
 
+@pytest.mark.parametrize("verb", ["data show", "report", "ledger", "checkpoint list"])
+def test_a_path_that_the_system_refuses_is_an_error_that_names_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    assert main([*verb.split(), f"{tmp_path}/{'x' * 300}"]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"buffer-rl: error: .*/x{300}: .*File name too long\n  hint: .*\n", err)
+
+
 def test_the_traceback_is_shown_where_it_is_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE, fork_server
+from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE, ForkedProcess, fork_server, start_process
 from buffer_rl.cluster.session import (
     CODE_FOLDER,
     JOB_CONFIG,
@@ -30,6 +34,7 @@ from buffer_rl.cluster.session import (
 )
 from buffer_rl.errors import ClusterError
 from buffer_rl.options.sources import RESERVED_VARIABLES
+from harness.processes import holds_within, is_running
 
 SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
@@ -107,6 +112,7 @@ def test_the_environment_of_a_submitted_job_and_ours_are_merged(tmp_path: Path) 
         (None, OSError("AF_UNIX path length cannot exceed 107 bytes: /scratch/x"), "RAY_TMPDIR"),
         (None, Exception("The current node timed out during startup."), "ulimit -a"),
         (None, ValueError("bad"), "Ray does not start: ValueError: bad"),
+        (None, UnicodeEncodeError("utf-8", "/data/caf\udce9/run", 9, 10, "surrogates not allowed"), r"caf\udce9/run"),
         ("10.0.0.1:6379", ConnectionError("no answer"), "--ray-address 10.0.0.1:6379"),
         ("auto", ValueError("Failed to merge the Job's runtime env"), "--ray-address auto"),
         ("auto", RuntimeError("Version mismatch: Ray 2.0 and 3.0"), "Version mismatch"),
@@ -209,3 +215,49 @@ def test_without_a_place_for_its_socket_there_is_no_fork_server_and_the_run_goes
     with fork_server():
         assert SOCKET_VARIABLE not in os.environ
     assert list(tmp_path.glob("*/*")) == []
+
+
+@pytest.mark.parametrize("kind", [subprocess.Popen, pytest.param(ForkedProcess, marks=pytest.mark.slow)])
+def test_no_file_of_the_working_directory_hides_a_module_of_python_from_our_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    for name in ("selectors", "argparse"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    with fork_server() if kind is ForkedProcess else nullcontext(), open(tmp_path / "log", "wb") as log:
+        command = [sys.executable, "-m", "buffer_rl.cli", "--version"]
+        streams = (log.fileno(), log.fileno())
+        process = start_process(command, streams=streams, env=os.environ, stage="trial")
+        assert (type(process), process.wait(60)) == (kind, 0), (tmp_path / "log").read_text()
+
+
+RUN = """
+import os, sys, time
+from buffer_rl.cluster.fork_server import fork_server, start_process
+with fork_server():
+    process = start_process([sys.executable, "-m", "starts_a_daemon"], streams=(1, 2), env=os.environ, stage="trial")
+    print(type(process).__name__, flush=True)
+    time.sleep(3600)
+"""
+STARTS_A_DAEMON = """
+import subprocess, time
+print(subprocess.Popen(["sleep", "3600"], start_new_session=True).pid, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.slow  # the server imports torch first
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server")
+def test_a_killed_run_takes_along_the_daemons_of_its_forked_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starts_a_daemon.py").write_text(STARTS_A_DAEMON)
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    with subprocess.Popen([sys.executable, "-c", RUN], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ForkedProcess\n"
+        daemon = int(run.stdout.readline())
+        assert is_running(daemon)
+        run.send_signal(signal.SIGKILL)
+    assert holds_within(10.0, lambda: not is_running(daemon))

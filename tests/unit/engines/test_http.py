@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 
 from buffer_rl.engines.http import LoopThread
+from buffer_rl.errors import PluginError
 from harness.processes import holds_within
 
 
@@ -69,3 +70,21 @@ def test_the_thread_ends_with_the_object():
     del loop
     gc.collect()
     assert holds_within(10, lambda: not threads_named("loop-c"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_policy_that_gives_no_loop_is_named_and_the_call_may_be_made_again():
+    class Policy(asyncio.DefaultEventLoopPolicy):
+        def new_event_loop(self):
+            raise RuntimeError("no loops")
+
+    loop, given = LoopThread("loop-d"), asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(Policy())
+    try:
+        with pytest.raises(PluginError, match=r"test_http(.|\n)*no loops(.|\n)*hint: .*set_event_loop_policy"):
+            loop.run(doubled(1))
+        gc.collect()  # warns of a coroutine that was never awaited
+    finally:
+        asyncio.set_event_loop_policy(given)
+    assert loop.run(doubled(1)) == 2
+    loop.stop()

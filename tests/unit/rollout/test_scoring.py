@@ -5,6 +5,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -360,6 +361,21 @@ async def test_closing_ends_the_processes_even_while_one_hangs(kit: Any) -> None
         (fresh,) = kit.pids(context)
         assert fresh != pid
     assert not alive(fresh)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a daemon has descended from")
+async def test_a_daemon_of_a_reward_ends_with_the_reward_process(kit: Any, tmp_path: Any) -> None:
+    files = [tmp_path / "of_one_that_ends", tmp_path / "of_one_that_hangs"]
+    async with kit.opened(custom_rm_path=kit.user("starts_a_daemon"), rm_timeout_s=TIMEOUT_S) as context:
+        group = kit.make_group(6, labels=[str(file) for file in files])
+        (failure,) = await context.scorer.score(group.samples)
+        first, second = (int(file.read_text()) for file in files)
+        assert (failure.kind, group[0].reward) == (FailureKind.TIMEOUT, first)
+        assert holds_within(5.0, lambda: not alive(first) and not alive(second))
+        group = kit.make_group(7, labels=[str(files[0])])
+        assert await context.scorer.score(group.samples) == []
+        assert alive(int(group[0].reward))  # while the process that started it works
+    assert holds_within(5.0, lambda: not alive(int(group[0].reward)))
 
 
 async def test_a_module_that_breaks_on_import_is_no_samples_fault(kit: Any, tmp_path: Any) -> None:

@@ -272,6 +272,23 @@ async def hangs_on_first_row_once(args: Any, sample: Sample) -> float:
     return 1.0
 
 
+def starts_a_daemon(args: Any, sample: Sample) -> float:
+    """The process id of a daemon: it has a session of its own, and its parent has ended."""
+    if (between := os.fork()) == 0:
+        os.setsid()
+        if (daemon := os.fork()) == 0:
+            os.closerange(0, 256)
+            time.sleep(3600)
+        with open(sample.label, "w") as file:
+            file.write(str(daemon))
+        os._exit(0)
+    os.waitpid(between, 0)
+    if sample.sample_index == 1:
+        time.sleep(3600)
+    with open(sample.label) as file:
+        return float(file.read())
+
+
 def keep_positive(args: Any, group: SampleGroup) -> bool:
     return all(sample.reward > 0 for sample in group)
 

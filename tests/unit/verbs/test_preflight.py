@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from buffer_rl.errors import CheckpointError, ConfigError
 from buffer_rl.options.section import compose
 from buffer_rl.options.sources import Resolved, resolve
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
-from buffer_rl.verbs.preflight import check_folders, check_row_lengths
+from buffer_rl.verbs.preflight import check_folders, check_limits, check_row_lengths
 from harness.checkpoints import write_checkpoint
 
 HEADER = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
@@ -51,6 +54,44 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(model: Path, name: str
     for folder in ("/proc", "/proc/of/a/run"):
         with pytest.raises(ConfigError, match=f"{flag}: .*'{folder}'"):
             check_folders(options(model, **{name: folder}))
+
+
+@pytest.mark.parametrize(
+    ("number", "limit", "message"),
+    [
+        (
+            resource.RLIMIT_NOFILE,
+            127,
+            r"ulimit -n(.|\n)*may have 127 open files(.|\n)*at least 128(.|\n)*ulimit -n 4096",
+        ),
+        (resource.RLIMIT_AS, 2**32 - 1, r"ulimit -v(.|\n)*4194303 KiB of address(.|\n)*ulimit -v unlimited"),
+    ],
+)
+def test_a_limit_with_which_no_run_starts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, number: int, limit: int, message: str
+) -> None:
+    limits = dict.fromkeys(range(16), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    check_limits()
+    limits[number] = (limit + 1, limit + 1)
+    check_limits()
+    limits[number] = (limit, limit)
+    with pytest.raises(ConfigError, match=message):
+        check_limits()
+
+
+def test_a_python_without_docstrings_is_refused() -> None:
+    code = "from buffer_rl.verbs.preflight import check_limits; check_limits()"
+    ended = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "ConfigError: PYTHONOPTIMIZE: Python drops docstrings" in ended.stderr
+
+
+@pytest.mark.parametrize(("name", "flag"), [("run_dir", "--run-dir"), ("save", "--save")])
+def test_a_folder_with_too_long_a_name_is_refused_and_nothing_stays(model: Path, name: str, flag: str) -> None:
+    folder = model.parent / "made" / ("x" * 300)
+    with pytest.raises(ConfigError, match=f"{flag}: .*too long(.|\\n)*hint: {flag} PATH"):
+        check_folders(options(model, **{name: str(folder)}))
+    assert not folder.parent.exists()
 
 
 def test_a_folder_that_is_there_already_stays_as_it_is(model: Path) -> None:
