@@ -37,8 +37,8 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
 def text_to_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str], skip_special_tokens: bool) -> str:
     """Text of ``ids``, whose last token completed a stop string, without what that token has behind it."""
     shown = decode(ids, skip_special_tokens)
-    found = first_stop(decode(ids, False), stops)
-    if found is None or not ids or not decode(ids[-1:], skip_special_tokens):
+    found = first_stop(decode(ids, False), stops) if stops and ids else None
+    if found is None or not decode(ids[-1:], skip_special_tokens):
         return shown
     behind = len(decode(ids, False)) - found[0] - len(found[1])
     return shown[: len(shown) - behind]

@@ -44,8 +44,8 @@ MUTANTS = (
     Mutant(
         name="the engine confirms version 2 and keeps the weights of version 1",
         file="buffer_rl/embedded/service.py",
-        old="self._replace(lambda: self._replace_weights(path), version, flush_cache)",
-        new="self._replace(lambda: version != '2' and self._replace_weights(path), version, flush_cache)",
+        old="self._replace(prepared.serve, version,",
+        new="self._replace(lambda: version != '2' and prepared.serve(), version,",
         runs=("lockstep",),
     ),
     Mutant(
