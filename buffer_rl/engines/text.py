@@ -1,4 +1,5 @@
-"""Text of token ids, and the stop strings that end it, found as SGLang finds them.
+"""Text of token ids, and the stop strings that end it, found as SGLang finds them but for one case: of several that
+one token completes, the one that begins first counts, and not the first of the list.
 
 A stop string is searched in the text *with* special tokens, or ``<|im_end|>`` would never be found. The text of an
 answer may leave special tokens out (``skip_special_tokens``), and it leaves out what stopped it; under
