@@ -33,9 +33,7 @@ FIRST_JOB, NO_JOB = "01000000", "ffffffff"
 """Ray's ids of the first job of a cluster, which a run is in its local Ray, and of a worker that has none yet."""
 PROGRAM = (sys.executable, "-I", "-S", __file__)
 """The command of the small processes; without the imports of ``site``, which take longer than theirs."""
-SAFE_PATH, OWN = "-P", "buffer_rl."
-"""The option of Python for modules of this package: a ``queue.py`` in the working directory must not hide that of the
-library. Code of the user is found by the import path that these modules are sent."""
+OWN = "buffer_rl."
 STREAMS = (0, 1, 2)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 MAX_FDS = 16
@@ -122,6 +120,16 @@ class ForkedProcess:
             return self._told[place]
 
 
+def path_options() -> list[str]:
+    """Options of Python for modules of this package: a ``queue.py`` in the working directory must not hide that of the
+    library. Code of the user is found by the import path that these modules are sent. None if the package itself
+    stands in the working directory, as in a clone that is not installed."""
+    with suppress(OSError):
+        if os.path.samefile(os.curdir, os.path.dirname(os.path.dirname(os.path.dirname(__file__)))):
+            return []
+    return ["-P"]
+
+
 def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
     """Ask Linux to send this process the signal ``number`` when its parent ends, even while other code hangs; elsewhere
     this does nothing.
@@ -205,7 +213,7 @@ def _start_server(stack: ExitStack, environ: Mapping[str, str]) -> None:
         listener.listen(64)
         numbers = (str(listener.fileno()), str(os.getpid()))
         server = subprocess.Popen(
-            [sys.executable, SAFE_PATH, "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
+            [sys.executable, *path_options(), "-m", "buffer_rl.cluster.fork_server", "serve", *numbers],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -261,7 +269,7 @@ def start_process(
             return ForkedProcess(_request(path, arguments, dict(env), fds, numbers, stage=stage), arguments)
     is_own = is_module and command[2].startswith(OWN)
     return subprocess.Popen(
-        [command[0], SAFE_PATH, *command[1:]] if is_own else command,
+        [command[0], *path_options(), *command[1:]] if is_own else command,
         stdin=subprocess.DEVNULL,
         stdout=streams[0],
         stderr=streams[1],

@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 import ray
 
-from buffer_rl.cluster.fork_server import PROGRAM, SOCKET_VARIABLE, ForkedProcess, fork_server, start_process
+import buffer_rl
+from buffer_rl.cluster.fork_server import (
+    PROGRAM,
+    SOCKET_VARIABLE,
+    ForkedProcess,
+    fork_server,
+    path_options,
+    start_process,
+)
 from buffer_rl.cluster.session import (
     CODE_FOLDER,
     JOB_CONFIG,
@@ -261,3 +269,17 @@ def test_a_killed_run_takes_along_the_daemons_of_its_forked_processes(
         assert is_running(daemon)
         run.send_signal(signal.SIGKILL)
     assert holds_within(10.0, lambda: not is_running(daemon))
+
+
+def test_a_clone_that_is_not_installed_is_found_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(buffer_rl.__file__).parents[1])
+    assert path_options() == []
+    for folder in (tmp_path, tmp_path / "removed"):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        if folder != tmp_path:
+            folder.rmdir()
+        assert path_options() == ["-P"]
+    monkeypatch.chdir(tmp_path)
