@@ -13,6 +13,7 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ AUTH_TOKEN = "RAY_AUTH_TOKEN"
 AUTH_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 TOKEN_BYTES = 32
 NEAR = 60
+LOOPBACK_TIMEOUT_S = 10.0
 """Characters that a message shows on both sides of one that Ray does not take."""
 NO_PORT = 1
 """Where nothing listens."""
@@ -91,6 +93,7 @@ def ray_session(
             stack.enter_context(isolated_ray())
             stack.enter_context(short_temporary_folder())
             port = stack.enter_context(reserved_port("127.0.0.1")).getsockname()[1]
+            _check_loopback(port)
         stack.callback(ray.shutdown)
         with _SignalsLater() as later, tempfile.TemporaryDirectory(prefix="buffer_rl_") as temporary:
             folder = None
@@ -232,6 +235,18 @@ def short_temporary_folder() -> Iterator[None]:
         raise ClusterError(what, where="TMPDIR", expected=expected, hint=hint, see=see) from error
     with short, variables({"RAY_TMPDIR": link}):
         yield
+
+
+def _check_loopback(port: int) -> None:
+    """Ray retries for minutes, without a word, if this machine does not reach itself."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=LOOPBACK_TIMEOUT_S).close()
+    except ConnectionRefusedError:  # an answer: nothing listens there yet
+        return
+    except OSError as error:
+        what = f"this machine does not reach itself at 127.0.0.1: {error}"
+        hint = "start the interface (ip link set lo up), or look at the rules of the firewall"
+        raise ClusterError(what, where="the local Ray", hint=hint) from error
 
 
 def worker_environment(code_folder: Path | None, job: Mapping[str, Any]) -> dict[str, Any]:

@@ -283,3 +283,14 @@ def test_a_clone_that_is_not_installed_is_found_in_the_working_directory(
             folder.rmdir()
         assert path_options() == ["-P"]
     monkeypatch.chdir(tmp_path)
+
+
+def test_a_machine_that_does_not_reach_itself_is_named_at_once() -> None:
+    """In a network of its own, whose loopback interface is down."""
+    alone = ["unshare", "--net", "--map-root-user"]
+    if subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this system gives no process a network of its own: unshare --net --map-root-user true")
+    code = "from buffer_rl.cluster.session import ray_session\nwith ray_session(None): pass"
+    run = subprocess.run([*alone, sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert run.returncode
+    assert "does not reach itself at 127.0.0.1" in run.stderr
