@@ -67,14 +67,19 @@ class JsonlWriter:
             set_aside(path)
         elif path.exists():
             _keep_records(path, keep)
-        self._lock = threading.Lock()
+        self._path, self._lock = path, threading.Lock()
         self._file: TextIO = path.open("a", encoding="utf-8", errors=SURROGATES)
+        self._has_links = os.fstat(self._file.fileno()).st_nlink > 0  # some file systems count none
         dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False)
         self._writer = jsonlines.Writer(self._file, dumps=dumps, flush=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line. Raises ``ValueError`` for NaN or infinity and ``TypeError`` for what JSON cannot hold."""
+        """Append one line. Raises ``ValueError`` for NaN or infinity, ``TypeError`` for what JSON cannot hold, and
+        DataError if the file was removed: what is written is then lost, and so may be the run's other files."""
         with self._lock:
+            if self._has_links and not os.fstat(self._file.fileno()).st_nlink:
+                hint = "start the run again, in another --run-dir or from a checkpoint in --save"
+                raise DataError("the file was removed while the run writes to it", where=str(self._path), hint=hint)
             self._writer.write(record)
 
     def close(self) -> None:

@@ -46,6 +46,15 @@ def test_every_line_can_be_read_before_the_file_is_closed(tmp_path):
     file.close()
 
 
+def test_a_file_that_is_removed_ends_the_writing_with_its_name(tmp_path):
+    file = MetricsFile(tmp_path)
+    file.write({"eval/dev": 0.25}, step=0)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(DataError, match=r"metrics.jsonl: the file was removed while the run writes to it"):
+        file.write({"eval/dev": 0.5}, step=1)
+    file.close()
+
+
 def test_numbers_that_are_not_finite_become_null_with_a_warning_naming_them(tmp_path, caplog):
     file = MetricsFile(tmp_path)
     with caplog.at_level(logging.WARNING):
