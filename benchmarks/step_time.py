@@ -2,11 +2,13 @@
 
     python benchmarks/step_time.py            # about a minute
     python benchmarks/step_time.py --set schedule=pipelined stream_gradients=true
+    python benchmarks/step_time.py --task long --set num_train_ranks=2 rollout_num_engines=2
 
 Everything a real run does, on the quickstart's sizes.
 
 32 prompts with 16 samples of at most 12 tokens a step, a Qwen3 of 0.18 million random parameters, one thread each for
-the engine and the trainer. Every prompt is trained on (no filter), so that all steps do the same work. The first
+the engine and the trainer. ``--task long``: the answers of 10 to 116 tokens and the trained start model of
+``against_trl.py``. Every prompt is trained on (no filter), so that all steps do the same work. The first
 step is left out. Shares are of the median step; generation contains scoring, and the Buffer's work, beside all of
 these, contains the ledger's. What the parts of the budget are is in ``cpu_times.py``.
 """
@@ -23,6 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from comparison_tasks import TASKS, Task, rows, start_model, write_rows
 from cpu_times import OPTIONS, budget, budget_table, read_steps
 
 from buffer_rl.args import CORE_SECTIONS
@@ -35,8 +38,11 @@ from buffer_rl.testing.tiny import make_tiny_model
 PHASES = ("rollout", "train", "publish", "step", "buffer", "ledger")
 
 
-def make_task(folder: Path, seed: int) -> None:
-    """A model and 2,000 prompts of 3 to 10 letters."""
+def make_task(folder: Path, seed: int, task: Task | None = None) -> None:
+    """A model and 2,000 prompts: of ``task``, else random weights and 3 to 10 letters."""
+    if task is not None:
+        start_model(folder / "model", task)
+        return write_rows(folder / "train.jsonl", rows(task, 2000, "step time"))
     make_tiny_model(
         folder / "model",
         characters=string.ascii_lowercase + "=",
@@ -48,12 +54,15 @@ def make_task(folder: Path, seed: int) -> None:
     )
     rng = random.Random(seed)
     words = ("".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10))) for _ in range(2000))
-    rows = (json.dumps({"prompt": f"{word}=", "label": word[::-1]}) + "\n" for word in words)
-    (folder / "train.jsonl").write_text("".join(rows))
+    lines = (json.dumps({"prompt": f"{word}=", "label": word[::-1]}) + "\n" for word in words)
+    (folder / "train.jsonl").write_text("".join(lines))
 
 
-def run_steps(folder: Path, num_steps: int, seed: int, options: dict[str, Any]) -> list[dict[str, float]]:
-    """Run a training and return the timings of its steps, the first one left out; its files are in ``folder/run``."""
+def run_steps(
+    folder: Path, num_steps: int, seed: int, options: dict[str, Any], max_tokens: int = 12
+) -> list[dict[str, float]]:
+    """Run a training with answers of at most ``max_tokens`` and return the timings of its steps, the first one left
+    out; its files are in ``folder/run``."""
     args = compose(CORE_SECTIONS).model_validate(
         {
             "run_dir": str(folder / "run"),
@@ -62,7 +71,7 @@ def run_steps(folder: Path, num_steps: int, seed: int, options: dict[str, Any]) 
             "num_rollout": num_steps + 1,
             "rollout_batch_size": 32,
             "n_samples_per_prompt": 16,
-            "rollout_max_response_len": 12,
+            "rollout_max_response_len": max_tokens,
             "rm_type": "exact_match",
             "rollout_seed": seed,
             "lr": 3e-4,
@@ -101,10 +110,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="more options of the run")
+    parser.add_argument("--task", choices=("short", "long"), default="short")
     flags = parser.parse_args()
+    task = TASKS["long"] if flags.task == "long" else None
     with tempfile.TemporaryDirectory() as name:
-        make_task(Path(name), flags.seed)
-        steps = run_steps(Path(name), flags.steps, flags.seed, dict(item.split("=", 1) for item in flags.set))
+        make_task(Path(name), flags.seed, task)
+        options = dict(item.split("=", 1) for item in flags.set)
+        steps = run_steps(Path(name), flags.steps, flags.seed, options, task.max_tokens if task else 12)
         used = budget(read_steps(Path(name) / "run"))
     print("\n".join([f"{len(steps)} steps of 32 x 16 samples, one thread a process", *table(steps)]))
     print("\n".join(["CPU-seconds, means over these steps", *budget_table(*used)]))
