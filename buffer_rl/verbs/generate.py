@@ -89,7 +89,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 def run(namespace: argparse.Namespace) -> int:
     """Start an engine, ask it, print, and stop it. Raises BufferRLError."""
     resolved = resolve_namespace(namespace)
-    print_notices(resolved.notices)
+    print_notices([*resolved.notices, *_left_out(resolved)])
     with ExitStack() as stack:
         args = with_counts(_without_rows_of_file(resolved) if namespace.prompt else resolved.args)
         what = "--load and --router-url: the engines there serve weights of their own, not the checkpoint's"
@@ -104,6 +104,14 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
+def _left_out(resolved: Resolved) -> list[str]:
+    """What is said of an agent that the file of a run names; of a flag it is said already."""
+    of_file = [name for name in _PLAYERS if resolved.origins[name].source is not Source.FLAG]
+    players = ", ".join(flag_of(name) for name in of_file if getattr(resolved.args, name))
+    what = "is left out: each prompt is asked once, without the tools of a run. buffer-rl eval plays it"
+    return [f"{players} {what}"] if players else []
+
+
 def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     refuse(not args.hf_checkpoint, "--hf-checkpoint: there is no model to ask", "add --hf-checkpoint PATH")
     unused = ("ref_load", "opd_teacher_load", "critic_load", "load", "save")
@@ -116,9 +124,6 @@ def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     hint = "add --prompt TEXT or --prompt-data FILE"
     refuse(not (namespace.prompt or args.prompt_data), "--prompt: there is no prompt", hint)
     check_template_kwargs(args.apply_chat_template_kwargs)
-    if players := [flag_of(name) for name in _PLAYERS if getattr(args, name)]:
-        what = "is left out: each prompt is asked once, without tools of a run. buffer-rl eval plays it"
-        print_notices([f"{', '.join(players)} {what}"])
     return _ask(args, namespace.prompt, namespace.n)
 
 
