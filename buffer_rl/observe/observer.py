@@ -200,8 +200,8 @@ class Incidents:
         """The incidents of a training rollout."""
         count = int(metrics.get("rollout/drop_quarantined", 0))
         self._quarantined[rollout_id] = count
-        where = self._run_dir / QUARANTINE_FILE
-        return [f"rollout {rollout_id}: {_groups(count)} put into quarantine, with their errors: {where}"] if count else []
+        what = f"{_groups(count)} put into quarantine, with their errors: {self._run_dir / QUARANTINE_FILE}"
+        return [f"rollout {rollout_id}: {what}"] if count else []
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """The incidents of a training step."""

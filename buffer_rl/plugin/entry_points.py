@@ -205,6 +205,18 @@ class PluginInfo:
             error=error,
         )
 
+    @classmethod
+    def of_entry(cls, entry: EntryPointInfo, error: str) -> PluginInfo:
+        """The row of an entry point that is not used."""
+        return cls(
+            kind=entry.kind,
+            name=entry.name,
+            target=entry.value,
+            distribution=entry.distribution,
+            version=entry.version,
+            error=error,
+        )
+
 
 def distribution_of(module: str) -> tuple[str, str]:
     """Name and version of the installed distribution that brings a module; empty for a user's own file."""

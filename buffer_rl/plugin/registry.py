@@ -179,8 +179,7 @@ class PluginRegistry:
                 what = f"{HOOK_GROUP}.{entry.kind} is no group of entry points"
                 near = nearest(entry.kind, KINDS)
                 error = f"{what}; did you mean {HOOK_GROUP}.{near}?" if near else what
-                own = {"distribution": entry.distribution, "version": entry.version, "target": entry.value}
-                rows[entry.kind, entry.name] = PluginInfo(kind=entry.kind, name=entry.name, error=error, **own)
+                rows[entry.kind, entry.name] = PluginInfo.of_entry(entry, error)
         return sorted(rows.values(), key=lambda info: (info.kind, info.name))
 
     def _infos_of(self, kind: str) -> Iterator[PluginInfo]:
@@ -191,14 +190,7 @@ class PluginRegistry:
                 yield PluginInfo(kind=kind, name=name, target=join_sources(candidates), error=str(error))
         for entry in self._entry_points.all(kind):
             if reason := self._entry_points.refusal(entry):
-                yield PluginInfo(
-                    kind=kind,
-                    name=entry.name,
-                    target=entry.value,
-                    distribution=entry.distribution,
-                    version=entry.version,
-                    error=reason,
-                )
+                yield PluginInfo.of_entry(entry, reason)
         for (resolved_kind, _), adapter in self._resolved.items():
             if resolved_kind == kind:
                 yield PluginInfo.of(adapter.origin, loaded=True)

@@ -114,8 +114,8 @@ class FailurePolicy:
         """Count the failure. Returns how many of its domain the run had, and how many of these the group."""
         if failure.domain not in self._first_failures:
             self._first_failures[failure.domain] = failure
-            task, what = self._buffer.ticket.task, _CAUSES[failure.domain]
-            _log.warning("%s: the first attempt that failed for reasons %s, at %s: %s", task, what, group.uid, failure.error)
+            what = f"{self._buffer.ticket.task}: the first attempt that failed for reasons {_CAUSES[failure.domain]}"
+            _log.warning("%s, at %s: %s", what, group.uid, failure.error)
         self._stats.failures[failure.domain] += 1
         if failure.domain is Domain.INFRA:
             self._infra_in_a_row += 1

@@ -57,13 +57,13 @@ _MEANINGS = {
     "load": "model to ask: a checkpoint, or a folder or URL of them, then the newest",
     "hf_checkpoint": "model and tokenizer to ask: a folder, or a name of the Hub",
     "prompt_data": "prompts: all rows of these .jsonl or .parquet files (also compressed), folders, patterns "
-    "('data/*.parquet') or folders of Hugging Face datasets; PATH@[start:end] is a slice. Local paths, URLs that fsspec "
-    "reaches, or hf://datasets/ORG/NAME",
+    "('data/*.parquet') or folders of Hugging Face datasets; PATH@[start:end] is a slice. Local paths, URLs that "
+    "fsspec reaches, or hf://datasets/ORG/NAME",
     "deterministic": "equal seeds give equal responses, at some cost in speed (default: false)",
     "rm_type": "also score responses to rows of --prompt-data, by this registered reward function, for example math; "
     "rows may choose another one of --row-rm-types (default: none)",
-    "custom_rm_path": "also score responses to rows of --prompt-data, by your reward function: module:fn or ./file.py:fn "
-    "(default: none)",
+    "custom_rm_path": "also score responses to rows of --prompt-data, by your reward function: module:fn or "
+    "./file.py:fn (default: none)",
 }
 """What these options of a run mean here."""
 _ACTING_SECTIONS = ("Engine", "SGLang", "Reward")

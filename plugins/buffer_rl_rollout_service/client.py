@@ -29,8 +29,8 @@ MARGIN_S = 15.0
 class ServiceClient:
     """``async with ServiceClient(url, token) as service: await service.write({...})``.
 
-    Every method takes ``timeout_s``, the deadline of all its tries together; the first that fails is a warning. Raises DeadlineError when it is over,
-    RolloutError with the service's own words and ``status`` for what it refuses."""
+    Every method takes ``timeout_s``, the deadline of all its tries together; the first that fails is a warning. Raises
+    DeadlineError when it is over, RolloutError with the service's own words and ``status`` for what it refuses."""
 
     def __init__(self, url: str | None, token: str | None) -> None:
         if not url:

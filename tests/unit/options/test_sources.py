@@ -274,7 +274,7 @@ def test_all_wrong_values_are_told_at_once() -> None:
         (["--no-count"], ["unknown flag --no-count"]),
         (["stray"], ["unexpected argument 'stray'", "--help"]),
         (["run.yaml"], ["unexpected argument 'run.yaml'", "did you mean --config run.yaml?"]),
-        (["rollout.n=8"], ["unexpected argument 'rollout.n=8'", "did you mean --n-samples-per-prompt?"]),
+        (["a.count=8"], ["unexpected argument 'a.count=8'", "did you mean --count?"]),
         (["--count"], ["--count", "expected one argument"]),
     ],
 )
