@@ -119,7 +119,7 @@ class ServiceClient:
             if not is_told:
                 is_told, place = True, f"{mask_url(self._url)}{path}"
                 why = str(problem) or type(problem).__name__
-                _log.warning("%s: %s; it is tried again for up to %g s", place, why, deadline - loop.time())
+                _log.warning("%s: %s; it is tried again for up to %.1f s", place, why, deadline - loop.time())
             await asyncio.sleep(RETRY_S)
 
     async def _try(self, method: str, path: str, payload: Any) -> tuple[int, dict[str, Any]]:
