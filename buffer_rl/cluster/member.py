@@ -82,8 +82,8 @@ def write_stack_at_signal() -> None:
 
 def take_stack(pid: int, log: str, stops: bool = True) -> str:
     """On the node of the process ``pid``, which called ``write_stack_at_signal``: have it write its stack, also if it
-    is stopped. stops: afterwards it is stopped; else it goes on. log: the file that its errors go to; empty if unknown. Returns the text; empty
-    if it writes none."""
+    is stopped. log: the file that its errors go to; empty if unknown. stops: afterwards it is stopped, else it goes on.
+    Returns the text; empty if it writes none."""
     text = ""
     with contextlib.suppress(OSError):  # it has ended, or its log is not a file
         log = log or os.readlink(f"/proc/{pid}/fd/2")
