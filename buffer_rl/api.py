@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class TrainResult:
     """
 
     run_dir: Path
-    metrics: Mapping[int, Mapping[str, float]]
+    metrics: Mapping[int, Mapping[str, float]] = field(repr=False)
     evaluation: Mapping[str, EvalGain]
     paths: Mapping[str, Path]
 

@@ -5,6 +5,7 @@ A subclass that also derives from ``ValueError`` is something that the user can 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -144,6 +145,6 @@ def raised_as(
 
 
 def short_repr(value: object) -> str:
-    """A value for a message: its shortened ``repr`` and its type."""
-    text = repr(value)
+    """A value for a message: its shortened ``repr``, in one line, and its type."""
+    text = re.sub(r"\s*\n\s*", " ", repr(value))
     return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"

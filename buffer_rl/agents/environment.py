@@ -23,11 +23,11 @@ from buffer_rl.agents.runner import AgentLoop, AgentTimeoutError
 from buffer_rl.agents.session import AgentFailedError, Session, SessionHandle
 from buffer_rl.agents.tools import (
     OF_ENVIRONMENTS,
+    ToolFaults,
     called_by,
     messages_of,
     refusal_of,
     result_message,
-    text_of_error,
     text_of_result,
     tools_of,
 )
@@ -58,12 +58,13 @@ class Environments:
         self._ending: set[asyncio.Task[None]] = set()
         self._hung: list[Mark] = []
         self._schemas: list[Message] | None = None
+        self._faults = ToolFaults()
 
     async def run(self, session: Session, handle: SessionHandle, prompt: Sample, *, name: str) -> Any:
         """The reward of one play; None if the environment gave none.
 
         Raises AgentFailedError for what the environment raises, GiveUp, and AgentTimeoutError at the deadline."""
-        stage = _Stage(self._factory, self._args, name)
+        stage = _Stage(self._factory, self._args, name, self._faults)
         deadline = asyncio.timeout(self._args.agent_timeout_s)
         try:
             async with deadline:
@@ -121,8 +122,8 @@ class _Stage:
     built: the instance, once it is made; only its threads touch it. has: which methods of the contract it has. doing:
     the method that runs, or ran when the play was cut; empty if none."""
 
-    def __init__(self, factory: Callable[..., Any], args: Args, name: str) -> None:
-        self.name, self.mark, self.doing = name, Mark(), ""
+    def __init__(self, factory: Callable[..., Any], args: Args, name: str, faults: ToolFaults) -> None:
+        self.name, self.mark, self.doing, self._faults = name, Mark(), "", faults
         self.built: Any = None
         self.has: frozenset[str] = frozenset()
         self._make = partial(factory, user_args(args)) if _takes_args(factory) else factory
@@ -150,7 +151,7 @@ class _Stage:
         except GiveUp:
             raise
         except Exception as error:  # fault boundary: the tool is the user's, and its arguments the model's
-            return text_of_error(error)
+            return self._faults.text_of(name, error)
 
     async def is_free(self) -> bool:
         """Whether the thread runs no method, now or within ``FREE_S``."""

@@ -33,7 +33,7 @@ from buffer_rl.agents.session import (
     Session,
     SessionHandle,
 )
-from buffer_rl.agents.tools import ToolAgent
+from buffer_rl.agents.tools import ToolAgent, num_errors
 from buffer_rl.agents.turns import Row, rows
 from buffer_rl.args import Args
 from buffer_rl.errors import RolloutError
@@ -239,6 +239,8 @@ class Agents:
             "observed_tokens": sum(row.response_length - row.effective_response_length for row in played.rows),
         }
         own |= {f"prompt_{cause}": count for cause, count in session.causes.items()}
+        if errors := num_errors(session.exchanges[-1].messages) if session.exchanges else 0:
+            own["tool_errors"] = errors
         if session.replayed:
             own["replayed"] = session.replayed
         if untrained := sum(not each.train for each in session.exchanges):

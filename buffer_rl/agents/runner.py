@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,7 @@ BLOCKED_S = 5.0
 """An event loop that answers nothing for longer is blocked, and its agent is named."""
 ANSWER_S = 1.0
 """The same at an agent's deadline."""
+PACKAGE = Path(__file__).resolve().parents[1]
 ENDS_S = 1.0
 """How long the loop of agents may take to end."""
 
@@ -81,11 +83,9 @@ class AgentLoop:
     def blocker(self) -> tuple[str, str]:
         """The agent that runs now, empty if it is unknown, and its innermost line outside of libraries."""
         task = asyncio.current_task(self.loop)
-        frame = sys._current_frames().get(self.thread.ident or 0)
-        lines = traceback.extract_stack(frame) if frame is not None else []
-        libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-        own = [line for line in lines if not line.filename.startswith(libraries)] or lines
-        at = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
+        lines = lines_of(self.thread)
+        own = [line for line in lines if not line.filename.startswith(_libraries())] or lines
+        at = f" at {place_of(own[-1])}" if own else ""
         name = self.names.get(task, "") if task is not None else ""
         return name, f"{name or 'a callback'}{at}"
 
@@ -95,6 +95,21 @@ class AgentLoop:
         if parent is not None and parent in self.names:
             self.names[task] = self.names[parent]
         return task
+
+
+def lines_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
+    """What ``thread`` runs now, the innermost line last."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return list(traceback.extract_stack(frame)) if frame is not None else []
+
+
+def place_of(line: traceback.FrameSummary) -> str:
+    """Its file, number and function."""
+    return f"{line.filename}:{line.lineno} ({line.name})"
+
+
+def _libraries() -> tuple[str, ...]:
+    return tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Functions:
@@ -121,6 +136,7 @@ class AgentRunner:
         self._blocked_s, self._answer_s = blocked_s, answer_s
         self._loop: AgentLoop | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._hung: set[str] = set()
 
     async def run(self, function: Callable[..., Any], *arguments: Any, name: str, timeout_s: float) -> Any:
         """What ``function(*arguments)`` returns, awaited if it is asynchronous.
@@ -129,7 +145,11 @@ class AgentRunner:
         AgentTimeoutError at the deadline, and RolloutError if another agent blocked its loop. Then, or if the caller is
         cancelled, an asynchronous agent is cancelled, and a plain one is left to itself."""
         asynchronous = is_async(function)
-        future = self._in_loop(function, arguments, name) if asynchronous else _in_thread(function, arguments)
+        thread: threading.Thread | None = None
+        if asynchronous:
+            future = self._in_loop(function, arguments, name)
+        else:
+            future, thread = _in_thread(function, arguments)
         loop, caller = self._loop if asynchronous else None, asyncio.current_task()
         assert caller is not None
         before = caller.cancelling()
@@ -146,6 +166,8 @@ class AgentRunner:
                 raise
             if loop is not None and loop is self._loop and not await loop.answers(self._answer_s):
                 self._leave(loop, future)
+            if thread is not None:
+                self._name_hung(thread, name, timeout_s)
             raise AgentTimeoutError(f"{name} was not done within {timeout_s:g} s") from error
         finally:
             if loop is not None:
@@ -192,6 +214,14 @@ class AgentRunner:
                     self._blocked_s,
                 )
 
+    def _name_hung(self, thread: threading.Thread, name: str, timeout_s: float) -> None:
+        """Name the line of the user's in which a plain agent is at its deadline; each line once."""
+        ours = (*_libraries(), str(PACKAGE))
+        own = [line for line in lines_of(thread) if not line.filename.startswith(ours)]
+        if own and (place := place_of(own[-1])) not in self._hung:
+            self._hung.add(place)
+            _log.warning("%s was at %s after %g s; its thread is left to itself", name, place, timeout_s)
+
     def _leave(self, loop: AgentLoop, future: Future[Any]) -> None:
         """Leave a loop behind with the agent that blocks it; the others there have failed.
 
@@ -207,7 +237,7 @@ class AgentRunner:
             raise blocked
 
 
-def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Future[Any], threading.Thread]:
     future: Future[Any] = Future()
     context = contextvars.copy_context()
 
@@ -222,5 +252,6 @@ def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Futu
         with contextlib.suppress(InvalidStateError):  # its deadline has passed
             future.set_exception(answer) if failed else future.set_result(answer)
 
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return future
+    thread = threading.Thread(target=run, name="agent", daemon=True)
+    thread.start()
+    return future, thread

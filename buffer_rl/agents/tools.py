@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from buffer_rl.agents.messages import Message, calls_of
 from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.kinds.agent import AgentSession
-from buffer_rl.plugin.calls import contained, error_text
+from buffer_rl.plugin.calls import contained, error_name, error_text
 from buffer_rl.records.groups import Sample
 
 if TYPE_CHECKING:
     from buffer_rl.plugin.registry import PluginRegistry
 
+_log = logging.getLogger(__name__)
+ERROR = "error:"
+"""The beginning of what the model is told of a call that failed."""
 MOST_ERROR_TEXT = 500
 OF_ENVIRONMENTS = frozenset({"reset", "step", "reward", "close"})
 """Methods that are no tools."""
@@ -31,7 +35,7 @@ class ToolAgent:
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
         self._tools: dict[str, Callable[..., Any]] = {}
-        self._schemas = []
+        self._schemas, self._faults = [], ToolFaults()
         for tool in _flat(tools):
             schema = schema_of(tool, where="--tools-path")
             name = schema["function"]["name"]
@@ -57,8 +61,25 @@ class ToolAgent:
             with contained():
                 answer = self._tools[name](**arguments)
         except Exception as error:  # fault boundary: the tool is the user's, and its arguments the model's
-            return text_of_error(error)
+            return self._faults.text_of(name, error)
         return text_of_result(answer)
+
+
+class ToolFaults:
+    """What the tools of one rollout worker raised. The model is told the error alone: files and lines are those of this
+    machine, and fill its context. The log has the traceback of the first error of each class and tool."""
+
+    def __init__(self) -> None:
+        self._named: set[tuple[str, type[Exception]]] = set()
+
+    def text_of(self, tool: str, error: Exception) -> str:
+        """What the model is told of what ``tool`` raised."""
+        key = (tool, type(error))
+        if key not in self._named:
+            self._named.add(key)
+            what = "the tool %r raised %s\n    the model is told so; later errors of this class are only counted"
+            _log.warning(what, tool, error_text(error))
+        return f"{ERROR} {error_name(error)}"[:MOST_ERROR_TEXT]
 
 
 def check_tools(args: Args, registry: PluginRegistry) -> None:
@@ -104,8 +125,8 @@ def tools_of(environment: type) -> list[Message]:
 def refusal_of(name: str, arguments: Any, tools: Collection[str]) -> str:
     """What the model is told of a call that cannot be made; empty if it can."""
     if name not in tools:
-        return f"error: there is no tool {name!r:.80}; there are {', '.join(tools)}"
-    return "" if isinstance(arguments, dict) else "error: the arguments are no JSON object"
+        return f"{ERROR} there is no tool {name!r:.80}; there are {', '.join(tools)}"
+    return "" if isinstance(arguments, dict) else f"{ERROR} the arguments are no JSON object"
 
 
 def text_of_result(answer: Any) -> str:
@@ -113,9 +134,10 @@ def text_of_result(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 
-def text_of_error(error: Exception) -> str:
-    """What the model is told of what a tool raised."""
-    return f"error: {error_text(error)}"[:MOST_ERROR_TEXT]
+def num_errors(messages: Iterable[Message]) -> int:
+    """How many results of tools in a conversation say that the call failed."""
+    results = [message.get("content") for message in messages if message.get("role") == "tool"]
+    return sum(isinstance(result, str) and result.startswith(ERROR) for result in results)
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.calling import PATIENCE_S
 from buffer_rl.cluster.member import PULSE, end_process, frames_of, take_stack
-from buffer_rl.observe.pulse import Look, Pulse, hung_members
+from buffer_rl.observe.pulse import CallPulse, Look, Pulse, hung_members, slow_first_calls
 
 T = TypeVar("T")
 
@@ -78,7 +78,8 @@ class _Watched:
 @dataclass(eq=False)
 class HangWatch:
     """A watcher of the driver. groups: their members are of classes derived from ``Member`` and are ready. timeout_s:
-    see ``hung_members``. notice: called with a line for each process that is ended."""
+    see ``hung_members``. notice: called with a line for each process that is ended, and once for each whose first call
+    of a method takes long."""
 
     groups: InitVar[Sequence[ActorGroup]]
     _timeout_s: float
@@ -88,6 +89,7 @@ class HangWatch:
     def __post_init__(self, groups: Sequence[ActorGroup]) -> None:
         self._looked = self.now()
         self._interval_s = min(self._timeout_s / 4, MAX_INTERVAL_S)
+        self._told: set[tuple[int, str]] = set()
         self._groups = {group: [_Watched(actor) for actor in group.actors] for group in groups}
         watched = [member for members in self._groups.values() for member in members]
         for member in watched:
@@ -112,8 +114,20 @@ class HangWatch:
             for rank, reason in hung_members(looks, self._timeout_s).items():
                 if (pulse := looks[rank].pulse) is not None:
                     hung.setdefault((pulse.node, pulse.pid), (looks[rank], group.name_of(rank), reason))
+            for rank, call in slow_first_calls(looks, self._timeout_s).items():
+                self._tell(cast("Pulse", looks[rank].pulse), call, group.name_of(rank))
         for look, name, reason in hung.values():
             self._end(cast("Pulse", look.pulse), look.methods, name, reason)
+
+    def _tell(self, pulse: Pulse, call: CallPulse, name: str) -> None:
+        """Say once where the first call of a method is, which nothing ends but its own deadline."""
+        if (pulse.pid, call.method) in self._told:
+            return
+        self._told.add((pulse.pid, call.method))
+        stack = _on_node(pulse.node, take_stack, pulse.pid, pulse.log, False) or ""
+        frames = frames_of(stack, call.method) or "none"
+        at = f"its first {call.method} (process {pulse.pid} on {pulse.host}), stack: {frames}"
+        self._notice(f"{name}: no progress for {call.idle_s:.0f} s in {at}; it is waited for")
 
     def _end(self, pulse: Pulse, methods: Sequence[str], name: str, reason: str) -> None:
         """Take the stack of a process, end it, and have its calls fail with the reason."""

@@ -80,10 +80,10 @@ def write_stack_at_signal() -> None:
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
 
 
-def take_stack(pid: int, log: str) -> str:
+def take_stack(pid: int, log: str, stops: bool = True) -> str:
     """On the node of the process ``pid``, which called ``write_stack_at_signal``: have it write its stack, also if it
-    is stopped; afterwards it is stopped. log: the file that its errors go to; empty if unknown. Returns the text; empty
-    if it writes none."""
+    is stopped. log: the file that its errors go to; empty if unknown. stops: afterwards it is stopped, else it goes on.
+    Returns the text; empty if it writes none."""
     text = ""
     with contextlib.suppress(OSError):  # it has ended, or its log is not a file
         log = log or os.readlink(f"/proc/{pid}/fd/2")
@@ -94,7 +94,8 @@ def take_stack(pid: int, log: str) -> str:
         while time.monotonic() < deadline and not (text and text == before):
             time.sleep(POLL_S)
             before, text = text, _end_of(log, start)
-        os.kill(pid, signal.SIGSTOP)  # it must not go on with what it did
+        if stops:
+            os.kill(pid, signal.SIGSTOP)  # it must not go on with what it did
     return text
 
 

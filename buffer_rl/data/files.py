@@ -214,6 +214,8 @@ def _read_local(path: str) -> bytes:
         return Path(path).read_bytes()
     except FileNotFoundError:
         hint = f"the current folder is {Path.cwd()}"
+        if len(several := path.replace(", ", ",").replace(" ", ",").split(",")) > 1 and all(several):
+            hint += f". Several are a list: [{', '.join(several)}] in a YAML file, with spaces between them as a flag"
         if path.count("/") == 1 and not Path(path).suffix and not Path(path).parent.is_dir():
             download = f"hf download --repo-type dataset {path} --local-dir FOLDER"
             hint += f". A data set of the Hub is downloaded first: {download}"

@@ -200,7 +200,10 @@ class Incidents:
         """The incidents of a training rollout."""
         count = int(metrics.get("rollout/drop_quarantined", 0))
         self._quarantined[rollout_id] = count
-        return [f"rollout {rollout_id}: {_groups(count)} put into quarantine"] if count else []
+        if not count:
+            return []
+        where = self._run_dir / QUARANTINE_FILE
+        return [f"rollout {rollout_id}: {_groups(count)} put into quarantine, with their errors: {where}"]
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """The incidents of a training step."""

@@ -186,6 +186,18 @@ def hung_members(looks: Sequence[Look], timeout_s: float) -> dict[int, str]:
     return {place: f"no progress for {call.idle_s:.0f} s in {_named(call)}" for place, call in culprits.items()}
 
 
+def slow_first_calls(looks: Sequence[Look], timeout_s: float) -> dict[int, CallPulse]:
+    """The members of a role, by place, whose first call of a method has made no progress for ``timeout_s`` and waits
+    for nothing. It has no past to be judged by, and may well be at work: a user wants to know where it is."""
+    return {
+        place: call
+        for place, look in enumerate(looks)
+        if look.pulse is not None
+        for call in look.pulse.calls
+        if call.method not in look.pulse.gaps and call.waits is Waits.NOT and call.idle_s > timeout_s
+    }
+
+
 def _stuck_call(look: Look, looks: Sequence[Look], timeout_s: float) -> CallPulse | None:
     """The call of a member that has made no progress for too long."""
     if look.pulse is None:

@@ -117,7 +117,8 @@ def run_report(
     if gains:
         out.print(gain_table(gains))
     else:
-        out.print("This run evaluated nothing: give it --eval-prompt-data NAME=PATH.", markup=False)
+        how = "--eval-prompt-data NAME=PATH says on what, --eval-interval N when"
+        out.print(f"This run evaluated nothing: {how}.", markup=False)
     lines = []
     if rewards := curves_of(records).reward.values:
         lines.append(f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}")

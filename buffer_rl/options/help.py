@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
@@ -81,6 +81,15 @@ def keep_in_help(parser: argparse.ArgumentParser, acts: Callable[[str, str], boo
                 action.help = argparse.SUPPRESS
                 idle.add(name)
     parser.set_defaults(idle=idle)
+
+
+def reword_help(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
+    """Say in the help pages what some options, by name, mean to this command; the default of another meaning is left
+    out."""
+    for action in parser._actions:
+        name = action.dest.removeprefix(_DEST)
+        if name != action.dest and name in texts and action.help != argparse.SUPPRESS:
+            action.help = texts[name].replace("%", "%%")
 
 
 class _Help(argparse.Action):

@@ -226,10 +226,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     toolkits call ``name`` (``synonyms.yaml``), else the nearest one; or an empty text."""
     names = {each: _plain(each) for each in known}
     synonyms = yaml.safe_load(resources.files("buffer_rl.options").joinpath("synonyms.yaml").read_text("utf-8"))
-    same = [each for each, plain in names.items() if _plain(name) in synonyms.get(plain, ())]
+    same: list[str] = []
+    for wanted in _tails(_plain(name)):
+        same = same or [each for each, plain in names.items() if wanted in (plain, *synonyms.get(plain, ()))]
     near = difflib.get_close_matches(_plain(name), names.values(), n=1, cutoff=0.6)
     found = same or [each for each, plain in names.items() if plain in near][:1]
     return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def _tails(name: str) -> list[str]:
+    """``a.b.c``, as nested configurations have it: ``a.b.c``, ``b_c``, ``c``."""
+    parts = name.split(".")
+    return [name, *("_".join(parts[-length:]) for length in (2, 1) if length < len(parts))]
 
 
 def _plain(name: str) -> str:

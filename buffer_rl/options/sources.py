@@ -314,7 +314,9 @@ def _refuse_unknown(
     unknown = [group for group in groups if group[0].startswith("-")]
     if not unknown:
         is_file = "--config" in flags and extra[0].endswith((".yaml", ".yml"))
-        hint = f"did you mean --config {extra[0]}?" if is_file else f"see {prog} --help"
+        name, equals, _ = extra[0].partition("=")
+        near = did_you_mean(name, flags) if equals and name.replace(".", "").isidentifier() else ""
+        hint = f"did you mean --config {extra[0]}?" if is_file else near or f"see {prog} --help"
         raise ConfigError(f"unexpected argument {extra[0]!r}", hint=hint)
     known = {flag: explain(registry, flag.lstrip("-"), values) for flag, _, values in unknown}
     lines = {

@@ -25,7 +25,7 @@ _CALLERS = frozenset(
     {
         *(__name__, "buffer_rl.rollout.user_functions", "buffer_rl.agents.play", "buffer_rl.agents.runner"),
         *("buffer_rl.agents.environment", "asyncio.runners", "asyncio.events"),
-        *("asyncio.threads", "concurrent.futures.thread"),
+        *("asyncio.threads", "concurrent.futures.thread", "buffer_rl.testing.lint_loss"),
     }
 )
 Answer = TypeVar("Answer")

@@ -8,7 +8,7 @@ import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,9 @@ NAMES_GROUP = "buffer_rl.names"
 """Entry points of this group, of buffer_rl itself alone, are tables: by kind, references by name."""
 HOOK_GROUP = "buffer_rl"
 """Entry points of this group are pluggy plugins; those of a kind stand in ``buffer_rl.<kind>``."""
+
+OTHER_GROUPS = ("names", "verb", "import_names")
+"""Groups beside those of kinds, each after ``buffer_rl.``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,11 @@ class EntryPoints:
     def all(self, kind: str) -> list[EntryPointInfo]:
         """The entry points of ``kind``, usable or not."""
         return [entry for entry in self._read[0] if entry.kind == kind]
+
+    def foreign(self, kinds: Collection[str]) -> list[EntryPointInfo]:
+        """The entry points of others in groups of no kind, such as a misspelt one."""
+        known = {"", *kinds, *OTHER_GROUPS}
+        return [entry for entry in self._read[0] if entry.kind not in known and not self.refusal(entry)]
 
     def refusal(self, entry: EntryPointInfo) -> str:
         """Why an entry point may not be used; empty if it may."""
@@ -194,6 +202,18 @@ class PluginInfo:
             line=origin.line,
             sha256=file_hash(origin.file),
             loaded=loaded,
+            error=error,
+        )
+
+    @classmethod
+    def of_entry(cls, entry: EntryPointInfo, error: str) -> PluginInfo:
+        """The row of an entry point that is not used."""
+        return cls(
+            kind=entry.kind,
+            name=entry.name,
+            target=entry.value,
+            distribution=entry.distribution,
+            version=entry.version,
             error=error,
         )
 

@@ -21,6 +21,7 @@ from buffer_rl.kinds.table import KINDS, kind_named
 from buffer_rl.plugin.calls import nearest, plugin_error
 from buffer_rl.plugin.entry_points import (
     AUTOLOAD_VARIABLE,
+    HOOK_GROUP,
     EntryPointInfo,
     EntryPoints,
     PluginInfo,
@@ -174,6 +175,11 @@ class PluginRegistry:
                 rows["", name] = PluginInfo.of(origin_of_object("", name, plugin), loaded=True)
             for name, problem in self._plugins.broken.items():
                 rows["", name] = PluginInfo(kind="", name=name, error=problem)
+            for entry in self._entry_points.foreign(KINDS):
+                what = f"{HOOK_GROUP}.{entry.kind} is no group of entry points"
+                near = nearest(entry.kind, KINDS)
+                error = f"{what}; did you mean {HOOK_GROUP}.{near}?" if near else what
+                rows[entry.kind, entry.name] = PluginInfo.of_entry(entry, error)
         return sorted(rows.values(), key=lambda info: (info.kind, info.name))
 
     def _infos_of(self, kind: str) -> Iterator[PluginInfo]:
@@ -184,14 +190,7 @@ class PluginRegistry:
                 yield PluginInfo(kind=kind, name=name, target=join_sources(candidates), error=str(error))
         for entry in self._entry_points.all(kind):
             if reason := self._entry_points.refusal(entry):
-                yield PluginInfo(
-                    kind=kind,
-                    name=entry.name,
-                    target=entry.value,
-                    distribution=entry.distribution,
-                    version=entry.version,
-                    error=reason,
-                )
+                yield PluginInfo.of_entry(entry, reason)
         for (resolved_kind, _), adapter in self._resolved.items():
             if resolved_kind == kind:
                 yield PluginInfo.of(adapter.origin, loaded=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import comb
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +21,7 @@ from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.production import generate_group, run_all, score_group, within_deadline
 from buffer_rl.rollout.requests import Requests
-from buffer_rl.rollout.stats import RolloutStats, rewards_of
+from buffer_rl.rollout.stats import RolloutStats, known_means, rewards_of
 from buffer_rl.rollout.user_functions import UNNAMED
 
 if TYPE_CHECKING:
@@ -42,18 +44,23 @@ async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOut
 
 
 def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
-    """By data set ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean, ``eval/{name}/truncated`` share, and
-    ``eval/{name}/{entry}``, the mean of each number of rewards that are mappings, and of each reward that rows chose.
+    """By data set ``eval/{name}`` mean reward, ``eval/{name}/response_len`` mean, ``eval/{name}/truncated`` share,
+    ``eval/{name}/{entry}``, the mean of each number of rewards that are mappings, and of each reward that rows chose,
+    and ``eval/{name}/pass_at_{k}``, see ``pass_rates``.
 
     Means over samples, of which each counts once, with the mean of its parts. A set without rewards is left out."""
     by_name: dict[str, RolloutStats] = {}
     entries: dict[str, list[float]] = defaultdict(list)
+    means: dict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
+        means[group.data_set or UNNAMED].append(known_means(group, rewards_of(args, group)))
         by_name.setdefault(group.data_set or UNNAMED, RolloutStats()).count_kept(group, rewards_of(args, group))
         for rows in group.by_sample():
             for entry, numbers in _entries(rows).items():
                 entries[f"eval/{group.data_set or UNNAMED}/{entry}"].append(float(np.mean(sorted(numbers))))
-    values = {name: float(np.mean(sorted(means))) for name, means in entries.items()}
+    values = {name: float(np.mean(sorted(found))) for name, found in entries.items()}
+    for name, of_prompts in means.items():
+        values |= {f"eval/{name}/pass_at_{k}": share for k, share in pass_rates(of_prompts).items()}
     for name, stats in by_name.items():
         if stats.rewards:
             values |= {
@@ -62,6 +69,19 @@ def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
                 f"eval/{name}/truncated": float(np.mean(sorted(stats.truncated))),
             }
     return values
+
+
+def pass_rates(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
+    """pass@k of a set by k = 2, 4, 8, … up to the samples of a prompt: the expected share of prompts with a right one
+    among k of their samples, 1 - C(wrong, k) / C(samples, k) (arXiv 2107.03374, equation 1). Empty unless every reward
+    is 0 or 1. rewards: of the samples of each prompt; the prompt with the fewest decides how far k goes."""
+    if not {reward for prompt in rewards for reward in prompt} <= {0.0, 1.0}:
+        return {}
+    fewest = min(map(len, rewards), default=0)
+    return {
+        k: fmean(1 - comb(prompt.count(0.0), k) / comb(len(prompt), k) for prompt in rewards)
+        for k in (1 << power for power in range(1, fewest.bit_length()))
+    }
 
 
 def _entries(rows: Iterable[Sample]) -> dict[str, list[float]]:

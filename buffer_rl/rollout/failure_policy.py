@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections import Counter
@@ -35,6 +36,7 @@ from buffer_rl.rollout.stats import RolloutStats
 if TYPE_CHECKING:
     from buffer_rl.engines.client import EngineClient
 
+_log = logging.getLogger(__name__)
 DATA_ATTEMPTS = 2
 INFRA_ATTEMPTS = 4  # of one group in one rollout, while the engines answer others
 GIVE_UP_AFTER = 8  # groups in quarantine, while nothing succeeded
@@ -110,7 +112,10 @@ class FailurePolicy:
 
     async def count(self, group: SampleGroup, failure: AttemptFailure) -> tuple[int, int]:
         """Count the failure. Returns how many of its domain the run had, and how many of these the group."""
-        self._first_failures.setdefault(failure.domain, failure)
+        if failure.domain not in self._first_failures:
+            self._first_failures[failure.domain] = failure
+            what = f"{self._buffer.ticket.task}: the first attempt that failed for reasons {_CAUSES[failure.domain]}"
+            _log.warning("%s, at %s: %s", what, group.uid, failure.error)
         self._stats.failures[failure.domain] += 1
         if failure.domain is Domain.INFRA:
             self._infra_in_a_row += 1

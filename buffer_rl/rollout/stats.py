@@ -120,7 +120,7 @@ class RolloutStats:
     def count_kept(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a group that was kept; ``rewards`` as ``rewards_of`` gives them."""
         indices = [sample.sample_index for sample in group]
-        means = _known_means(group, rewards)
+        means = known_means(group, rewards)
         self.num_kept += 1
         self.rewards += means
         lengths = [row.response_length for row in group.rows]
@@ -139,7 +139,7 @@ class RolloutStats:
 
     def count_filtered(self, group: SampleGroup, rewards: Sequence[float | None]) -> None:
         """Count a scored group that the dynamic filter dropped; ``rewards`` as ``rewards_of`` gives them."""
-        self.filtered_rewards += _known_means(group, rewards)
+        self.filtered_rewards += known_means(group, rewards)
         self.num_filtered += 1
 
     def metrics(self) -> dict[str, float]:
@@ -192,6 +192,7 @@ class RolloutStats:
         return f"{self.drops.total()} dropped" + (f" ({reasons})" if reasons else "")
 
 
-def _known_means(group: SampleGroup, rewards: Sequence[float | None]) -> list[float]:
+def known_means(group: SampleGroup, rewards: Sequence[float | None]) -> list[float]:
+    """The reward of each sample that has one: the mean over its parts. rewards: of the rows."""
     known = [(s.sample_index, reward) for s, reward in zip(group, rewards, strict=True) if reward is not None]
     return sample_means([index for index, _ in known], [reward for _, reward in known])

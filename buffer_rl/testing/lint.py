@@ -20,8 +20,6 @@ from buffer_rl.records.groups import SAMPLE_SIZES, Column, GroupUid, RowId, Trai
 
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {
-        "form": "return TokenLoss(values) with a number for each token or row; an estimator sets the column "
-        "advantages, numbers [response_length] for each row",
         "finite": "guard divisions and logarithms: rewards may be equal, rows without tokens or masked entirely",
         "order": "take group and sample of a row from row_ids, not from its place",
         "micro-batches": "return numbers that are not divided, for the step's total divides them; a loss that compares "
@@ -37,7 +35,8 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "scope": "declare what the estimator reads together: @scoped('group') or @scoped('rollout')",
     }
 )
-"""What to do about a property that fails; ``needs`` says it itself."""
+"""What to do about a property that fails; ``form`` and ``needs`` say it themselves."""
+_INDENT = " " * 10
 
 
 class Result(StrEnum):
@@ -59,7 +58,7 @@ class Finding:
     def __str__(self) -> str:
         line = f"{self.result:<7} {self.property}{': ' if self.text else ''}{self.text}"
         remedy = REMEDIES.get(self.property) if self.result is Result.FAIL else None
-        return line + (f"\n          to do: {remedy}" if remedy else "")
+        return line + (f"\n{_INDENT}to do: {remedy}" if remedy else "")
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:
@@ -73,8 +72,7 @@ def checked(name: str, check: Callable[[], str | Finding]) -> Finding:
     try:
         found = check()
     except Exception as error:  # fault boundary: a plugin's code
-        text = str(error) or type(error).__name__
-        return Finding(name, Result.FAIL, text.splitlines()[0])
+        return Finding(name, Result.FAIL, _text_of(error))
     if isinstance(found, Finding):
         return found
     return Finding(name, Result.FAIL if found else Result.PASS, found)
@@ -101,6 +99,14 @@ def column_forms(names: Iterable[str]) -> Iterator[dict[str, str]]:
         yield dict(zip(ordered, forms, strict=True))
 
 
+def _text_of(error: Exception) -> str:
+    """What is wrong, and of an error of this package what was expected, or the plugin's line that raised."""
+    lines = (str(error) or type(error).__name__).splitlines()
+    if not isinstance(error, BufferRLError):
+        return lines[0]
+    return f"\n{_INDENT}".join(line.removeprefix("  ") for line in lines)
+
+
 def try_forms(
     declared: frozenset[str],
     undeclared: set[str],
@@ -118,7 +124,7 @@ def try_forms(
             try:
                 return call(form)
             except (BufferRLError, RuntimeError) as error:
-                text, lacks = str(error).splitlines()[0], missing(error)
+                text, lacks = _text_of(error), missing(error)
                 if lacks:
                     break
         if not lacks:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,8 @@ def add_adapters(module: PreTrainedModel, args: Args) -> dict[str, torch.Tensor]
         _require_targets(module, targets)
     alpha: Any = args.lora_alpha  # peft declares it as an integer, and only divides it
     config = LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+    # What peft and transformers need to load the written folder by itself.
+    config.task_type, config.base_model_name_or_path = "CAUSAL_LM", os.path.abspath(str(args.hf_checkpoint))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
         try:
@@ -140,7 +144,7 @@ def write_adapter(module: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     own = {_name_of_peft(name): weight for name, weight in module.state_dict().items() if PART in name}
     save_file({name: weight.cpu().contiguous() for name, weight in own.items()}, folder / "adapter_model.safetensors")
-    module.peft_config["default"].save_pretrained(str(folder))
+    replace(module.peft_config["default"], inference_mode=True).save_pretrained(str(folder))
 
 
 def _name_of_peft(name: str) -> str:

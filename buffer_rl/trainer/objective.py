@@ -171,18 +171,18 @@ class Objective:
                 error.hint = f"declare it: buffer_rl.kinds.marks.scoped(..., needs=({min(absent)!r},))"
             raise
         batch.columns = dict(batch.columns) | hidden
+        where = place(kind, name, batch.task)
         expected = "None, with batch.columns['advantages'] and ['returns'] set: per row [response_length] float32"
         if answer is not None:
             raise returned(kind, name, answer, expected, at=batch.task)
         # Others would see it in some schedules, and in some not.
         if replaced := [column for column, rows in before.items() if batch.columns.get(column) is not rows]:
-            hint = f"it replaced the column {replaced[0]!r}: set one of another name"
-            raise returned(kind, name, answer, expected, at=batch.task, hint=hint)
+            what = f"it replaced the column {replaced[0]!r}"
+            raise PluginError(what, where=where, expected=expected, hint="set one of another name")
         for column in ("advantages", "returns"):
             if column not in batch.columns:
-                hint = f"it did not set the column {column}"
-                raise returned(kind, name, answer, expected, at=batch.task, hint=hint)
-            batch.columns[column] = self._checked_column(batch, column, expected)
+                raise PluginError(f"it did not set the column {column}", where=where, expected=expected)
+            batch.columns[column] = _checked_column(batch, column, where=where, expected=expected)
         if self._args.use_opd:
             distil(self._args, batch)
         if self._args.normalize_advantages:
@@ -319,23 +319,23 @@ class Objective:
                 raise wrong(tensors, hint=f"the metric {metric!r} {problem}")
         return answer
 
-    def _checked_column(self, batch: TrainBatch, column: str, expected: str) -> list[np.ndarray]:
-        """Float32 rows of the right lengths: a wrong length would be cut or padded without a word."""
-        values: Any = batch.columns[column]
-        try:
-            rows = [np.asarray(row, dtype=np.float32) for row in values]
-        except (TypeError, ValueError) as error:
-            hint = f"the column {column} holds no rows of numbers: {error}"
-            raise returned("advantage", self._estimator_name, values, expected, at=batch.task, hint=hint) from error
-        wanted = [(int(length),) for length in batch.columns["response_length"]]
-        found = [row.shape for row in rows]
-        if found != wanted:
-            at = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), None)
-            what = f"{len(found)} rows" if at is None else f"row {at} of shape {found[at]}"
-            right = f"{len(wanted)} rows" if at is None else f"{wanted[at]}"
-            hint = f"the column {column} has {what}, not {right}"
-            raise returned("advantage", self._estimator_name, values, expected, at=batch.task, hint=hint)
-        return rows
+
+def _checked_column(batch: TrainBatch, column: str, *, where: str, expected: str) -> list[np.ndarray]:
+    """Float32 rows of the right lengths: a wrong length would be cut or padded without a word."""
+    values: Any = batch.columns[column]
+    try:
+        rows = [np.asarray(row, dtype=np.float32) for row in values]
+    except (TypeError, ValueError) as error:
+        what = f"the column {column} holds no rows of numbers: {error}"
+        raise PluginError(what, where=where, expected=expected) from error
+    wanted = [(int(length),) for length in batch.columns["response_length"]]
+    found = [row.shape for row in rows]
+    if found != wanted:
+        at = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), None)
+        what = f"{len(found)} rows" if at is None else f"row {at} of shape {found[at]}"
+        right = f"{len(wanted)} rows" if at is None else f"{wanted[at]}"
+        raise PluginError(f"the column {column} has {what}, not {right}", where=where, expected=expected)
+    return rows
 
 
 def _correction_of(args: Args, registry: PluginRegistry) -> Correction | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -60,6 +61,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     prune.add_argument("--dry-run", action="store_true", help="show what would be removed, and remove nothing")
 
 
+def _written(value: object) -> str:
+    """A value as one would write it behind its flag."""
+    return shlex.join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def run_list(namespace: argparse.Namespace) -> int:
     """Print a line for each checkpoint, and one for each run. Raises CheckpointError if there is none."""
     _, found, metrics = _found(namespace.path)
@@ -70,7 +76,8 @@ def run_list(namespace: argparse.Namespace) -> int:
     for step, held in found.items():
         facts, noted = held.manifest.facts, [(name, held.scores.get(name)) for name in metrics]
         cells = ["" if score is None else f"{score:.4g}{'*' * (best[name] == step)}" for name, score in noted]
-        options = " ".join(f"{flag} {value}" for flag, value in facts.get("changed", {}).items())[:MAX_OPTIONS]
+        options = " ".join(f"{flag} {_written(value)}" for flag, value in facts.get("changed", {}).items())
+        options = options[:MAX_OPTIONS]
         run = runs.setdefault(options, len(runs) + 1)
         rows.append([str(step), _size(held), str(facts.get("saved", "")), *cells, str(run)])
     rows[-1][0] += " (newest)"

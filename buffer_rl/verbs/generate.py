@@ -22,8 +22,8 @@ from buffer_rl.files.checkpoint import opened_checkpoint
 from buffer_rl.files.hf_config import max_positions, read_config
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.checks import refuse
-from buffer_rl.options.help import add_config_flag, add_help, add_options, keep_in_help
-from buffer_rl.options.section import required
+from buffer_rl.options.help import add_config_flag, add_help, add_options, keep_in_help, reword_help
+from buffer_rl.options.section import flag_of, required
 from buffer_rl.options.sources import Resolved, Source, resolve_namespace
 from buffer_rl.plan.counts import with_counts
 from buffer_rl.plugin.registry import PluginRegistry
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FLEET_CHECK_S = 1.0
+_PLAYERS = ("agent_path", "agent_command", "tools_path", "environment", "custom_generate_function_path")
 _SHOWN = ("sample_index", "prompt", "label", "response", "status")
 _DESCRIPTION = """\
 Sample responses to prompts, as the rollouts of a run would. The options, their file (--config) and their variables
@@ -52,6 +53,19 @@ tool_key id_key multimodal_keys decode_json add_special_tokens apply_chat_templa
 rollout_seed rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_max_response_len
 rollout_max_context_len rollout_stop rollout_stop_token_ids rollout_skip_special_tokens rollout_concurrency
 generate_timeout_s"""
+_MEANINGS = {
+    "load": "model to ask: a checkpoint, or a folder or URL of them, then the newest",
+    "hf_checkpoint": "model and tokenizer to ask: a folder, or a name of the Hub",
+    "prompt_data": "prompts: all rows of these .jsonl or .parquet files (also compressed), folders, patterns "
+    "('data/*.parquet') or folders of Hugging Face datasets; PATH@[start:end] is a slice. Local paths, URLs that "
+    "fsspec reaches, or hf://datasets/ORG/NAME",
+    "deterministic": "equal seeds give equal responses, at some cost in speed (default: false)",
+    "rm_type": "also score responses to rows of --prompt-data, by this registered reward function, for example math; "
+    "rows may choose another one of --row-rm-types (default: none)",
+    "custom_rm_path": "also score responses to rows of --prompt-data, by your reward function: module:fn or "
+    "./file.py:fn (default: none)",
+}
+"""What these options of a run mean here."""
 _ACTING_SECTIONS = ("Engine", "SGLang", "Reward")
 
 
@@ -68,13 +82,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     add_config_flag(parser)
     add_options(parser, sections)
     keep_in_help(parser, lambda heading, name: heading in _ACTING_SECTIONS or name in _ACTS.split())
+    reword_help(parser, _MEANINGS)
     parser.set_defaults(run=run, sections=sections)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Start an engine, ask it, print, and stop it. Raises BufferRLError."""
     resolved = resolve_namespace(namespace)
-    print_notices(resolved.notices)
+    print_notices([*resolved.notices, *_left_out(resolved)])
     with ExitStack() as stack:
         args = with_counts(_without_rows_of_file(resolved) if namespace.prompt else resolved.args)
         what = "--load and --router-url: the engines there serve weights of their own, not the checkpoint's"
@@ -87,6 +102,14 @@ def run(namespace: argparse.Namespace) -> int:
     for answer in answers:
         _print(answer, as_json=namespace.json)
     return 0
+
+
+def _left_out(resolved: Resolved) -> list[str]:
+    """What is said of an agent that the file of a run names; of a flag it is said already."""
+    of_file = [name for name in _PLAYERS if resolved.origins[name].source is not Source.FLAG]
+    players = ", ".join(flag_of(name) for name in of_file if getattr(resolved.args, name))
+    what = "is left out: each prompt is asked once, without the tools of a run. buffer-rl eval plays it"
+    return [f"{players} {what}"] if players else []
 
 
 def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:

@@ -16,14 +16,14 @@ from buffer_rl.args import Args
 from buffer_rl.cluster.process import starts_engines
 from buffer_rl.driver.folders import nearest_folder
 from buffer_rl.errors import ConfigError
-from buffer_rl.files.hf_config import read_config, text_config
+from buffer_rl.files.hf_config import max_positions, read_config, text_config
 from buffer_rl.files.model_folder import weight_files
 from buffer_rl.files.remote import is_remote, local_path
 from buffer_rl.options.section import flag_of, required
 from buffer_rl.plan.algorithm import is_supervised, uses_critic, uses_reference
 from buffer_rl.plan.roles import worker_counts
 from buffer_rl.plan.schedule import rollout_only, train_only
-from buffer_rl.rollout.options import generate_path, is_built_in_rollout
+from buffer_rl.rollout.options import generate_path, is_built_in_rollout, plays_agents
 
 WEIGHT_BYTES, STATE_BYTES, HALF_BYTES = 4, 8, 2
 """Of a parameter in the built-in trainer: float32, the two float32 moments of Adam, bfloat16."""
@@ -99,7 +99,10 @@ def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[s
         values = 2 * config.get("num_hidden_layers", 0) * (config.get("num_key_value_heads") or heads) * size
         rows = (args.over_sampling_batch_size or args.rollout_batch_size) * args.n_samples_per_prompt
         sequences = min(args.engine_max_running_requests, ceil(rows / args.rollout_num_engines))
-        tokens = longest_prompt + args.rollout_max_response_len
+        limits = [*filter(None, (args.rollout_max_context_len, args.engine_context_length, max_positions(config)))]
+        tokens = min([longest_prompt + args.rollout_max_response_len, *limits])
+        if plays_agents(args) and limits:  # a conversation, of any number of answers
+            tokens = min(limits)
         bytes_each = ENGINE_BYTES[args.engine_dtype]
         total = (needs.parameters + values * sequences * tokens) * bytes_each
         found["engine"] = total, f"weights, cache of {sequences} sequences of {tokens} tokens"

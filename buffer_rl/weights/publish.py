@@ -240,8 +240,9 @@ class Publisher:
             self._connected = receivers
 
     def _stage(self, version: int) -> None:
-        """Have the engines prepare the version while they generate, if all of them can."""
-        if not offers(self.transport, Stages):
+        """Have the engines prepare the version while they generate, if all of them can, and what it is takes the place
+        of what they serve: adapters are loaded beside it."""
+        if getattr(self.transport, "keeps_requests", False) or not offers(self.transport, Stages):
             return
         infos = self.engines.server_info()
         if all(info.prepares_weights for info in infos.values()):

@@ -17,6 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart" / "build"
 BATCH = 64
+SHOWN = 100  # steps between two lines of progress
 LAYERS = 4  # those of the policy, and two more
 SIZES = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
 MAX_ANSWER = 12  # tokens, as --rollout-max-response-len
@@ -39,18 +40,21 @@ def padded(lines: list[list[Any]], fill: float) -> Any:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], True, fill)
 
 
-def optimizer_steps(model: Any, steps: int, peak: float, loss_of_batch: Any) -> None:
-    """AdamW on ``loss_of_batch()``, with a learning rate that rises to ``peak`` and falls to 0."""
+def optimizer_steps(what: str, model: Any, steps: int, peak: float, loss_of_batch: Any) -> None:
+    """AdamW on ``loss_of_batch()``, with a learning rate that rises to ``peak`` and falls to 0. what: is learned."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps, pct_start=0.1)
-    for _ in range(steps):
-        loss_of_batch().backward()
+    for step in range(1, steps + 1):
+        loss = loss_of_batch()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        if step % SHOWN == 0 or step == steps:
+            print(f"{what}: step {step}/{steps}  loss {loss.item():.4f}", flush=True)
 
 
 def learn_task(policy: Path, draw: Any, steps: int) -> Any:
@@ -67,7 +71,7 @@ def learn_task(policy: Path, draw: Any, steps: int) -> Any:
         logits = model(input_ids=ids).logits[:, :-1]
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=-100)
 
-    optimizer_steps(model, steps, 2e-3, loss)
+    optimizer_steps("the task", model, steps, 2e-3, loss)
     return model
 
 
@@ -92,8 +96,9 @@ def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> fl
 
     As a reward model it is asked at the last token of an answer; it is trained at every one."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, logging
 
+    logging.set_verbosity_error()  # it reports the two new layers as missing, and they are made here
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
@@ -123,7 +128,7 @@ def fit(policy: Path, data: Path, out: Path, *, steps: int, seed: int = 0) -> fl
         answered = wanted >= 0
         return torch.nn.functional.binary_cross_entropy_with_logits(logits[answered], wanted[answered])
 
-    optimizer_steps(model, steps, 1e-3, loss)
+    optimizer_steps("the scores", model, steps, 1e-3, loss)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return sum(errors[-20:]) / len(errors[-20:])

@@ -175,6 +175,7 @@ class JudgeClient:
         if self._cache is None:
             return
         with suppress(sqlite3.Error), closing(sqlite3.connect(self._cache, timeout=5.0)) as cache, cache:
+            cache.execute("PRAGMA synchronous = OFF")  # waits for no disk: what a crash loses is asked for again
             cache.execute("CREATE TABLE IF NOT EXISTS answers (digest TEXT PRIMARY KEY, answer TEXT NOT NULL)")
             cache.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (digest, answer))
 

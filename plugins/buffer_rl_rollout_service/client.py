@@ -7,6 +7,7 @@ knows a trajectory by its ``uid``, and a reader by its name and position.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -17,6 +18,7 @@ import orjson
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
 from buffer_rl.options.redaction import mask_url
 
+_log = logging.getLogger(__name__)
 RETRY_S = 0.5
 AGAIN = frozenset((408, 429, 500, 502, 503, 504))
 READ_WAIT_S = 20.0
@@ -27,8 +29,8 @@ MARGIN_S = 15.0
 class ServiceClient:
     """``async with ServiceClient(url, token) as service: await service.write({...})``.
 
-    Every method takes ``timeout_s``, the deadline of all its tries together. Raises DeadlineError when it is over,
-    RolloutError with the service's own words and ``status`` for what it refuses."""
+    Every method takes ``timeout_s``, the deadline of all its tries together; the first that fails is a warning. Raises
+    DeadlineError when it is over, RolloutError with the service's own words and ``status`` for what it refuses."""
 
     def __init__(self, url: str | None, token: str | None) -> None:
         if not url:
@@ -94,6 +96,7 @@ class ServiceClient:
     async def _call(self, method: str, path: str, payload: Any, timeout_s: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        is_told = False
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -113,6 +116,10 @@ class ServiceClient:
                     where=f"{mask_url(self._url)}{path}",
                     hint="is it running? python -m buffer_rl_rollout_service --help",
                 ) from problem
+            if not is_told:
+                is_told, place = True, f"{mask_url(self._url)}{path}"
+                why = str(problem) or type(problem).__name__
+                _log.warning("%s: %s; it is tried again for up to %.1f s", place, why, deadline - loop.time())
             await asyncio.sleep(RETRY_S)
 
     async def _try(self, method: str, path: str, payload: Any) -> tuple[int, dict[str, Any]]:

@@ -36,6 +36,7 @@ def test_closures_and_lambdas_of_the_caller_reach_the_processes_that_call_them(t
     del given["custom_rm_path"]
     result = buffer_rl.train(given, reward=reward, filter=lambda args, samples: True, num_rollout=2)
     assert list(result.metrics) == [0, 1]
+    assert "rollout/" not in repr(result)  # all metrics of all steps would fill a screen
     assert sorted(path.name.partition("_")[0] for path in (result.run_dir / FOLDER).glob("*.*")) == [
         "custom",
         "dynamic",

@@ -158,9 +158,18 @@ def test_help_shows_what_acts_there_and_other_flags_change_nothing(
     assert f"notice: --lr changes nothing for buffer-rl {verb}\n" in capsys.readouterr().err
 
 
+def test_the_help_of_generate_says_what_options_mean_there(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(help_of(capsys, "generate", "--help").split())
+    assert "--load PATH model to ask: a checkpoint, or a folder or URL of them" in text
+    assert "--hf-checkpoint PATH model and tokenizer to ask" in text
+    assert "training prompts" not in text
+    assert "resume" not in text
+    assert "training prompts" in " ".join(help_of(capsys, "train", "--help").split())
+
+
 def test_what_help_leaves_out_is_an_option() -> None:
     core = {name for section in CORE_SECTIONS for name in load_section(section).model_fields}
-    assert set((eval_verb._IDLE + " " + generate._ACTS).split()) <= core
+    assert {*(eval_verb._IDLE + " " + generate._ACTS).split(), *generate._MEANINGS, *generate._PLAYERS} <= core
     headings = {load_section(section).heading for section in (*CORE_SECTIONS, "buffer_rl_sglang.options:SglangOptions")}
     assert {*eval_verb._IDLE_SECTIONS, *generate._ACTING_SECTIONS} <= headings
 

@@ -84,11 +84,12 @@ NOT_NEEDED: tuple[tuple[str, str], ...] = (
     ),
     (
         _LOGGING,
-        "use-tensorboard tensorboard-dir tb-project-name tb-experiment-name log-multi-turn log-passrate "
+        "use-tensorboard tensorboard-dir tb-project-name tb-experiment-name log-multi-turn "
         "log-correct-samples log-interval log-throughput log-params-norm log-num-zeros-in-grad log-progress "
         "timing-log-level log-timers-to-tensorboard log-memory-to-tensorboard no-one-logger logging-level "
         "get-mismatch-metrics",
     ),
+    ("evaluations have pass@k, as eval/SET/pass_at_K", "log-passrate"),
     (
         _WANDB,
         "wandb-exp-name disable-wandb-random-suffix wandb-always-use-train-step",

@@ -94,6 +94,25 @@ async def test_an_agent_that_cancels_its_task_has_failed_and_the_caller_goes_on(
             await runner.run(gives_up, name="the agent", timeout_s=LONG_S)
 
 
+async def test_the_line_where_a_plain_agent_hangs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    goes_on, began = threading.Event(), []
+
+    def hangs() -> None:
+        began.append(1)
+        goes_on.wait(LONG_S)
+
+    async with a_runner() as runner:
+        for name in ("the agent of row a", "the agent of row b"):
+            with pytest.raises(AgentTimeoutError, match=name):
+                await runner.run(hangs, name=name, timeout_s=0.5)
+    goes_on.set()
+    assert len(began) == 2
+    line = hangs.__code__.co_firstlineno + 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the agent of row a was at {__file__}:{line} (hangs) after 0.5 s; its thread is left to itself"
+    ]
+
+
 async def test_an_async_agent_is_cancelled_at_its_deadline() -> None:
     ended = threading.Event()
 

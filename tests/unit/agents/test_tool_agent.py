@@ -90,6 +90,22 @@ async def test_what_cannot_be_called_or_raises_is_told_to_the_model(asked: str, 
     assert sample.response == "so"
 
 
+async def test_the_model_reads_the_error_alone_and_the_log_has_its_traceback_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrong, asked = call("add", {}), call("fails", {"how": "exit"})
+    left = iter([asked, asked + wrong, "so"])
+    engine = AgentEngine(lambda prompt, params: next(left))
+    fake, metrics = await roll(ToolAgent([add, fails]), engine, num_samples=1, rollout_max_response_len=200)
+    results = [each["content"] for each in fake.finished[0][0].messages if each["role"] == "tool"]
+    expected = "error: TypeError: add() missing 1 required positional argument: 'a'"
+    assert results == ["error: SystemExit: 3", "error: SystemExit: 3", expected]
+    assert metrics["agent/tool_errors"] == 3
+    logged = [record.getMessage() for record in caplog.records if record.name == "buffer_rl.agents.tools"]
+    assert [text.split(" raised ")[0] for text in logged] == ["the tool 'fails'", "the tool 'add'"]
+    assert f'File "{__file__}"' in logged[0]
+
+
 async def test_a_call_that_is_none_is_an_answer() -> None:
     sample, engine = await play('<tool_call>{"name": "add", "arguments": [1]}</tool_call>')
     assert len(engine.calls) == 1

@@ -64,8 +64,12 @@ def test_calls_of_methods_are_noted_and_answer_as_before() -> None:
     assert asyncio.iscoroutinefunction(Worker.run)
 
 
-@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "blocked"])
-def test_a_process_writes_its_stack_and_does_not_go_on(is_stopped: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_stopped", "stops"), [(True, True), (False, True), (False, False)], ids=["stopped", "blocked", "asked"]
+)
+def test_a_process_writes_its_stack_and_does_not_go_on_unless_it_is_only_asked(
+    is_stopped: bool, stops: bool, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"before\n")
     with log.open("ab") as file:
@@ -75,13 +79,13 @@ def test_a_process_writes_its_stack_and_does_not_go_on(is_stopped: bool, tmp_pat
         assert holds_within(60, lambda: b"ready" in log.read_bytes())
         if is_stopped:
             os.kill(child.pid, signal.SIGSTOP)
-        stack = take_stack(child.pid, str(log))
+        stack = take_stack(child.pid, str(log), stops)
         assert "in accumulate" in frames_of(stack, "train")
         assert frames_of(stack, "train").split(" < ")[-1].endswith("in _bootstrap")
         assert stack in log.read_text()
         assert "before" not in stack
         state = Path(f"/proc/{child.pid}/stat")
-        assert holds_within(60, lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+        assert holds_within(60, lambda: (state.read_text().rpartition(")")[2].split()[0] == "T") == stops)
     finally:
         end_process(child.pid)
         assert child.wait(60) == -signal.SIGKILL

@@ -57,6 +57,14 @@ def test_remote_paths_that_cannot_be_read_are_named(path: str, words: str) -> No
     assert path in str(caught.value)
 
 
+@pytest.mark.parametrize("path", ["a.jsonl, b.jsonl", "a.jsonl b.jsonl", "a.jsonl,b.jsonl"])
+def test_several_files_in_one_text_are_told_how_a_list_is_written(path: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_dataset(path)
+    assert caught.value.where == path
+    assert "Several are a list: [a.jsonl, b.jsonl] in a YAML file" in caught.value.hint
+
+
 def test_reading_jsonl_imports_neither_fsspec_nor_pyarrow() -> None:
     program = "import sys, buffer_rl.data.source; print({'fsspec', 'pyarrow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -240,6 +241,21 @@ async def test_a_cache_that_is_being_made_holds_no_reward_up(tmp_path: Path) -> 
         assert await Score()(options(url, tmp_path), sample()) == 0.4
         assert await Score()(options(url, tmp_path), sample()) == 0.4
         assert len(seen) == 1
+
+
+async def test_keeping_an_answer_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def connect(*where: Any, **how: Any) -> sqlite3.Connection:
+        made = opened(*where, **how)
+        made.set_trace_callback(said.append)
+        return made
+
+    opened = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    async with judging(lambda text, _: "[[4]]") as (url, _):
+        assert await Score()(options(url, tmp_path), sample()) == 0.4
+    assert said.index("PRAGMA synchronous = OFF") < said.index("COMMIT")
 
 
 def test_pairs_need_two_responses_and_are_counted_once(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from buffer_rl.observe.observer import Incidents
 def test_each_is_said_once_and_all_of_them_at_the_end(tmp_path: Path) -> None:
     incidents = Incidents(str(tmp_path))
     assert incidents.rollout(0, {"rollout/raw_reward": 1.0}) == incidents.summary() == []
-    assert incidents.rollout(1, {"rollout/drop_quarantined": 1.0}) == ["rollout 1: 1 prompt group put into quarantine"]
+    where = tmp_path / "quarantine.jsonl"
+    said_once = f"rollout 1: 1 prompt group put into quarantine, with their errors: {where}"
+    assert incidents.rollout(1, {"rollout/drop_quarantined": 1.0}) == [said_once]
     incidents.rollout(2, {"rollout/drop_quarantined": 2.0})
     first = ["step 2: loss or gradient not finite; the weights stay as they were"]
     totals = (0, 0, 1, 1)  # the trainer reports how many there were so far

@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import buffer_rl.observe.pulse as pulse_module
-from buffer_rl.observe.pulse import CallPulse, Look, Pulse, PulseRecorder, Waits, hung_members, progress, waiting
+from buffer_rl.observe.pulse import (
+    CallPulse,
+    Look,
+    Pulse,
+    PulseRecorder,
+    Waits,
+    hung_members,
+    progress,
+    slow_first_calls,
+    waiting,
+)
 
 TIMEOUT_S = 60.0
 NOT, PEERS, DEADLINE = Waits.NOT, Waits.PEERS, Waits.DEADLINE
@@ -52,6 +62,14 @@ CASES: dict[str, tuple[list[Look], list[int]]] = {
     "all_wait_for_each_other": ([look(100.0, waits=PEERS), look(99.0, waits=PEERS)], [0, 1]),
     "two_blocked_members": ([look(100.0), look(99.0)], [0, 1]),
 }
+
+
+def test_a_first_call_without_progress_is_told_unless_it_waits() -> None:
+    looks = [look(60.0, None), look(61.0, None), look(61.0), look(61.0, None, waits=PEERS), NEW]
+    looks += [look(61.0, None, waits=DEADLINE), look(None, None), look(61.0, None)]
+    assert slow_first_calls(looks, TIMEOUT_S) == {
+        place: CallPulse(method="train", idle_s=61.0, waits=NOT) for place in (1, 7)
+    }
 
 
 @pytest.mark.parametrize("name", CASES)

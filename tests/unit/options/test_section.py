@@ -145,6 +145,9 @@ def test_every_synonym_leads_to_an_option_or_a_kind_that_exists_and_is_none_itse
         ("estimator", ["reward", "advantage", "loss"], "advantage"),
         ("estimator", ["advantage_estimator", "loss_type"], "advantage_estimator"),
         ("rewrad", ["reward", "advantage"], "reward"),
+        ("actor_rollout_ref.rollout.n", ["--num-rollout", "--n-samples-per-prompt"], "--n-samples-per-prompt"),
+        ("--data.train_batch_size", ["--rollout-batch-size", "--global-batch-size"], "--rollout-batch-size"),
+        ("actor.kl_loss_coef", ["--kl-coef", "--kl-loss-coef"], "--kl-loss-coef"),
     ],
 )
 def test_names_of_other_toolkits_lead_to_the_name_here(name: str, known: list[str], answer: str) -> None:

@@ -274,6 +274,7 @@ def test_all_wrong_values_are_told_at_once() -> None:
         (["--no-count"], ["unknown flag --no-count"]),
         (["stray"], ["unexpected argument 'stray'", "--help"]),
         (["run.yaml"], ["unexpected argument 'run.yaml'", "did you mean --config run.yaml?"]),
+        (["a.count=8"], ["unexpected argument 'a.count=8'", "did you mean --count?"]),
         (["--count"], ["--count", "expected one argument"]),
     ],
 )

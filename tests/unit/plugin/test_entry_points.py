@@ -49,6 +49,16 @@ def test_entry_points_that_cannot_be_read_are_named_and_the_others_work(place: A
     assert [info.name for info in registry.infos() if "cannot be read" in info.error] == ["torn-party"]
 
 
+def test_a_group_of_no_kind_is_named_with_the_nearest_one(place: Any) -> None:
+    groups = {"buffer_rl.rewards": {"nine": "third:score"}, "buffer_rl.zzz": {"ten": "third:score"}}
+    place.install("third-party", groups, third=REWARD)
+    errors = {(info.kind, info.name): info.error for info in PluginRegistry().infos() if info.error}
+    assert errors == {
+        ("rewards", "nine"): "buffer_rl.rewards is no group of entry points; did you mean buffer_rl.reward?",
+        ("zzz", "ten"): "buffer_rl.zzz is no group of entry points",
+    }
+
+
 def test_two_distributions_that_offer_one_name_are_both_named_when_it_is_asked_for(place: Any) -> None:
     place.install("first-party", {"buffer_rl.reward": {"nine": "first:score"}}, first=REWARD)
     place.install("second-party", {"buffer_rl.reward": {"nine": "second:score"}}, second=REWARD)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 
 from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.rollout.default import DefaultRollout
+from buffer_rl.rollout.evaluate import pass_rates
 from buffer_rl.testing.fake_buffer import FakeBuffer
 
 
@@ -30,16 +33,34 @@ async def test_metrics_are_means_over_samples_by_data_set(kit: Any) -> None:
         "eval/easy": 0.75,
         "eval/easy/response_len": 2.0,
         "eval/easy/truncated": 0.0,
+        "eval/easy/pass_at_2": 1.0,
         "eval/hard": 0.25,
         "eval/hard/response_len": 2.0,
         "eval/hard/truncated": 0.0,
     }
 
 
+def test_pass_at_k_is_the_share_of_prompts_with_a_right_sample_among_k() -> None:
+    # Of 4 samples 1 is right: without it are 3 of 6 pairs, and no four. Of 4 wrong ones no k is right.
+    assert pass_rates([[1.0, 0.0, 0.0, 0.0], [0.0] * 4]) == {2: (0.5 + 0) / 2, 4: (1 + 0) / 2}
+    assert pass_rates([[1.0, 0.0, 0.0], [0.0] * 4]) == {2: pytest.approx((1 - 1 / 3) / 2)}
+    assert pass_rates([[1.0], [0.0]]) == pass_rates([]) == pass_rates([[0.5, 1.0]]) == {}
+
+
+def test_pass_at_k_is_what_drawing_k_samples_gives() -> None:
+    numbers = random.Random(0)
+    prompts = [[float(numbers.random() < share) for _ in range(8)] for share in (0.05, 0.3, 0.9)]
+    for k, found in pass_rates(prompts).items():
+        drawn = [max(subset) for prompt in prompts for subset in itertools.combinations(prompt, k)]
+        assert found == pytest.approx(sum(drawn) / len(drawn))
+    assert list(pass_rates(prompts)) == [2, 4, 8]
+
+
 async def test_a_sample_of_many_parts_counts_as_one(kit: Any) -> None:
     groups = [kit.make_group(0, labels=["1", "0 0 0 0"], data_set="d")]
     _, output = await evaluate(kit, groups, custom_generate_function_path=kit.user("parts_by_label"))
-    assert output.metrics == {"eval/d": 0.5, "eval/d/response_len": 1.75, "eval/d/truncated": 0.5}
+    expected = {"eval/d": 0.5, "eval/d/response_len": 1.75, "eval/d/truncated": 0.5, "eval/d/pass_at_2": 1.0}
+    assert output.metrics == expected
 
 
 async def test_evaluation_uses_its_own_parameters_no_filter_and_its_own_request_ids(kit: Any) -> None:

@@ -76,6 +76,14 @@ async def test_a_group_that_an_engine_lost_is_tried_until_it_succeeds(kit: Any) 
     assert [uid.row for uid in buffer.leased] == [0, 1, 0, 0, 0]  # nothing newer is leased for it
 
 
+async def test_the_log_has_the_first_failure_of_each_kind(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    await roll(kit, failing_engine(kit, engine_error(500, "the disk is full"), (0, 1), times=2))
+    logged = [record.getMessage() for record in caplog.records if record.name == "buffer_rl.rollout.failure_policy"]
+    assert len(logged) == 1
+    assert "failed for reasons of the engines or the network, at " in logged[0]
+    assert "the disk is full" in logged[0]
+
+
 async def test_a_prompt_that_the_engine_refuses_is_not_sent_again(kit: Any) -> None:
     engine = failing_engine(kit, engine_error(400, "too long"), rows=(0,), times=9)
     buffer, output = await roll(kit, engine)

@@ -265,10 +265,16 @@ async def test_a_body_that_does_not_come_ends_its_request(tmp_path: Path, monkey
         writer.close()
 
 
-async def test_a_client_says_which_service_does_not_answer_and_stops_at_its_deadline(unused_tcp_port: int) -> None:
+async def test_a_client_says_which_service_does_not_answer_and_stops_at_its_deadline(
+    unused_tcp_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async with ServiceClient(f"http://127.0.0.1:{unused_tcp_port}", TOKEN) as service:
-        with pytest.raises(DeadlineError, match=f"127.0.0.1:{unused_tcp_port}/stats.*within 1 s"):
-            await service.statistics(timeout_s=1)
+        with pytest.raises(DeadlineError, match=f"127.0.0.1:{unused_tcp_port}/stats.*within 1.2 s"):
+            await service.statistics(timeout_s=1.2)  # three tries, of which the first is told
+    said = [record.getMessage() for record in caplog.records if record.name == "buffer_rl_rollout_service.client"]
+    assert len(said) == 1
+    assert said[0].startswith(f"http://127.0.0.1:{unused_tcp_port}/stats: Cannot connect to host")
+    assert " it is tried again for up to 1." in said[0]
     async with ServiceClient("nowhere", TOKEN) as service:
         with pytest.raises(ConfigError, match="no address"):
             await service.statistics(timeout_s=1)

@@ -226,3 +226,24 @@ def test_a_critic_gets_its_gradient_and_its_earlier_values() -> None:
 def test_an_unknown_unit_raises() -> None:
     with pytest.raises(ConfigError, match="no unit 'batch'"):
         findings_of(type("Loss", (), {"unit": "batch", "__call__": lambda self, args, inputs: None})())
+
+
+@loss_unit("token")
+def leaves_a_token_out(args: Any, inputs: LossInputs) -> TokenLoss:
+    return TokenLoss((-inputs.advantages * inputs.log_probs)[:, :-1])
+
+
+@loss_unit("token")
+def raises(args: Any, inputs: LossInputs) -> TokenLoss:
+    return TokenLoss({}["nothing"])
+
+
+def test_a_wrong_form_is_told_with_what_was_expected_or_the_line_that_raised() -> None:
+    cut = str(lint_loss(leaves_a_token_out, loss_args())[0]).splitlines()
+    assert len(cut) == 3
+    assert cut[1].endswith("expected: buffer_rl.kinds.token_loss.TokenLoss with values [13, 5] or [13]")
+    assert cut[2].endswith("hint: the values are a tensor of shape [13, 4]")
+    raised = str(lint_loss(raises, loss_args())[0]).splitlines()
+    assert raised[0].endswith("it raised KeyError: 'nothing'")
+    assert raised[2].strip() == f'File "{__file__}", line {raises.__code__.co_firstlineno + 2}, in raises'
+    assert "to do" not in str(raised)

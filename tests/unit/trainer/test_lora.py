@@ -82,7 +82,8 @@ def test_the_reference_is_the_base_bit_for_bit_and_the_policy_begins_there(model
 
 
 def test_what_is_published_and_saved_is_base_and_adapters_in_one(model: str, tmp_path: Path) -> None:
-    from peft import PeftModel
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from transformers import AutoModelForCausalLM
 
     trainer, rows = after(3, options(model)), recorded_rows(0, 3)
     trainer.save_hf(str(tmp_path))
@@ -98,6 +99,10 @@ def test_what_is_published_and_saved_is_base_and_adapters_in_one(model: str, tmp
     theirs = PeftModel.from_pretrained(load_model(model, CPU, "--hf-checkpoint"), str(tmp_path / "adapter"))
     found = batch_outputs(trainer._args, theirs.get_base_model(), rows, CPU, trainer._objective)  # type: ignore[arg-type]
     assert equal(found, own)
+    # And peft and transformers, given the folder of the adapter alone.
+    by_peft = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "adapter")).get_base_model()
+    for alone in (by_peft, AutoModelForCausalLM.from_pretrained(str(tmp_path / "adapter"))):
+        assert apart(batch_outputs(trainer._args, alone.eval(), rows, CPU, trainer._objective), own) <= 1e-5
 
 
 def test_a_run_begins_with_an_adapter_and_its_reference_stays_there(model: str, tmp_path: Path) -> None:

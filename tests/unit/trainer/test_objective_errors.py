@@ -183,7 +183,30 @@ def test_an_estimator_that_replaces_a_column_is_refused_as_only_some_schedules_w
     del rows.columns["advantages"]
     with pytest.raises(PluginError) as caught:
         objective_of(custom_advantage_function_path=masks).compute_advantages(rows)
-    assert caught.value.hint == "it replaced the column 'loss_mask': set one of another name"
+    assert caught.value.what == "it replaced the column 'loss_mask'"
+    assert caught.value.hint == "set one of another name"
+
+
+@pytest.mark.parametrize(
+    ("columns", "what"),
+    [
+        ({}, "it did not set the column advantages"),
+        ({"advantages": [[0.0] * 3, [0.0] * 2]}, "it did not set the column returns"),
+        ({"advantages": [[0.0] * 2] * 2}, "the column advantages has row 0 of shape (2,), not (3,)"),
+        ({"advantages": [[0.0] * 3]}, "the column advantages has 1 rows, not 2 rows"),
+        ({"advantages": ["x"]}, "the column advantages holds no rows of numbers: "),
+    ],
+)
+def test_what_an_estimator_did_not_set_rightly_is_what_the_error_says(columns: dict[str, Any], what: str) -> None:
+    rows = batch()
+    del rows.columns["advantages"]
+    with pytest.raises(PluginError) as caught:
+        objective_of(
+            custom_advantage_function_path=lambda args, batch: batch.columns.update(columns)
+        ).compute_advantages(rows)
+    assert caught.value.what.startswith(what)
+    assert caught.value.where.endswith(rows.task)
+    assert "per row [response_length] float32" in caught.value.expected
 
 
 def test_advantages_that_are_there_are_kept_and_are_the_returns_too_where_these_are_absent() -> None:

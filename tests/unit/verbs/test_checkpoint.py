@@ -125,7 +125,7 @@ def evaluated_saves(folder: Path) -> Path:
 
 def test_the_list_has_step_size_time_evaluation_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saves = evaluated_saves(tmp_path)
-    write_checkpoint(saves, 4, fill, {})
+    write_checkpoint(saves, 4, fill, {"changed": {"--prompt-data": ["a.jsonl", "b c.jsonl"]}})
     assert main(["checkpoint", "list", str(saves)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
@@ -135,7 +135,7 @@ def test_the_list_has_step_size_time_evaluation_and_run(tmp_path: Path, capsys: 
         ["3", "2.57", "kB", "2030-01-03T00:00:00+00:00", "0.5", "1"],
         ["4", "(newest)", "2.57", "kB", "2"],
         ["run", "1:", "--run-dir", "runs/a", "--lr", "0.5"],
-        ["run", "2:"],
+        ["run", "2:", "--prompt-data", "a.jsonl", "'b", "c.jsonl'"],
     ]
 
 

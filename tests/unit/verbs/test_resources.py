@@ -57,6 +57,10 @@ CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads
         ({}, {"trainer rank": 17 * 16, "engine": (17 + 60 * 24 * 40) * 4}),
         ({"rollout_num_engines": 2, "engine_dtype": "bfloat16"}, {"engine": (17 + 60 * 12 * 40) * 2}),
         ({"engine_max_running_requests": 5}, {"engine": (17 + 60 * 5 * 40) * 4}),
+        ({"engine_context_length": 35}, {"engine": (17 + 60 * 24 * 35) * 4}),
+        # An agent asks again and again, until the conversation is as long as it may be.
+        ({"tools_path": ["t.py:t"], "engine_context_length": 90}, {"engine": (17 + 60 * 24 * 90) * 4}),
+        ({"tools_path": ["t.py:t"]}, {"engine": (17 + 60 * 24 * 40) * 4}),
         ({"use_kl_loss": True}, {"trainer rank": 17 * 20}),
         ({"use_kl_loss": True, "bf16": True}, {"trainer rank": 17 * 18}),
         ({"use_kl_loss": True, "lora_rank": 2}, {"trainer rank": 17 * 4}),

@@ -123,6 +123,20 @@ def test_generate_and_eval_say_what_they_lack(tmp_path: Path, capsys: pytest.Cap
     assert "--evl-interval" in refused(capsys, "eval", "--evl-interval", "3")
 
 
+def test_generate_says_that_it_does_not_play_the_agent_of_a_runs_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("tools_path: [tools.py:add]\nhf_checkpoint: none\n")
+    asked = ["generate", "--config", str(tmp_path / "run.yaml"), "--prompt", "x"]
+    assert main(asked) == 2
+    said = capsys.readouterr().err
+    assert "notice: --tools-path is left out: each prompt is asked once" in said
+    main([*asked, "--tools-path", "tools.py:add"])
+    said = capsys.readouterr().err
+    assert "notice: --tools-path changes nothing for buffer-rl generate\n" in said
+    assert "left out" not in said
+
+
 def test_eval_is_train_for_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
