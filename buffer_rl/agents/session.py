@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
 from buffer_rl.agents.journal import Play
@@ -115,6 +115,21 @@ class Exchange:
         return self.answer is not None and self.answer.message == name
 
 
+class TurnOptions(TypedDict, total=False):
+    """What may be said of a request; see ``Session.generate``."""
+
+    max_tokens: int | None
+    stop: Sequence[str]
+    call: str
+    train: bool
+
+
+class RequestOptions(TurnOptions, total=False):
+    """The same of a request over HTTP, which may be a repeat."""
+
+    known: bool
+
+
 class Session:
     """See the module. play: that of the sample, with what is recorded of it.
 
@@ -166,20 +181,14 @@ class Session:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        call: str = "",
-        train: bool = True,
-        known: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> Exchange:
         """The answer to ``messages``, in OpenAI's form; ``tools`` as there. The rest as in ``generate``.
 
         Raises DataError (status 400) for messages that cannot be rendered, and what ``generate`` raises."""
         self._require_open()
         prompt = self._conversation.prompt(messages, tools)
-        bounds: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
-        exchange = await self.generate(prompt.ids, **bounds, call=call, train=train, known=known)
+        exchange = await self.generate(prompt.ids, **options)
         if exchange.answer is None:  # else it was asked before, under its name
             self.causes[prompt.cause] += 1
             exchange.prompt, exchange.messages = prompt, [dict(message) for message in messages]
@@ -398,26 +407,14 @@ class SessionHandle:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        call: str = "",
-        train: bool = True,
+        **options: Unpack[TurnOptions],
     ) -> Any:
         """See ``AgentSession``; raises what ``Session.chat`` raises."""
-        return self._asked(self._message(messages, tools, max_tokens=max_tokens, stop=stop, call=call, train=train))
+        return self._asked(self._message(messages, tools, **options))
 
-    def generate(
-        self,
-        input_ids: Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        call: str = "",
-        train: bool = True,
-    ) -> Any:
+    def generate(self, input_ids: Sequence[int], **options: Unpack[TurnOptions]) -> Any:
         """See ``AgentSession``; raises what ``Session.generate`` raises."""
-        return self._asked(self._turn(input_ids, max_tokens=max_tokens, stop=stop, call=call, train=train))
+        return self._asked(self._turn(input_ids, **options))
 
     def score(self, answer: str | Mapping[str, Any]) -> None:
         """See ``AgentSession``."""
@@ -427,12 +424,12 @@ class SessionHandle:
         """See ``AgentSession``."""
         self._session.reward(check_turn_reward(number), answer)
 
-    async def _message(self, messages: Any, tools: Any, **options: Any) -> Message:
+    async def _message(self, messages: Any, tools: Any, **options: Unpack[TurnOptions]) -> Message:
         exchange = await self._session.chat(messages, tools, **options)
         assert exchange.answer is not None
         return exchange.answer.message
 
-    async def _turn(self, input_ids: Sequence[int], **options: Any) -> Turn:
+    async def _turn(self, input_ids: Sequence[int], **options: Unpack[TurnOptions]) -> Turn:
         return (await self._session.generate(input_ids, **options)).turn
 
     async def _tracked(self, work: Coroutine[Any, Any, Any]) -> Any:

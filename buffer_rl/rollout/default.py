@@ -347,16 +347,10 @@ class _Run:
         self.stats.drops[reason] += 1
         if reason != TOO_LONG:
             self._remember_dropped(group)
-        # Of a whole step: another worker may have finished most of it.
-        limit = self._args.dynamic_sampling_max_drops * self._args.rollout_batch_size
-        if self.stats.drops.total() > limit:
-            raise RolloutError(
-                f"{self.stats.drops_text()}, {self.stats.num_kept} of {self._wanted} kept",
-                where=self.buffer.ticket.task,
-                expected=f"at most {limit} drops (--dynamic-sampling-max-drops for each wanted group)",
-                hint=_HINTS.get(self.stats.drops.most_common(1)[0][0], _HINT),
-                see="docs/troubleshooting.md#all-groups-are-dropped",
-            )
+        hint = _HINTS.get(self.stats.drops.most_common(1)[0][0], _HINT)
+        kept = f", {self.stats.num_kept} of {self._wanted} kept"
+        see = "docs/troubleshooting.md#all-groups-are-dropped"
+        self.stats.require_few_drops(self._args, self.buffer.ticket.task, hint, kept=kept, see=see)
 
     def _remember_dropped(self, group: SampleGroup) -> None:
         if self.context.all_samples_process is not None:

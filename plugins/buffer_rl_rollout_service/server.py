@@ -23,6 +23,7 @@ import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -148,16 +149,7 @@ class Service:
         written = await self._call(self._store.write, given.instance_id, given.uid, given.reward, body)
         if written.complete:
             await self._wake_readers()
-        return _json(
-            {
-                "success": True,
-                "group": written.group,
-                "size": written.size,
-                "complete": written.complete,
-                "duplicate": written.duplicate,
-                "weight_version": self._weight_version,
-            }
-        )
+        return _json({"success": True, **asdict(written), "weight_version": self._weight_version})
 
     async def _read(self, request: Request) -> Response:
         asked = await self._body(request, ReadRequest)
@@ -165,16 +157,9 @@ class Service:
             self._weight_version = asked.weight_version
         loop = asyncio.get_running_loop()
         deadline = loop.time() + asked.wait_s
+        place = asked.model_dump(include={"position", "again_from", "keep_from", "have"})
         while True:
-            groups = await self._call(
-                self._store.read,
-                asked.reader,
-                asked.num_groups,
-                position=asked.position,
-                again_from=asked.again_from,
-                keep_from=asked.keep_from,
-                have=asked.have,
-            )
+            groups = await self._call(self._store.read, asked.reader, asked.num_groups, **place)
             left = deadline - loop.time()
             if groups or left <= 0:
                 return _json({"store": self._store.store_id, "groups": [_as_json(group) for group in groups]})
