@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
@@ -23,7 +22,7 @@ from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, continued, turn_digest
 from buffer_rl.args import Args
-from buffer_rl.engines.protocol import SEED_BITS
+from buffer_rl.engines.protocol import seed_of
 from buffer_rl.errors import BufferRLError, EngineError, RewardError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.records.groups import Sample
@@ -257,7 +256,7 @@ class Session:
     async def _sampled(self, input_ids: Sequence[int], params: dict[str, Any], digest: str, ordinal: int) -> Turn:
         self.running += 1
         try:
-            seeded = params | {"sampling_seed": _seed_of(f"{self._seed}|{digest}|{ordinal}")}
+            seeded = params | {"sampling_seed": seed_of(f"{self._seed}|{digest}|{ordinal}")}
             base = continued(self._turns(), input_ids) if self._replays_experts else None
             start = 0 if base is None else base.num_tokens - 1
             result = await answer_for(self._sample, list(input_ids), seeded, lease=self._lease, experts_start=start)
@@ -380,10 +379,6 @@ def check_turn_reward(number: object) -> float:
     if not isinstance(checked, float):
         raise RewardError(f"one of turn_rewards is {short_repr(number)}", expected="a finite number")
     return checked
-
-
-def _seed_of(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - SEED_BITS)
 
 
 class SessionHandle:
