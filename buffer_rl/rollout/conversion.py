@@ -13,18 +13,16 @@ import numpy as np
 from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
 from buffer_rl.errors import BufferRLError, RolloutError, short_repr
 from buffer_rl.files.hf_config import expert_sizes
-from buffer_rl.kinds.data import SamplesToTrainData
-from buffer_rl.kinds.reward import RewardPostProcess
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plan.schedule import Schedule
-from buffer_rl.plugin.calls import call, contained, error_text, place, returned
+from buffer_rl.plugin.calls import contained, error_text
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
 from buffer_rl.rollout.options import plays_agents
-from buffer_rl.rollout.user_functions import resolve_function
+from buffer_rl.rollout.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -62,8 +60,8 @@ class GroupConverter:
 
     args: Args
     _: KW_ONLY
-    post_process: RewardPostProcess | None = None
-    to_train_data: SamplesToTrainData | None = None
+    post_process: UserFunction | None = None
+    to_train_data: UserFunction | None = None
     baseline: bool = False
     mixes_versions: bool = False
     log_probs_reader: Callable[[], str] = str
@@ -73,12 +71,11 @@ class GroupConverter:
     def from_args(cls, args: Args, registry: PluginRegistry) -> GroupConverter:
         """With the functions that ``--custom-reward-post-process-path`` and
         ``--custom-convert-samples-to-train-data-path`` name. Raises PluginError."""
+        named = partial(UserFunction.named, registry)
         return cls(
             args,
-            post_process=resolve_function(registry, "reward_post_process", args.custom_reward_post_process_path),
-            to_train_data=resolve_function(
-                registry, "samples_to_train_data", args.custom_convert_samples_to_train_data_path
-            ),
+            post_process=named("reward_post_process", args.custom_reward_post_process_path),
+            to_train_data=named("samples_to_train_data", args.custom_convert_samples_to_train_data_path),
             baseline=needs_baseline(args, registry),
             mixes_versions=Schedule.of(args).max_staleness > 0,
             log_probs_reader=cache(partial(rollout_log_probs_reader, args, registry)),
@@ -101,14 +98,10 @@ class GroupConverter:
         samples = group.samples if evaluation else [_with_a_token(sample) for sample in group]
         row_ids = _row_ids(group.uid, samples)
         if self.to_train_data is not None and not evaluation:
-            kind, path = "samples_to_train_data", self.args.custom_convert_samples_to_train_data_path
             at = f"group {group.uid}"
-            answer: object = call(
-                kind, path, self.to_train_data, user_args(self.args), samples, at=at, error_class=RolloutError
-            )
-            return row_ids, self._replay_columns(group, samples) | checked_columns(
-                answer, samples, place(kind, path, at)
-            )
+            answer = self.to_train_data.call(user_args(self.args), samples, at=at)
+            own = checked_columns(answer, samples, self.to_train_data.place(at))
+            return row_ids, self._replay_columns(group, samples) | own
         scored = [s for s in samples if s.reward is not None or not s.remove_sample]
         if not scored and not evaluation:
             raise RolloutError("no sample of it has a reward", where=f"group {group.uid}", expected="at least one")
@@ -200,16 +193,15 @@ class GroupConverter:
         """Raw and post-processed rewards ``[num_rows]``: normalised within the group, or by the user's function."""
         if self.post_process is None:
             return raw, self._normalised(samples, raw)
-        kind, path = "reward_post_process", self.args.custom_reward_post_process_path
-        answer = call(kind, path, self.post_process, user_args(self.args), samples, at=at, error_class=RolloutError)
+        answer = self.post_process.call(user_args(self.args), samples, at=at)
         expected = f"(raw_rewards, rewards), {len(raw)} finite numbers each, of float32"
         try:
             raw_rewards, rewards = (np.asarray(values, dtype=np.float64) for values in answer)
         except (TypeError, ValueError) as error:
-            raise returned(kind, path, answer, expected, at=at, hint=str(error), error_class=RolloutError) from error
+            raise self.post_process.returned(answer, expected, at=at, hint=str(error)) from error
         for values in (raw_rewards, rewards):
             if values.shape != raw.shape or not (np.abs(values) <= FLOAT32_MAX).all():
-                raise returned(kind, path, values.tolist(), expected, at=at, error_class=RolloutError)
+                raise self.post_process.returned(values.tolist(), expected, at=at)
         return raw_rewards, rewards
 
     def _penalised_lengths(self, samples: Sequence[Sample]) -> np.ndarray:
