@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,7 @@ def lint_estimator(
     form = lint.checked("form", lambda: run.find_form(forms))
     findings = [form, run.needs()] if form.result is Result.PASS or run.undeclared else [form]
     if form.result is Result.PASS:
-        properties: dict[str, Callable[[], str | Finding]] = {
-            "finite": run.finite,
-            "deterministic": run.deterministic,
-            "columns": run.unchanged_columns,
-            "order": run.order,
-            "scope": run.scope,
-        }
-        findings += [lint.checked(name, check) for name, check in properties.items()]
+        findings += lint.checked_by_name(run.finite, run.deterministic, run.columns, run.order, run.scope)
     return findings
 
 
@@ -131,7 +124,7 @@ class _Run:
                 return f"with the rows in another order, {found}"
         return ""
 
-    def unchanged_columns(self) -> str:
+    def columns(self) -> str:
         """Nothing but the two columns, and new ones, is written: neither replaced nor in place."""
         batch = self._batch.select(range(len(self._batch)))
         before, row_ids = copy.deepcopy(dict(batch.columns)), list(batch.row_ids)

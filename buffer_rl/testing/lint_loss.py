@@ -8,7 +8,7 @@ on rows whose log-probabilities are given, without a model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,21 +44,9 @@ def lint_loss(
     form = lint.checked("form", lambda: run.find_form(forms))
     if form.result is not Result.PASS:
         return [form, run.needs()] if run.undeclared else [form]
-    properties: dict[str, Callable[[], str | Finding]] = {
-        "needs": run.needs,
-        "finite": run.finite,
-        "micro-batches": run.micro_batches,
-        "ranks": run.ranks,
-        "order": run.order,
-        "padding": run.padding,
-        "masked": run.masked,
-        "fan-out": run.fan_out,
-        "unit": run.unit,
-        "gradient": run.gradient,
-    }
-    if run.is_by_row:
-        del properties["fan-out"]
-    return [form, *(lint.checked(name, check) for name, check in properties.items())]
+    of_parts = [] if run.is_by_row else [run.fan_out]
+    checks = [run.finite, run.micro_batches, run.ranks, run.order, run.padding, run.masked, *of_parts]
+    return [form, run.needs(), *lint.checked_by_name(*checks, run.unit, run.gradient)]
 
 
 class _Watched:
@@ -78,17 +66,7 @@ class _Watched:
             return found
 
         mask = inputs.loss_mask.clone()
-        self.answer = self._loss(
-            args,
-            LossInputs(
-                log_probs=inputs.log_probs,
-                entropy=inputs.entropy,
-                values=inputs.values,
-                loss_mask=inputs.loss_mask,
-                row_ids=inputs.row_ids,
-                column=column,
-            ),
-        )
+        self.answer = self._loss(args, replace(inputs, column=column))
         if not torch.equal(mask, inputs.loss_mask):
             raise PluginError("it changes inputs.loss_mask in place", hint="return weights to leave tokens out")
         return self.answer  # type: ignore[no-any-return]
