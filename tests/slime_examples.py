@@ -27,7 +27,7 @@ from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, QueueHeader, Sample, SampleGroup
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
+from buffer_rl.rollout.user_functions import LogFunctions, UserFunction, choose_queued
 from buffer_rl.testing.tiny import make_char_tokenizer
 from harness import stand_in_packages
 from harness.slime_checkout import TEMPLATE, Checkout, expect, groups_of, trial
@@ -197,7 +197,8 @@ def buffer_filters(checkout: Checkout) -> None:
         (f"{CONTRACTS}/test_plugin_path_loading_contracts.py", "reference_buffer_filter", [2, 1]),
     ):
         function: Any = registry.resolve("buffer_filter", checkout.ref(file, name))
-        expect([uid.row for uid in choose_queued(function, name, None, 0, headers, 2)], rows)
+        chosen = UserFunction("buffer_filter", name, function)
+        expect([uid.row for uid in choose_queued(chosen, None, 0, headers, 2)], rows)
 
 
 async def hooks(checkout: Checkout) -> None:

@@ -6,19 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from buffer_rl.agents.dialect import (
-    MODEL,
-    MOST_ANSWERS,
-    Dialect,
-    Event,
-    Refusal,
-    Request,
-    answer_of,
-    count,
-    listed,
-    require_neutral,
-    stops,
-)
+from buffer_rl.agents import dialect
+from buffer_rl.agents.dialect import Dialect, Event, Refusal, Request
 from buffer_rl.agents.session import Exchange
 from buffer_rl.errors import DataError
 
@@ -36,15 +25,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 def read(body: dict[str, Any], exchanges: Sequence[Exchange] = ()) -> Request:
     """See ``Dialect``."""
-    require_neutral(body, _NEUTRAL)
+    dialect.require_neutral(body, _NEUTRAL)
     if not isinstance(options := body.get("stream_options"), dict | None):
         raise DataError(f"'stream_options' must be an object, got {options!r:.80}")
     return Request(
-        messages=listed(body, "messages"),
-        tools=listed(body, "tools") if body.get("tool_choice") != "none" else [],
-        max_tokens=count(body, "max_completion_tokens", count(body, "max_tokens")),
-        stop=stops(body, "stop"),
-        num_answers=count(body, "n", most=MOST_ANSWERS) or 1,
+        messages=dialect.listed(body, "messages"),
+        tools=dialect.listed(body, "tools") if body.get("tool_choice") != "none" else [],
+        max_tokens=dialect.count(body, "max_completion_tokens", dialect.count(body, "max_tokens")),
+        stop=dialect.stops(body, "stop"),
+        num_answers=dialect.count(body, "n", most=dialect.MOST_ANSWERS) or 1,
         body=body,
     )
 
@@ -54,8 +43,8 @@ def whole(exchanges: Sequence[Exchange], request: Request, tokenizer: Any) -> di
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": None, **answer_of(each).message, "refusal": None},
-            "finish_reason": answer_of(each).finish_reason,
+            "message": {"role": "assistant", "content": None, **dialect.answer_of(each).message, "refusal": None},
+            "finish_reason": dialect.answer_of(each).finish_reason,
             "logprobs": _logprobs(each, request, tokenizer),
         }
         for index, each in enumerate(exchanges)
@@ -68,12 +57,12 @@ def events(exchanges: Sequence[Exchange], request: Request, tokenizer: Any) -> l
     head: Event = _head(exchanges, "chat.completion.chunk")
     found: list[Event] = []
     for index, each in enumerate(exchanges):
-        delta = {"role": "assistant", **answer_of(each).message}
+        delta = {"role": "assistant", **dialect.answer_of(each).message}
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
         logprobs = _logprobs(each, request, tokenizer)
         first = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": answer_of(each).finish_reason}
+        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": dialect.answer_of(each).finish_reason}
         found += [{**head, "choices": [first]}, {**head, "choices": [last]}]
     if (request.body.get("stream_options") or {}).get("include_usage"):
         found.append({**head, "choices": [], "usage": _usage(exchanges)})
@@ -87,7 +76,7 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 
 def _head(exchanges: Sequence[Exchange], kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{exchanges[0].id}", "object": kind, "created": int(time.time()), "model": MODEL}
+    return {"id": f"chatcmpl-{exchanges[0].id}", "object": kind, "created": int(time.time()), "model": dialect.MODEL}
 
 
 def _usage(exchanges: Sequence[Exchange]) -> dict[str, int]:

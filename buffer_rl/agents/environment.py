@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from hashlib import blake2b
 from threading import Lock
 from typing import Any
 
@@ -32,6 +31,7 @@ from buffer_rl.agents.tools import (
     tools_of,
 )
 from buffer_rl.args import Args
+from buffer_rl.engines.protocol import seed_of
 from buffer_rl.errors import RewardError, short_repr
 from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
@@ -45,7 +45,6 @@ _log = logging.getLogger(__name__)
 FREE_S = 2.0
 """In which a method that runs at the end may return, before ``close`` is called beside it."""
 CLOSE_S = 3.0
-SEED_BITS = 31
 
 
 class Environments:
@@ -277,9 +276,8 @@ def _takes_args(factory: Callable[..., Any]) -> bool:
 
 def _row_of(prompt: Sample, run_seed: int) -> dict[str, Any]:
     """What ``reset`` is told: a copy, as the samples of a group share their metadata."""
-    seed = int.from_bytes(blake2b(f"{run_seed}|{prompt.uid}".encode(), digest_size=8).digest(), "big")
     own = {"prompt": prompt.prompt, "label": prompt.label}
-    return deepcopy({"seed": seed >> (64 - SEED_BITS), **(prompt.metadata or {}), **own})
+    return deepcopy({"seed": seed_of(f"{run_seed}|{prompt.uid}"), **(prompt.metadata or {}), **own})
 
 
 def _taken(method: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
@@ -42,10 +41,10 @@ from buffer_rl.agents.dialect import (
     unknown_repeat,
 )
 from buffer_rl.agents.finish import Finish
-from buffer_rl.agents.session import Exchange, Session, SessionEndedError, UnknownRepeatError
+from buffer_rl.agents.session import Exchange, RequestOptions, Session, SessionEndedError, UnknownRepeatError
 from buffer_rl.cluster.process import base_url, listening_socket
 from buffer_rl.data.json_text import JSONError, read_json
-from buffer_rl.engines.http_server import Front, http_server
+from buffer_rl.engines.http_server import Front, http_server, json_response
 from buffer_rl.errors import BufferRLError, DataError
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ class Gateway:
             return StreamingResponse(self._events(dialect, asked, task), media_type="text/event-stream")
         if refusal := _failure(task):
             return _refused(dialect, refusal)
-        return _json(dialect.whole(task.result(), asked, self._tokenizer))
+        return json_response(dialect.whole(task.result(), asked, self._tokenizer))
 
     async def _events(self, dialect: Dialect, asked: Request, task: Answering) -> AsyncIterator[bytes]:
         while not task.done():
@@ -214,7 +213,7 @@ class Gateway:
             return self._late(dialect)
         try:
             asked = _read(dialect, await request.body(), opened.session)
-            return _json({"input_tokens": opened.session.num_prompt_tokens(asked.messages, asked.tools)})
+            return json_response({"input_tokens": opened.session.num_prompt_tokens(asked.messages, asked.tools)})
         except (JSONError, BufferRLError) as error:
             return _refused(dialect, refusal_of(error))
 
@@ -234,7 +233,7 @@ class Gateway:
             return _refused(chat_dialect.DIALECT, Refusal(what=what, status=409, code="finished"))
         if finish.wrong:
             return _refused(chat_dialect.DIALECT, Refusal(what=finish.failed or ""))
-        return _json({"status": "finished"})
+        return json_response({"status": "finished"})
 
     def _remember(self, name: str, key: str, told: Finish) -> None:
         """An agent that did not get the answer to its finish repeats it."""
@@ -250,8 +249,9 @@ class Gateway:
         # Anthropic's form, too.
         model |= {"type": "model", "display_name": MODEL, "lifecycle": "active", "created_at": "1970-01-01T00:00:00Z"}
         if "model" in request.path_params:
-            return _json(model)
-        return _json({"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL})
+            return json_response(model)
+        ends = {"first_id": MODEL, "last_id": MODEL}
+        return json_response({"object": "list", "data": [model], "has_more": False, **ends})
 
     def _late(self, dialect: Dialect) -> Response:
         self._num_late += 1
@@ -272,8 +272,8 @@ class Gateway:
 async def _answers(session: Session, asked: Request, call: str, *, train: bool, known: bool) -> list[Exchange]:
     def answer(number: int) -> Coroutine[Any, Any, Exchange]:
         name = f"{call}#{number}" if call and number else call  # siblings are turns of their own
-        bounds: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop}
-        return session.chat(asked.messages, asked.tools, **bounds, call=name, train=train, known=known)
+        options = RequestOptions(max_tokens=asked.max_tokens, stop=asked.stop, call=name, train=train, known=known)
+        return session.chat(asked.messages, asked.tools, **options)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(answer(number)) for number in range(asked.num_answers)]
@@ -294,12 +294,8 @@ def _read(dialect: Dialect, raw: bytes, session: Session) -> Request:
     return dialect.read(body, session.exchanges)
 
 
-def _json(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
-
-
 def _refused(dialect: Dialect, refusal: Refusal) -> Response:
-    answer = _json(dialect.error(refusal), refusal.status)
+    answer = json_response(dialect.error(refusal), refusal.status)
     if refusal.status == 409 or refusal.status >= 500:
         answer.headers["x-should-retry"] = "false"
     return answer

@@ -6,19 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from buffer_rl.agents.dialect import (
-    Dialect,
-    Event,
-    Refusal,
-    Request,
-    answer_of,
-    count,
-    function_tool,
-    listed,
-    require_neutral,
-    stops,
-    text_of_parts,
-)
+from buffer_rl.agents import dialect
+from buffer_rl.agents.dialect import Dialect, Event, Refusal, Request
 from buffer_rl.agents.messages import Message, reasoning_of
 from buffer_rl.agents.session import Exchange
 from buffer_rl.errors import DataError
@@ -40,25 +29,25 @@ def read(body: dict[str, Any], exchanges: Sequence[Exchange] = ()) -> Request:
     choice = body.get("tool_choice") or {}
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     formats = [body.get("output_format"), _object(body, "output_config").get("format")]
-    require_neutral({"tool_choice": kind, "output_format": next(filter(None, formats), None)}, _NEUTRAL)
+    dialect.require_neutral({"tool_choice": kind, "output_format": next(filter(None, formats), None)}, _NEUTRAL)
     messages: list[Message] = []
-    if system := text_of_parts(body.get("system"), _TEXT, "system"):
+    if system := dialect.text_of_parts(body.get("system"), _TEXT, "system"):
         messages.append({"role": "system", "content": system})
-    for number, message in enumerate(listed(body, "messages")):
+    for number, message in enumerate(dialect.listed(body, "messages")):
         messages += _as_chat(message, f"message {number}")
     if messages and messages[-1]["role"] == "assistant":
         raise DataError("the last message is an answer, and the model begins its answers itself", expected="a user's")
     tools, others = [], []
-    for tool in listed(body, "tools") if kind != "none" else []:
+    for tool in dialect.listed(body, "tools") if kind != "none" else []:
         if isinstance(tool.get("input_schema"), Mapping):
-            tools.append(function_tool(tool.get("name"), tool.get("description"), tool["input_schema"]))
+            tools.append(dialect.function_tool(tool.get("name"), tool.get("description"), tool["input_schema"]))
         else:
             others.append(f"tool of type {tool.get('type')!r}")
     return Request(
         messages=messages,
         tools=tools,
-        max_tokens=count(body, "max_tokens"),
-        stop=stops(body, "stop_sequences"),
+        max_tokens=dialect.count(body, "max_tokens"),
+        stop=dialect.stops(body, "stop_sequences"),
         body=body,
         left_out=tuple(others),
     )
@@ -109,7 +98,7 @@ def _as_chat(message: Mapping[str, Any], where: str) -> list[Message]:
     if role not in ("user", "assistant", "system"):
         raise DataError(f"its role is {role!r:.80}", where=where, expected="user or assistant")
     if not isinstance(content, list) or role == "system":
-        return [{"role": role, "content": text_of_parts(content, _TEXT, where)}]
+        return [{"role": role, "content": dialect.text_of_parts(content, _TEXT, where)}]
     return _answer(content, where) if role == "assistant" else _told(content, where)
 
 
@@ -120,10 +109,10 @@ def _told(blocks: Sequence[Any], where: str) -> list[Message]:
     for block in [*blocks, None]:
         is_result = isinstance(block, Mapping) and block.get("type") == "tool_result"
         if (is_result or block is None) and (texts or not blocks):
-            found.append({"role": "user", "content": text_of_parts(texts, _TEXT, where)})
+            found.append({"role": "user", "content": dialect.text_of_parts(texts, _TEXT, where)})
             texts = []
         if is_result:
-            text = text_of_parts(block.get("content"), _TEXT, where)
+            text = dialect.text_of_parts(block.get("content"), _TEXT, where)
             if block.get("is_error") and "error" not in text.lower():
                 text = f"error: {text}"
             found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
@@ -144,7 +133,7 @@ def _answer(blocks: Sequence[Any], where: str) -> list[Message]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             texts.append(block)
-    message: Message = {"role": "assistant", "content": text_of_parts(texts, _TEXT, where) or None}
+    message: Message = {"role": "assistant", "content": dialect.text_of_parts(texts, _TEXT, where) or None}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
@@ -154,7 +143,7 @@ def _answer(blocks: Sequence[Any], where: str) -> list[Message]:
 
 def _blocks(exchange: Exchange, request: Request) -> list[dict[str, Any]]:
     """The content of an answer: its reasoning only if the client asked for it."""
-    message, blocks = answer_of(exchange).message, []
+    message, blocks = dialect.answer_of(exchange).message, []
     thinking = _object(request.body, "thinking")
     wants = thinking.get("type") in ("enabled", "adaptive") and thinking.get("display") != "omitted"
     if wants and (reasoning := reasoning_of(message)):
@@ -181,7 +170,7 @@ def _in_pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
 
 
 def _ending(exchange: Exchange, request: Request) -> dict[str, Any]:
-    reason, matched = answer_of(exchange).finish_reason, exchange.turn.matched
+    reason, matched = dialect.answer_of(exchange).finish_reason, exchange.turn.matched
     if reason == "stop" and matched in request.stop:
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
     return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}

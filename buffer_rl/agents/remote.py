@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,6 +30,7 @@ from buffer_rl.agents.session import AgentKilledError, Session, SessionHandle
 from buffer_rl.args import Args
 from buffer_rl.cluster.process import base_url
 from buffer_rl.data.json_text import JSONError, read_json
+from buffer_rl.engines.http_server import json_response
 from buffer_rl.errors import BufferRLError, ConfigError, RolloutError
 from buffer_rl.records.groups import Sample
 
@@ -206,7 +206,7 @@ class Leases:
         try:
             wait_s = _wait_s(await request.body())
         except (JSONError, ValueError) as error:
-            return _json({"error": {"message": f"{error}; expected: {{'wait_s': 0 to {MAX_WAIT_S:g}}}"}}, 400)
+            return json_response({"error": {"message": f"{error}; expected: {{'wait_s': 0 to {MAX_WAIT_S:g}}}"}}, 400)
         clock = asyncio.get_running_loop().time
         until = clock() + wait_s
         while True:
@@ -219,7 +219,8 @@ class Leases:
                 if number >= 0:
                     self._programs.has_leased(number)
                 offer.leased.set_result(number)
-                return _json(self._as_reached(offer, request) | {"heartbeat_s": self._args.agent_heartbeat_s})
+                body = self._as_reached(offer, request) | {"heartbeat_s": self._args.agent_heartbeat_s}
+                return json_response(body, default=str)
             if (left := until - clock()) <= 0 or self._closed:
                 return Response(status_code=204)
             self._offered.clear()
@@ -244,9 +245,9 @@ class Leases:
     async def _heartbeat(self, request: Request) -> Response:
         offer = self._offers.get(request.path_params["name"])
         if offer is None or offer.session.end is not None or not offer.leased.done():
-            return _json({"error": {"message": "the session has ended", "code": "session_ended"}}, 410)
+            return json_response({"error": {"message": "the session has ended", "code": "session_ended"}}, 410)
         offer.heard = asyncio.get_running_loop().time()
-        return _json({"status": "running"})
+        return json_response({"status": "running"})
 
 
 def file_of(run_dir: Path | None, worker: int) -> Path | None:
@@ -268,7 +269,3 @@ def _wait_s(body: bytes) -> float:
     if not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
         raise ValueError(f"the body is {given!r:.80}")
     return float(wait_s)
-
-
-def _json(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body, default=str), status, media_type="application/json")

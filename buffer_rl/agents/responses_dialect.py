@@ -8,18 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count as numbers
 from typing import Any
 
-from buffer_rl.agents.dialect import (
-    Dialect,
-    Event,
-    Refusal,
-    Request,
-    answer_of,
-    count,
-    function_tool,
-    listed,
-    require_neutral,
-    text_of_parts,
-)
+from buffer_rl.agents import dialect
+from buffer_rl.agents.dialect import Dialect, Event, Refusal, Request
 from buffer_rl.agents.messages import Message, reasoning_of
 from buffer_rl.agents.session import Exchange
 from buffer_rl.errors import DataError
@@ -42,28 +32,28 @@ _INSTRUCTIONS = "instructions"
 def read(body: dict[str, Any], exchanges: Sequence[Exchange] = ()) -> Request:
     """See ``Dialect``. The protocol's other fields have no influence."""
     text = body.get("text") if isinstance(body.get("text"), Mapping) else {}
-    require_neutral({**body, "format": (text or {}).get("format")}, _NEUTRAL)
+    dialect.require_neutral({**body, "format": (text or {}).get("format")}, _NEUTRAL)
     messages: list[Message] = []
-    if instructions := text_of_parts(body.get("instructions"), _TEXT, "instructions"):
+    if instructions := dialect.text_of_parts(body.get("instructions"), _TEXT, "instructions"):
         messages.append({"role": "system", "content": instructions, _INSTRUCTIONS: True})
     messages += _before(body.get("previous_response_id"), exchanges)
     asked, added = body.get("input"), list[Message]()
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else listed(body, "input")
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else dialect.listed(body, "input")
     for number, item in enumerate(items):
         _add(added, item, f"input {number}")
     tools, others = [], []
-    for tool in listed(body, "tools") if body.get("tool_choice") != "none" else []:
+    for tool in dialect.listed(body, "tools") if body.get("tool_choice") != "none" else []:
         if tool.get("type") == "function":
-            tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")))
+            tools.append(dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")))
         elif tool.get("type") == "custom":
             schema = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
-            tools.append(function_tool(tool.get("name"), tool.get("description"), schema))
+            tools.append(dialect.function_tool(tool.get("name"), tool.get("description"), schema))
         else:
             others.append(f"tool of type {tool.get('type')!r}")
     return Request(
         messages=[*messages, *added],
         tools=tools,
-        max_tokens=count(body, "max_output_tokens"),
+        max_tokens=dialect.count(body, "max_output_tokens"),
         body=body,
         left_out=tuple(others),
     )
@@ -72,7 +62,7 @@ def read(body: dict[str, Any], exchanges: Sequence[Exchange] = ()) -> Request:
 def whole(exchanges: Sequence[Exchange], request: Request, tokenizer: Any) -> dict[str, Any]:
     """See ``Dialect``."""
     (exchange,) = exchanges
-    turn, cut = exchange.turn, answer_of(exchange).finish_reason == "length"
+    turn, cut = exchange.turn, dialect.answer_of(exchange).finish_reason == "length"
     return {
         **_head(exchange, request),
         "status": "incomplete" if cut else "completed",
@@ -122,11 +112,11 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
     kind = item.get("type", "message")
     if kind == "message" and item.get("role") == "assistant":
         answer = _answer(messages, begun_by=("content", "tool_calls"))
-        answer["content"] = text_of_parts(item.get("content"), _TEXT, where) or None
+        answer["content"] = dialect.text_of_parts(item.get("content"), _TEXT, where) or None
     elif kind == "message":
-        messages.append({"role": item.get("role"), "content": text_of_parts(item.get("content"), _TEXT, where)})
+        messages.append({"role": item.get("role"), "content": dialect.text_of_parts(item.get("content"), _TEXT, where)})
     elif kind == "reasoning":
-        said = text_of_parts(item.get("content") or item.get("summary"), _REASONING, where)
+        said = dialect.text_of_parts(item.get("content") or item.get("summary"), _REASONING, where)
         _answer(messages, begun_by=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = said
     elif kind in ("function_call", "custom_tool_call"):
         given = item.get("arguments") if kind == "function_call" else json.dumps({_INPUT: item.get(_INPUT)})
@@ -134,7 +124,7 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _answer(messages).setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        text = text_of_parts(item.get("output"), _TEXT, where)
+        text = dialect.text_of_parts(item.get("output"), _TEXT, where)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     else:
         raise DataError(f"an item of type {kind!r:.80}", where=where, expected="a message, reasoning, or a function's")
@@ -172,8 +162,8 @@ def _head(exchange: Exchange, request: Request) -> dict[str, Any]:
 
 def _items(exchange: Exchange, request: Request) -> list[dict[str, Any]]:
     """Reasoning, text and calls of an answer, each an item."""
-    message, items = answer_of(exchange).message, []
-    custom = {tool.get("name") for tool in listed(request.body, "tools") if tool.get("type") == "custom"}
+    message, items = dialect.answer_of(exchange).message, []
+    custom = {tool.get("name") for tool in dialect.listed(request.body, "tools") if tool.get("type") == "custom"}
     if reasoning := reasoning_of(message):
         content = [{"type": "reasoning_text", "text": reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{exchange.id}", "summary": [], "content": content})

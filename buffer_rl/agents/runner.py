@@ -26,7 +26,7 @@ from buffer_rl.agents.session import Session, SessionHandle
 from buffer_rl.args import Args
 from buffer_rl.errors import RolloutError
 from buffer_rl.options.user_args import user_args
-from buffer_rl.plugin.calls import contained, contained_task, new_event_loop
+from buffer_rl.plugin.calls import contained_task, in_thread, new_event_loop
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.user_functions import is_async
 
@@ -149,7 +149,7 @@ class AgentRunner:
         if asynchronous:
             future = self._in_loop(function, arguments, name)
         else:
-            future, thread = _in_thread(function, arguments)
+            future, thread = in_thread("agent", function, *arguments)
         loop, caller = self._loop if asynchronous else None, asyncio.current_task()
         assert caller is not None
         before = caller.cancelling()
@@ -235,23 +235,3 @@ class AgentRunner:
                     other.set_exception(blocked)
         if blocker and loop.running[future] != blocker:
             raise blocked
-
-
-def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Future[Any], threading.Thread]:
-    future: Future[Any] = Future()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            with contained():
-                answer = context.run(function, *arguments)
-        except Exception as error:  # fault boundary: the agent is the user's
-            answer, failed = error, True
-        else:
-            failed = False
-        with contextlib.suppress(InvalidStateError):  # its deadline has passed
-            future.set_exception(answer) if failed else future.set_result(answer)
-
-    thread = threading.Thread(target=run, name="agent", daemon=True)
-    thread.start()
-    return future, thread

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
 from buffer_rl.agents.journal import Play
@@ -23,7 +22,7 @@ from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.template_reader import reader_of
 from buffer_rl.agents.turns import Turn, continued, turn_digest
 from buffer_rl.args import Args
-from buffer_rl.engines.protocol import SEED_BITS
+from buffer_rl.engines.protocol import seed_of
 from buffer_rl.errors import BufferRLError, EngineError, RewardError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.records.groups import Sample
@@ -115,6 +114,21 @@ class Exchange:
         return self.answer is not None and self.answer.message == name
 
 
+class TurnOptions(TypedDict, total=False):
+    """What may be said of a request; see ``Session.generate``."""
+
+    max_tokens: int | None
+    stop: Sequence[str]
+    call: str
+    train: bool
+
+
+class RequestOptions(TurnOptions, total=False):
+    """The same of a request over HTTP, which may be a repeat."""
+
+    known: bool
+
+
 class Session:
     """See the module. play: that of the sample, with what is recorded of it.
 
@@ -166,20 +180,14 @@ class Session:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        call: str = "",
-        train: bool = True,
-        known: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> Exchange:
         """The answer to ``messages``, in OpenAI's form; ``tools`` as there. The rest as in ``generate``.
 
         Raises DataError (status 400) for messages that cannot be rendered, and what ``generate`` raises."""
         self._require_open()
         prompt = self._conversation.prompt(messages, tools)
-        bounds: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
-        exchange = await self.generate(prompt.ids, **bounds, call=call, train=train, known=known)
+        exchange = await self.generate(prompt.ids, **options)
         if exchange.answer is None:  # else it was asked before, under its name
             self.causes[prompt.cause] += 1
             exchange.prompt, exchange.messages = prompt, [dict(message) for message in messages]
@@ -248,7 +256,7 @@ class Session:
     async def _sampled(self, input_ids: Sequence[int], params: dict[str, Any], digest: str, ordinal: int) -> Turn:
         self.running += 1
         try:
-            seeded = params | {"sampling_seed": _seed_of(f"{self._seed}|{digest}|{ordinal}")}
+            seeded = params | {"sampling_seed": seed_of(f"{self._seed}|{digest}|{ordinal}")}
             base = continued(self._turns(), input_ids) if self._replays_experts else None
             start = 0 if base is None else base.num_tokens - 1
             result = await answer_for(self._sample, list(input_ids), seeded, lease=self._lease, experts_start=start)
@@ -373,10 +381,6 @@ def check_turn_reward(number: object) -> float:
     return checked
 
 
-def _seed_of(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - SEED_BITS)
-
-
 class SessionHandle:
     """What an agent holds of its session: implements ``buffer_rl.kinds.agent.AgentSession``.
 
@@ -398,26 +402,14 @@ class SessionHandle:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        call: str = "",
-        train: bool = True,
+        **options: Unpack[TurnOptions],
     ) -> Any:
         """See ``AgentSession``; raises what ``Session.chat`` raises."""
-        return self._asked(self._message(messages, tools, max_tokens=max_tokens, stop=stop, call=call, train=train))
+        return self._asked(self._message(messages, tools, **options))
 
-    def generate(
-        self,
-        input_ids: Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        call: str = "",
-        train: bool = True,
-    ) -> Any:
+    def generate(self, input_ids: Sequence[int], **options: Unpack[TurnOptions]) -> Any:
         """See ``AgentSession``; raises what ``Session.generate`` raises."""
-        return self._asked(self._turn(input_ids, max_tokens=max_tokens, stop=stop, call=call, train=train))
+        return self._asked(self._turn(input_ids, **options))
 
     def score(self, answer: str | Mapping[str, Any]) -> None:
         """See ``AgentSession``."""
@@ -427,12 +419,12 @@ class SessionHandle:
         """See ``AgentSession``."""
         self._session.reward(check_turn_reward(number), answer)
 
-    async def _message(self, messages: Any, tools: Any, **options: Any) -> Message:
+    async def _message(self, messages: Any, tools: Any, **options: Unpack[TurnOptions]) -> Message:
         exchange = await self._session.chat(messages, tools, **options)
         assert exchange.answer is not None
         return exchange.answer.message
 
-    async def _turn(self, input_ids: Sequence[int], **options: Any) -> Turn:
+    async def _turn(self, input_ids: Sequence[int], **options: Unpack[TurnOptions]) -> Turn:
         return (await self._session.generate(input_ids, **options)).turn
 
     async def _tracked(self, work: Coroutine[Any, Any, Any]) -> Any:

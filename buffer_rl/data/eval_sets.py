@@ -193,6 +193,12 @@ def eval_sets_of(args: Args) -> list[EvalSet]:
     return sets
 
 
+def rewards_named(args: Args) -> list[str]:
+    """The rewards that the options and the evaluation sets name."""
+    named = [args.custom_group_rm_path, args.rm_type, args.custom_rm_path, *args.row_rm_types]
+    return [name for name in (*named, *(chosen.rm_type for chosen in eval_sets_of(args))) if name]
+
+
 def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
     """Read and validate the file; ``${here}`` and ``${env:NAME}`` are filled in.
 

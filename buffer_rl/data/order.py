@@ -110,7 +110,27 @@ class EpochIterator:
         return Drawn(int(self._order[position]), epoch)
 
 
-class JoinedOrder:
+class _Order:
+    """Iterators over rows, in the order of their sources."""
+
+    _epochs: list[RowIterator]
+
+    @property
+    def cursors(self) -> list[Cursor]:
+        """One for each iterator."""
+        return [epochs.cursor for epochs in self._epochs]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The rows of each iterator."""
+        return [epochs.num_rows for epochs in self._epochs]
+
+    def seek(self, cursors: Sequence[Cursor]) -> None:
+        for epochs, cursor in zip(self._epochs, cursors, strict=True):
+            epochs.seek(cursor)
+
+
+class JoinedOrder(_Order):
     """Several sources as one data set: an epoch visits every row of every source once, all shuffled together.
 
     Without shuffling: the first source's rows in file order, then the second's, and so on.
@@ -118,34 +138,20 @@ class JoinedOrder:
 
     def __init__(self, sizes: Sequence[int], *, seed: int, shuffle: bool, make: MakeIterator | None = None) -> None:
         self._ends = list(itertools.accumulate(sizes))
-        self._epochs = (make or _epochs(shuffle))(self._ends[-1], seed)
-
-    @property
-    def cursors(self) -> list[Cursor]:
-        """One for all sources."""
-        return [self._epochs.cursor]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The rows of all sources together."""
-        return [self._epochs.num_rows]
-
-    def seek(self, cursors: Sequence[Cursor]) -> None:
-        (cursor,) = cursors
-        self._epochs.seek(cursor)
+        self._epochs = [(make or _epochs(shuffle))(self._ends[-1], seed)]
 
     def iterator_of(self, source: int) -> tuple[RowIterator, int]:
         """The iterator over a source's rows, and its index of the first one."""
-        return self._epochs, self._ends[source - 1] if source else 0
+        return self._epochs[0], self._ends[source - 1] if source else 0
 
     def next(self) -> NextRow:
         """The next row."""
-        index, epoch, passed = self._epochs.next()
+        index, epoch, passed = self._epochs[0].next()
         source = bisect.bisect_right(self._ends, index)
         return NextRow(source, index - (self._ends[source - 1] if source else 0), epoch, passed)
 
 
-class WeightedOrder:
+class WeightedOrder(_Order):
     """Each source with a share of the groups and with epochs of its own.
 
     After any number t of groups, source i gave fewer than one group more or less than ``t * weight_i / sum(weights)``:
@@ -170,20 +176,6 @@ class WeightedOrder:
         make = make or _epochs(shuffle)
         self._epochs = [make(size, seed) for size, seed in zip(sizes, seeds, strict=True)]
         assert len(self._epochs) == len(self._weights)
-
-    @property
-    def cursors(self) -> list[Cursor]:
-        """One for each source."""
-        return [epochs.cursor for epochs in self._epochs]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The rows of each source."""
-        return [epochs.num_rows for epochs in self._epochs]
-
-    def seek(self, cursors: Sequence[Cursor]) -> None:
-        for epochs, cursor in zip(self._epochs, cursors, strict=True):
-            epochs.seek(cursor)
 
     def iterator_of(self, source: int) -> tuple[RowIterator, int]:
         """The iterator over a source's rows, and its index of the first one."""

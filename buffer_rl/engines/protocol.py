@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,11 @@ class RowSeeds(StrEnum):
     OWN = "own"  # each under a seed of its own, mixed as below: the embedded engine
     SHARED = "shared"  # all under the request's, so that rows of equal prompts are equal: SGLang's reproducible mode
     NONE = "none"  # under none, whatever the request says: SGLang otherwise
+
+
+def seed_of(text: str) -> int:
+    """A seed below 2**31 that depends on ``text`` alone, equal on every machine."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - SEED_BITS)
 
 
 def row_rid(rid: str, row: int) -> str:

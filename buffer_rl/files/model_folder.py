@@ -1,7 +1,10 @@
-"""The files of a model folder: whether its weights are whole, and whether it has a tokenizer."""
+"""The files of a model folder: whether its weights are whole, and whether it has a tokenizer. New ones."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -48,6 +51,27 @@ def check_tokenizer(flag: str, folder: str) -> None:
 def has_tokenizer(folder: str) -> bool:
     """Whether a file of the model folder looks like a tokenizer's."""
     return any(path for pattern in TOKENIZER_FILES for path in Path(folder).glob(pattern))
+
+
+def require_new(target: Path) -> None:
+    """Raises ConfigError if the folder of ``--output`` is there already."""
+    if target.exists():
+        raise ConfigError(f"{str(target)!r} is there already", where="--output", expected="a new folder")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside ``target``, the one of ``--output``, which gets its name once the block is through. Raises
+    ConfigError if it cannot be written."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            made = Path(folder, target.name)
+            made.mkdir()
+            yield made
+            made.rename(target)
+    except OSError as error:
+        raise ConfigError(f"the folder cannot be written: {error}", where="--output") from error
 
 
 def _check_file(flag: str, file: Path) -> None:

@@ -7,12 +7,17 @@ so raises subclasses of Exception alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import difflib
 import errno
 import os
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from buffer_rl.errors import BufferRLError, EndedBySignal, PluginError, short_repr
@@ -98,6 +103,28 @@ class contained:
         common = isinstance(error, Exception) and not isinstance(error, StopIteration)
         if error is not None and not common and not isinstance(error, self._passing):
             raise UncommonError(error_name(error)) from error
+
+
+def in_thread(
+    name: str, function: Callable[..., Answer], *arguments: object
+) -> tuple[Future[Answer], threading.Thread]:
+    """Call a function, in a thread of that name and with the caller's context. The process does not wait for it; who
+    waits for the answer may give one."""
+    future: Future[Answer] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            with contained():
+                end = partial(future.set_result, context.run(function, *arguments))
+        except Exception as error:  # fault boundary: the function may be a user's
+            end = partial(future.set_exception, error)
+        with contextlib.suppress(InvalidStateError):  # its deadline has passed
+            end()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return future, thread
 
 
 async def contained_task(work: Awaitable[Answer]) -> Answer:

@@ -63,7 +63,7 @@ class EntryPoints:
 
     @functools.cached_property
     def _read(self) -> tuple[list[EntryPointInfo], dict[str, str]]:
-        return read_entry_points()
+        return _read_entry_points(tuple((folder, _changed_at(folder)) for folder in sys.path))
 
     @property
     def broken(self) -> dict[str, str]:
@@ -102,14 +102,6 @@ class EntryPoints:
         return name in self._blocked
 
 
-def read_entry_points() -> tuple[list[EntryPointInfo], dict[str, str]]:
-    """The entry points of all distributions on ``sys.path``, and what is wrong with unreadable ones, by distribution.
-
-    Of two copies of one distribution, the first counts, as in imports. They are read again if a folder has changed.
-    """
-    return _read_entry_points(tuple((folder, _changed_at(folder)) for folder in sys.path))
-
-
 def _changed_at(folder: str) -> int:
     try:
         return Path(folder or ".").stat().st_mtime_ns
@@ -119,6 +111,11 @@ def _changed_at(folder: str) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _read_entry_points(folders: tuple[tuple[str, int], ...]) -> tuple[list[EntryPointInfo], dict[str, str]]:
+    """The entry points of all distributions on ``sys.path``, and what is wrong with unreadable ones, by distribution.
+
+    Of two copies of one distribution, the first counts, as in imports. folders: those of the path, and when each was
+    changed; the entry points are read again if one was.
+    """
     found: list[EntryPointInfo] = []
     broken: dict[str, str] = {}
     seen: set[str] = set()

@@ -30,12 +30,12 @@ class NameTable:
     """The modules of a package, and where what they name is.
 
     modules: by the dotted name below the package, which is "" itself: the modules that have the names, each with a
-    text as after ``import``. absent: what is in place of names that cannot be had, by ``module.name``. page: what to
-    read about all others.
+    text as after ``import``. A package that has modules alone needs no row. absent: what is in place of names that
+    cannot be had, by ``module.name``. page: what to read about all others.
 
     Example:
         NameTable(
-            modules={"": {}, "utils": {}, "utils.types": {"buffer_rl.records.groups": "Sample, SampleGroup as Group"}},
+            modules={"utils.types": {"buffer_rl.records.groups": "Sample, SampleGroup as Group"}},
             absent={"utils.types.Actor": "the driver starts the trainer"},
             page="docs/coming_from_there.md",
         )
@@ -48,7 +48,7 @@ class NameTable:
     def names_of(self, module: str) -> dict[str, tuple[str, str]]:
         """Of each name in a module, the module that has it and its name there."""
         found: dict[str, tuple[str, str]] = {}
-        for where, names in self.modules[module].items():
+        for where, names in self.modules.get(module, {}).items():
             for name in names.split(","):
                 there, _, here = name.strip().partition(" as ")
                 found[here or there] = where, there
@@ -135,7 +135,7 @@ class ImportNameFinder(Loader):
         top, _, module = fullname.partition(".")
         if top != self.provided_name:
             return None
-        if module in self._table.modules:
+        if module in self._table.modules or self._table.is_package(module):
             return ModuleSpec(fullname, self, is_package=self._table.is_package(module))
         if any(_has_module(folder, fullname) for folder in path or ()):
             return None

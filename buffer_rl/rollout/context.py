@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from buffer_rl.rollout.options import generate_path
 from buffer_rl.rollout.prompts import PromptEncoder, load_tokenizer
 from buffer_rl.rollout.reward_model_client import RewardModelClient
 from buffer_rl.rollout.scoring import Scorer
-from buffer_rl.rollout.user_functions import resolve_function
+from buffer_rl.rollout.user_functions import UserFunction, resolve_function
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -72,9 +73,9 @@ class RolloutContext:
     at_end: asyncio.Lock
     seed: int
     generate: Callable[..., Any] | None = None
-    dynamic_filter: Callable[..., Any] | None = None
-    sample_filter: Callable[..., Any] | None = None
-    all_samples_process: Callable[..., Any] | None = None
+    dynamic_filter: UserFunction | None = None
+    sample_filter: UserFunction | None = None
+    all_samples_process: UserFunction | None = None
     baseline: bool = False
     renders: bool = False
     run_dir: Path | None = None
@@ -116,6 +117,7 @@ class RolloutContext:
         }
         if tokenizer is None:
             tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        named = partial(UserFunction.named, registry)
         return cls(
             args=args,
             tokenizer=tokenizer,
@@ -129,11 +131,9 @@ class RolloutContext:
             agent=resolve_function(registry, "agent", args.agent_path),
             tools=[registry.load(path) for path in args.tools_path],
             environment=resolve_function(registry, "environment", args.environment),
-            dynamic_filter=resolve_function(registry, "filter", args.dynamic_sampling_filter_path),
-            sample_filter=resolve_function(registry, "sample_filter", args.rollout_sample_filter_path),
-            all_samples_process=resolve_function(
-                registry, "all_samples_process", args.rollout_all_samples_process_path
-            ),
+            dynamic_filter=named("filter", args.dynamic_sampling_filter_path),
+            sample_filter=named("sample_filter", args.rollout_sample_filter_path),
+            all_samples_process=named("all_samples_process", args.rollout_all_samples_process_path),
             baseline=needs_baseline(args, registry),
             renders=args.apply_chat_template and _any_for_others(registry, readers),
             run_dir=run_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial
 from itertools import accumulate, chain, combinations, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,18 +13,16 @@ import numpy as np
 from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
 from buffer_rl.errors import BufferRLError, RolloutError, short_repr
 from buffer_rl.files.hf_config import expert_sizes
-from buffer_rl.kinds.data import SamplesToTrainData
-from buffer_rl.kinds.reward import RewardPostProcess
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.plan.schedule import Schedule
-from buffer_rl.plugin.calls import call, contained, error_text, place, returned
+from buffer_rl.plugin.calls import contained, error_text
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
 from buffer_rl.rollout.options import plays_agents
-from buffer_rl.rollout.user_functions import resolve_function
+from buffer_rl.rollout.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -36,6 +35,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 Values = TypeVar("Values", bound=Sized)
 
 
+@dataclass(eq=False)
 class GroupConverter:
     """Turns groups into rows and columns; a ``buffer_rl.buffer.rollout_client.GroupEncoder``.
 
@@ -52,40 +52,30 @@ class GroupConverter:
     neither response nor reward: its row then has one masked token, the ``reward`` 0, and as ``raw_reward`` the mean of
     the others, which are normalised without it. An evaluation group has the same columns, except that ``tokens`` and
     ``rollout_log_probs`` are left out and that ``reward`` is the raw one.
+
+    mixes_versions: whether a step may train on tokens of several weight versions. log_probs_reader: the flag by which
+    the run reads ``rollout_log_probs``, empty if it does not; asked for the first row without them, since it imports
+    the user's loss. experts: of the model, if rows have those of their tokens.
     """
 
-    def __init__(
-        self,
-        args: Args,
-        *,
-        post_process: RewardPostProcess | None = None,
-        to_train_data: SamplesToTrainData | None = None,
-        baseline: bool = False,
-        mixes_versions: bool = False,
-        log_probs_reader: Callable[[], str] = str,
-        experts: ExpertSizes | None = None,
-    ) -> None:
-        """mixes_versions: whether a step may train on tokens of several weight versions. log_probs_reader: the flag by
-        which the run reads ``rollout_log_probs``, empty if it does not; asked for the first row without them, since it
-        imports the user's loss. experts: of the model, if rows have those of their tokens."""
-        self._args = args
-        self._baseline = baseline
-        self._mixes_versions = mixes_versions
-        self._log_probs_reader = log_probs_reader
-        self._post_process = post_process
-        self._experts = experts
-        self._to_train_data = to_train_data
+    args: Args
+    _: KW_ONLY
+    post_process: UserFunction | None = None
+    to_train_data: UserFunction | None = None
+    baseline: bool = False
+    mixes_versions: bool = False
+    log_probs_reader: Callable[[], str] = str
+    experts: ExpertSizes | None = None
 
     @classmethod
     def from_args(cls, args: Args, registry: PluginRegistry) -> GroupConverter:
         """With the functions that ``--custom-reward-post-process-path`` and
         ``--custom-convert-samples-to-train-data-path`` name. Raises PluginError."""
+        named = partial(UserFunction.named, registry)
         return cls(
             args,
-            post_process=resolve_function(registry, "reward_post_process", args.custom_reward_post_process_path),
-            to_train_data=resolve_function(
-                registry, "samples_to_train_data", args.custom_convert_samples_to_train_data_path
-            ),
+            post_process=named("reward_post_process", args.custom_reward_post_process_path),
+            to_train_data=named("samples_to_train_data", args.custom_convert_samples_to_train_data_path),
             baseline=needs_baseline(args, registry),
             mixes_versions=Schedule.of(args).max_staleness > 0,
             log_probs_reader=cache(partial(rollout_log_probs_reader, args, registry)),
@@ -107,15 +97,11 @@ class GroupConverter:
     def _encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         samples = group.samples if evaluation else [_with_a_token(sample) for sample in group]
         row_ids = _row_ids(group.uid, samples)
-        if self._to_train_data is not None and not evaluation:
-            kind, path = "samples_to_train_data", self._args.custom_convert_samples_to_train_data_path
+        if self.to_train_data is not None and not evaluation:
             at = f"group {group.uid}"
-            answer: object = call(
-                kind, path, self._to_train_data, user_args(self._args), samples, at=at, error_class=RolloutError
-            )
-            return row_ids, self._replay_columns(group, samples) | checked_columns(
-                answer, samples, place(kind, path, at)
-            )
+            answer = self.to_train_data.call(user_args(self.args), samples, at=at)
+            own = checked_columns(answer, samples, self.to_train_data.place(at))
+            return row_ids, self._replay_columns(group, samples) | own
         scored = [s for s in samples if s.reward is not None or not s.remove_sample]
         if not scored and not evaluation:
             raise RolloutError("no sample of it has a reward", where=f"group {group.uid}", expected="at least one")
@@ -143,22 +129,22 @@ class GroupConverter:
             return row_ids, columns
         columns["tokens"] = _tokens(samples)
         columns["reward"] = reward.astype(np.float32)
-        foreign = group.foreign and not is_supervised(self._args)
+        foreign = group.foreign and not is_supervised(self.args)
         if foreign:
             columns["rollout_log_probs"] = [self._foreign_log_probs(s) for s in samples]
         for name in ("teacher_log_probs",) if foreign else ("rollout_log_probs", "teacher_log_probs"):
             if any(getattr(s, name) is not None for s in samples):
                 columns[name] = _log_probs(samples, name)
-        if self._args.turn_rewards:
-            columns["turn_rewards"] = [_turn_rewards(s, self._args.reward_scale) for s in samples]
-        if self._baseline:
+        if self.args.turn_rewards:
+            columns["turn_rewards"] = [_turn_rewards(s, self.args.reward_scale) for s in samples]
+        if self.baseline:
             columns[BASELINE] = np.asarray([baseline_of(s) for s in samples], dtype=np.float32)
         return row_ids, columns | self._replay_columns(group, samples)
 
     def _foreign_log_probs(self, sample: Sample) -> np.ndarray:
         """The engine's log-probabilities of a sample that perhaps no engine generated: NaN then."""
         if sample.rollout_log_probs is None and not sample.remove_sample:
-            if reader := self._log_probs_reader():
+            if reader := self.log_probs_reader():
                 what = f"{reader} reads rollout_log_probs, and this foreign group has none"
                 raise _unusable(sample, what, "those under the policy that sampled the tokens")
             return np.full(sample.response_length, np.nan, dtype=np.float32)
@@ -167,24 +153,24 @@ class GroupConverter:
     def _replay_columns(self, group: SampleGroup, samples: Sequence[Sample]) -> dict[str, Column]:
         """What the engine said about its tokens, whatever the user's conversion makes of them."""
         columns = self._kept_columns(samples) | self._version_columns(samples)
-        if self._experts is not None:
+        if self.experts is not None:
             foreign = group.foreign
-            columns["routed_experts"] = [_experts(self._args, self._experts, sample, foreign) for sample in samples]
+            columns["routed_experts"] = [_experts(self.args, self.experts, sample, foreign) for sample in samples]
             recomputed = [sample.__dict__.get("experts_recomputed", 0) for sample in samples]
             columns["experts_recomputed"] = np.asarray(recomputed, dtype=np.int32)
         return columns
 
     def _kept_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
-        if not self._args.replay_kept_tokens:
+        if not self.args.replay_kept_tokens:
             return {}
-        rows = [_kept(self._args, sample) for sample in samples]
+        rows = [_kept(self.args, sample) for sample in samples]
         return {
             "kept_tokens": [np.frombuffer(b"".join(row), dtype=np.int32) for row in rows],
             "kept_counts": [np.array([len(ids) // 4 for ids in row], dtype=np.int32) for row in rows],
         }
 
     def _version_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
-        if not self._mixes_versions:
+        if not self.mixes_versions:
             return {}
         newest = [max((span.version for span in s.weight_versions), default=NO_VERSION) for s in samples]
         return {
@@ -196,7 +182,7 @@ class GroupConverter:
         rewards = []
         for sample in samples:
             try:
-                rewards.append(reward := sample.get_reward_value(self._args))
+                rewards.append(reward := sample.get_reward_value(self.args))
             except (TypeError, ValueError) as error:
                 raise _unusable(sample, f"its reward cannot be used: {error}", "one finite number") from error
             if not abs(reward) <= FLOAT32_MAX:
@@ -205,35 +191,34 @@ class GroupConverter:
 
     def _rewards(self, samples: list[Sample], raw: np.ndarray, *, at: str) -> tuple[np.ndarray, np.ndarray]:
         """Raw and post-processed rewards ``[num_rows]``: normalised within the group, or by the user's function."""
-        if self._post_process is None:
+        if self.post_process is None:
             return raw, self._normalised(samples, raw)
-        kind, path = "reward_post_process", self._args.custom_reward_post_process_path
-        answer = call(kind, path, self._post_process, user_args(self._args), samples, at=at, error_class=RolloutError)
+        answer = self.post_process.call(user_args(self.args), samples, at=at)
         expected = f"(raw_rewards, rewards), {len(raw)} finite numbers each, of float32"
         try:
             raw_rewards, rewards = (np.asarray(values, dtype=np.float64) for values in answer)
         except (TypeError, ValueError) as error:
-            raise returned(kind, path, answer, expected, at=at, hint=str(error), error_class=RolloutError) from error
+            raise self.post_process.returned(answer, expected, at=at, hint=str(error)) from error
         for values in (raw_rewards, rewards):
             if values.shape != raw.shape or not (np.abs(values) <= FLOAT32_MAX).all():
-                raise returned(kind, path, values.tolist(), expected, at=at, error_class=RolloutError)
+                raise self.post_process.returned(values.tolist(), expected, at=at)
         return raw_rewards, rewards
 
     def _penalised_lengths(self, samples: Sequence[Sample]) -> np.ndarray:
         """The lengths that penalties are about: of agents' samples the sampled tokens, each once."""
-        if not plays_agents(self._args):
+        if not plays_agents(self.args):
             return np.asarray([sample.response_length for sample in samples])
         return np.asarray([sum(row.effective_response_length for row in sample.rows) for sample in samples])
 
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
         """Shaped, and normalised as the algorithm says, over ``sample_index``: a sample that fanned out counts once,
         with the mean of its parts, and every part gets its sample's value, of raw rewards as well."""
-        shaped_rewards = shaped(self._args, raw, self._penalised_lengths(samples))
+        shaped_rewards = shaped(self.args, raw, self._penalised_lengths(samples))
         if all(sample.sample_index == place for place, sample in enumerate(samples)):  # no sample fanned out
-            return normalized(rewards_kind(self._args), shaped_rewards, self._args.pass_at_k)
+            return normalized(rewards_kind(self.args), shaped_rewards, self.args.pass_at_k)
         _, place = np.unique([s.sample_index for s in samples], return_inverse=True)
         per_sample = np.bincount(place, weights=shaped_rewards) / np.bincount(place)
-        normalised: np.ndarray = normalized(rewards_kind(self._args), per_sample, self._args.pass_at_k)[place]
+        normalised: np.ndarray = normalized(rewards_kind(self.args), per_sample, self.args.pass_at_k)[place]
         return normalised
 
 

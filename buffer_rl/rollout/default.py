@@ -285,8 +285,7 @@ class _Run:
             if reason := set_baseline(self._args, group, each):
                 return reason
         judged = group if len(scored) == len(group) else replace(group, samples=scored)
-        reference = self._args.dynamic_sampling_filter_path
-        decision = await apply_filter(self.context.dynamic_filter, reference, self._args, judged)
+        decision = await apply_filter(self.context.dynamic_filter, self._args, judged)
         if decision.keep:
             return ""
         if decision.keep_when_insufficient:
@@ -332,14 +331,11 @@ class _Run:
         task = self.buffer.ticket.task
         async with self.context.at_end:
             if self.context.sample_filter is not None:
-                path = self._args.rollout_sample_filter_path
-                await apply_sample_filter(self.context.sample_filter, path, self._args, kept, task)
+                await apply_sample_filter(self.context.sample_filter, self._args, kept, task)
             if self.context.all_samples_process is not None:
-                path = self._args.rollout_all_samples_process_path
                 everything = sorted([*kept, *self._dropped], key=lambda group: group.uid)
-                await process_all_samples(
-                    self.context.all_samples_process, path, self._args, everything, self.buffer, at=task
-                )
+                process = self.context.all_samples_process
+                await process_all_samples(process, self._args, everything, self.buffer, at=task)
         for group in kept:
             await self.buffer.afinish(group)
 
@@ -347,16 +343,10 @@ class _Run:
         self.stats.drops[reason] += 1
         if reason != TOO_LONG:
             self._remember_dropped(group)
-        # Of a whole step: another worker may have finished most of it.
-        limit = self._args.dynamic_sampling_max_drops * self._args.rollout_batch_size
-        if self.stats.drops.total() > limit:
-            raise RolloutError(
-                f"{self.stats.drops_text()}, {self.stats.num_kept} of {self._wanted} kept",
-                where=self.buffer.ticket.task,
-                expected=f"at most {limit} drops (--dynamic-sampling-max-drops for each wanted group)",
-                hint=_HINTS.get(self.stats.drops.most_common(1)[0][0], _HINT),
-                see="docs/troubleshooting.md#all-groups-are-dropped",
-            )
+        hint = _HINTS.get(self.stats.drops.most_common(1)[0][0], _HINT)
+        kept = f", {self.stats.num_kept} of {self._wanted} kept"
+        see = "docs/troubleshooting.md#all-groups-are-dropped"
+        self.stats.require_few_drops(self._args, self.buffer.ticket.task, hint, kept=kept, see=see)
 
     def _remember_dropped(self, group: SampleGroup) -> None:
         if self.context.all_samples_process is not None:

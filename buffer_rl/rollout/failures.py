@@ -42,9 +42,7 @@ class RewardFailure:
 class GenerateTimeoutError(RolloutError):
     """A call of the user's generate function exceeded its deadline. repeatable: whether there is time for another."""
 
-    def __init__(self, what: str, *, where: str = "", expected: str = "", hint: str = "") -> None:
-        super().__init__(what, where=where, expected=expected, hint=hint)
-        self.repeatable = True
+    repeatable = True
 
 
 class Domain(StrEnum):

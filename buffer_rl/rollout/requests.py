@@ -17,10 +17,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.engines.protocol import ROWS, SEED_BITS, RowSeeds, row_rid, row_seeds
+from buffer_rl.engines.protocol import ROWS, RowSeeds, row_rid, row_seeds, seed_of
 from buffer_rl.errors import EngineError, RolloutError
 from buffer_rl.records.groups import GroupUid, Sample, tile
 from buffer_rl.records.sample import STATUS_OF_REASON
@@ -41,8 +40,7 @@ def shared_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, 
 
     number: how many responses this part of the sample requested before (``RequestNumbers``)."""
     further = f"|{part}|{number}" if part or number else ""
-    digest = blake2b(f"{run_seed}|{uid}|{sample_index // ROWS}{further}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+    return seed_of(f"{run_seed}|{uid}|{sample_index // ROWS}{further}")
 
 
 def sampling_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:

@@ -157,14 +157,8 @@ async def _produce_all(context: RolloutContext, buffer: RolloutBuffer, stats: Ro
 async def _lease(
     context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats, num_groups: int
 ) -> list[SampleGroup]:
-    limit = context.args.dynamic_sampling_max_drops * context.args.rollout_batch_size
-    if stats.drops.total() > limit:
-        raise RolloutError(
-            stats.drops_text(),
-            where=buffer.ticket.task,
-            expected=f"at most {limit} drops (--dynamic-sampling-max-drops for each wanted group)",
-            hint="nearly every prompt is longer than --rollout-max-prompt-len",
-        )
+    hint = "nearly every prompt is longer than --rollout-max-prompt-len"
+    stats.require_few_drops(context.args, buffer.ticket.task, hint)
     groups = await buffer.aget_samples(num_groups)
     if not groups:
         raise RolloutError("the buffer gave no groups", where=buffer.ticket.task)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from buffer_rl.errors import RolloutError
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.records.groups import Sample, SampleGroup, Status, equal_rewards, sample_means
 
@@ -190,6 +191,14 @@ class RolloutStats:
         """``12 dropped (zero_std: 10, aborted: 2)``."""
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.drops.most_common())
         return f"{self.drops.total()} dropped" + (f" ({reasons})" if reasons else "")
+
+    def require_few_drops(self, args: Args, task: str, hint: str, *, kept: str = "", see: str = "") -> None:
+        """Raises RolloutError beyond ``--dynamic-sampling-max-drops``. kept: what it says of the other groups."""
+        # Of a whole step: another worker may have finished most of it.
+        limit = args.dynamic_sampling_max_drops * args.rollout_batch_size
+        if self.drops.total() > limit:
+            expected = f"at most {limit} drops (--dynamic-sampling-max-drops for each wanted group)"
+            raise RolloutError(f"{self.drops_text()}{kept}", where=task, expected=expected, hint=hint, see=see)
 
 
 def known_means(group: SampleGroup, rewards: Sequence[float | None]) -> list[float]:

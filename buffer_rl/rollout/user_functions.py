@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -68,95 +68,101 @@ async def call_plugin(
         raise named from error
 
 
-async def apply_filter(
-    function: Callable[..., Any] | None, reference: str | None, args: Args, group: SampleGroup
-) -> FilterDecision:
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A function of the user's, with its names in errors. kind: that of the plugin. reference: as the options have it.
+
+    Example:
+        UserFunction("filter", "my_filter:keep", keep)
+    """
+
+    kind: str
+    reference: str
+    function: Callable[..., Any]
+
+    @classmethod
+    def named(cls, registry: PluginRegistry, kind: str, reference: str | None) -> UserFunction | None:
+        """The one that ``reference`` names; None without a reference. Raises PluginError."""
+        return cls(kind, reference, registry.resolve(kind, reference)) if reference else None
+
+    def call(self, *arguments: Any, at: str) -> Any:
+        """Call a synchronous one; what it raises becomes a RolloutError that names it."""
+        return call(self.kind, self.reference, self.function, *arguments, at=at, error_class=RolloutError)
+
+    async def acall(self, *arguments: Any, at: str) -> Any:
+        """See ``call_plugin``."""
+        return await call_plugin(self.kind, self.reference, self.function, *arguments, at=at)
+
+    def place(self, at: str) -> str:
+        """Its name in messages; at: while it did what."""
+        return place(self.kind, self.reference, at)
+
+    def returned(self, value: object, expected: str, *, at: str, hint: str = "") -> BufferRLError:
+        """The error for a value that it may not return."""
+        return returned(self.kind, self.reference, value, expected, at=at, hint=hint, error_class=RolloutError)
+
+
+async def apply_filter(chosen: UserFunction | None, args: Args, group: SampleGroup) -> FilterDecision:
     """The filter's decision; a group is kept where there is no filter.
 
     The function may be sync or async and may return a bool. A drop without a reason is counted as
     ``filtered``. Raises RolloutError, naming the filter and the group, if it raises or returns something else.
     """
-    if function is None:
+    if chosen is None:
         return FilterDecision(keep=True)
     at = f"group {group.uid}"
-    answer = await call_plugin("filter", reference, function, user_args(args), group, at=at)
-    decision = check_filter_decision(answer, where=place("filter", reference, at))
+    decision = check_filter_decision(await chosen.acall(user_args(args), group, at=at), where=chosen.place(at))
     if not decision.keep and not decision.reason:
         return replace(decision, reason=DEFAULT_REASON)
     return decision
 
 
-async def apply_sample_filter(
-    function: Callable[..., Any], reference: str | None, args: Args, groups: list[SampleGroup], task: str
-) -> None:
+async def apply_sample_filter(chosen: UserFunction, args: Args, groups: list[SampleGroup], task: str) -> None:
     """Let the user's filter mark samples of a whole rollout with ``remove_sample``.
 
     Raises RolloutError, naming the filter, if it raises, or returns something, which would be lost: for
     example the samples to keep.
     """
-    kind = "sample_filter"
-    answer = await call_plugin(kind, reference, function, user_args(args), groups, at=task)
+    answer = await chosen.acall(user_args(args), groups, at=task)
     if answer is not None:
-        expected = "None: it marks samples with sample.remove_sample = True"
-        raise returned(kind, reference, answer, expected, at=task, error_class=RolloutError)
+        raise chosen.returned(answer, "None: it marks samples with sample.remove_sample = True", at=task)
 
 
 async def process_all_samples(
-    function: Callable[..., Any],
-    reference: str | None,
-    args: Args,
-    groups: list[SampleGroup],
-    buffer: RolloutBuffer,
-    *,
-    at: str,
+    chosen: UserFunction, args: Args, groups: list[SampleGroup], buffer: RolloutBuffer, *, at: str
 ) -> None:
     """Show the user's function all generated groups of a rollout. One that takes three arguments, as slime's do, gets
     the buffer as its data source.
 
     Raises RolloutError, naming the function, if it raises, or returns something, which would be lost."""
-    kind, arguments = "all_samples_process", (user_args(args), groups, *([buffer] if takes(function, 3) else []))
-    answer = await call_plugin(kind, reference, function, *arguments, at=at)
+    more = [buffer] if takes(chosen.function, 3) else []
+    answer = await chosen.acall(user_args(args), groups, *more, at=at)
     if answer is not None:
-        raise returned(kind, reference, answer, "None: it changes samples in place", at=at, error_class=RolloutError)
+        raise chosen.returned(answer, "None: it changes samples in place", at=at)
 
 
 def choose_queued(
-    function: Callable[..., Any],
-    reference: str | None,
-    args: Args,
-    rollout_id: int,
-    headers: list[QueueHeader],
-    num_samples: int,
+    chosen: UserFunction, args: Args, rollout_id: int, headers: list[QueueHeader], num_samples: int
 ) -> list[GroupUid]:
     """The uids of the queued groups that the user's buffer filter chooses, in its order.
 
     Raises RolloutError, naming the filter, if it raises, or returns anything but headers from the list.
     """
-    kind, at = "buffer_filter", f"rollout {rollout_id}"
+    at = f"rollout {rollout_id}"
     expected = "a list of some of the headers (buffer_rl.records.groups.QueueHeader) in the list that it received"
     try:
-        answer = call(
-            kind,
-            reference,
-            function,
-            user_args(args),
-            rollout_id,
-            list(headers),
-            num_samples,
-            at=at,
-            error_class=RolloutError,
-        )
+        answer = chosen.call(user_args(args), rollout_id, list(headers), num_samples, at=at)
     except RolloutError as error:
         if isinstance(error.__cause__, AttributeError | TypeError):
             error.expected, error.hint = expected, "buffer holds headers of the queued groups, not their samples"
         raise
     if not isinstance(answer, Sequence) or isinstance(answer, str | bytes):
-        raise returned(kind, reference, answer, expected, at=at, error_class=RolloutError)
+        raise chosen.returned(answer, expected, at=at)
     known = {header.uid for header in headers}
     strangers = [entry for entry in answer if not isinstance(entry, QueueHeader) or entry.uid not in known]
     if strangers:
         hint = f"one of its entries is {short_repr(strangers[0])}"
-        raise returned(kind, reference, answer, expected, at=at, hint=hint, error_class=RolloutError)
+        raise chosen.returned(answer, expected, at=at, hint=hint)
     return [header.uid for header in answer]
 
 
@@ -165,8 +171,8 @@ class LogFunctions:
 
     def __init__(self, args: Args, registry: PluginRegistry) -> None:
         self._args = args
-        self._train = resolve_function(registry, "rollout_log", args.custom_rollout_log_function_path)
-        self._eval = resolve_function(registry, "eval_rollout_log", args.custom_eval_rollout_log_function_path)
+        self._train = UserFunction.named(registry, "rollout_log", args.custom_rollout_log_function_path)
+        self._eval = UserFunction.named(registry, "eval_rollout_log", args.custom_eval_rollout_log_function_path)
 
     async def metrics(
         self, ticket: Ticket, groups: Iterable[SampleGroup], metrics: dict[str, float], seconds: float
@@ -176,42 +182,38 @@ class LogFunctions:
         Raises RolloutError, naming the function, if it raises, returns something else than a boolean or None, or
         leaves something in the metrics that is no number.
         """
-        function = self._eval if ticket.evaluation else self._train
-        if function is None:
+        chosen = self._eval if ticket.evaluation else self._train
+        if chosen is None:
             return metrics
-        kind, path = "rollout_log", self._args.custom_rollout_log_function_path
-        if ticket.evaluation:
-            kind, path = "eval_rollout_log", self._args.custom_eval_rollout_log_function_path
         ordered = sorted(groups, key=lambda group: group.uid)
         shared = dict(metrics)
         # A removed sample may have no reward; a function that takes the mean of all samples must not see it.
         scored = [sample for group in ordered for sample in group if sample.reward is not None]
         facts: tuple[Any, ...] = (scored, shared, seconds)
         if ticket.evaluation:
-            facts = (self._eval_data(ordered), shared)
-        logged = await call_plugin(
-            kind, path, function, ticket.rollout_id, user_args(self._args), *facts, at=ticket.task
-        )
+            facts = (eval_data(self._args, ordered), shared)
+        logged = await chosen.acall(ticket.rollout_id, user_args(self._args), *facts, at=ticket.task)
         if logged is not None and not isinstance(logged, bool):
-            expected = "True (it did the logging), False or None"
-            raise returned(kind, path, logged, expected, at=ticket.task, error_class=RolloutError)
-        checked = check_metrics(shared, where=place(kind, path, ticket.task))
+            raise chosen.returned(logged, "True (it did the logging), False or None", at=ticket.task)
+        checked = check_metrics(shared, where=chosen.place(ticket.task))
         return {name: value for name, value in checked.items() if self._kept(name)} if logged else checked
-
-    def _eval_data(self, groups: list[SampleGroup]) -> dict[str, dict[str, list[Any]]]:
-        data: dict[str, dict[str, list[Any]]] = {}
-        for group in groups:
-            own = data.setdefault(group.data_set or UNNAMED, {"rewards": [], "truncated": [], "samples": []})
-            scored = [sample for sample in group if sample.reward is not None]  # the others' rewards abstain
-            own["rewards"] += [sample.get_reward_value(self._args) for sample in scored]
-            own["truncated"] += [sample.status is Status.TRUNCATED for sample in scored]
-            own["samples"] += scored
-        return data
 
     def _kept(self, name: str) -> bool:
         """Whether progress, learning curve or ``--early-stop`` need the metric."""
         mean_of_set = name.startswith("eval/") and name.count("/") == 1
         return name in REWARD_METRICS or mean_of_set or (self._args.early_stop or "").startswith(name)
+
+
+def eval_data(args: Any, groups: Iterable[SampleGroup]) -> dict[str, dict[str, list[Any]]]:
+    """The groups of an evaluation by their data sets, as slime's functions have them: rewards, truncated, samples."""
+    data: dict[str, dict[str, list[Any]]] = {}
+    for group in groups:
+        own = data.setdefault(group.data_set or UNNAMED, {"rewards": [], "truncated": [], "samples": []})
+        scored = [sample for sample in group if sample.reward is not None]  # the others' rewards abstain
+        own["rewards"] += [sample.get_reward_value(args) for sample in scored]
+        own["truncated"] += [sample.status is Status.TRUNCATED for sample in scored]
+        own["samples"] += scored
+    return data
 
 
 def resolve_function(registry: PluginRegistry, kind: str, reference: str | None) -> Callable[..., Any] | None:

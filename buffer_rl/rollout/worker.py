@@ -41,7 +41,7 @@ from buffer_rl.rollout.context import RolloutContext, RunStart
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.data_source import DataSourceActor, delivery_answers
 from buffer_rl.rollout.stats import known_reward
-from buffer_rl.rollout.user_functions import LogFunctions, choose_queued, resolve_function
+from buffer_rl.rollout.user_functions import LogFunctions, UserFunction, choose_queued
 from buffer_rl.rollout.user_rollout import render, run_user_rollout
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class RolloutWorker(Member):
         path = self._args.eval_function_path
         evaluate = _construct(self._registry, path, self._args) if path else train
         self._functions = {False: train, True: evaluate}
-        self._buffer_filter = resolve_function(self._registry, "buffer_filter", self._args.buffer_filter_path)
+        self._buffer_filter = UserFunction.named(self._registry, "buffer_filter", self._args.buffer_filter_path)
         self._log_functions = LogFunctions(self._args, self._registry)
         self._opened: RolloutContext | None = None
         self._guard: LoopGuard | None = None
@@ -208,8 +208,7 @@ class RolloutWorker(Member):
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         choose = None
         if self._buffer_filter is not None:
-            path = self._args.buffer_filter_path
-            choose = partial(choose_queued, self._buffer_filter, path, self._args, ticket.rollout_id)
+            choose = partial(choose_queued, self._buffer_filter, self._args, ticket.rollout_id)
         context, where = self._context(), place("rollout", self._reference(ticket), ticket.task)
         on_lease = partial(render, context.prompts) if context.renders else None
         buffer = RolloutClient(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from aiohttp import web
 
 from buffer_rl.engines.protocol import EMBEDDED, row_rid, row_seeds
 from buffer_rl.testing.decoding import DecodeClock, Decoding, SglangRules, Slots, refusal
-from buffer_rl.testing.faulty_server import Fault, FaultPoint, FaultyServer
+from buffer_rl.testing.faulty_server import Fault, FaultyServer
 
 Respond = Callable[[list[int], int], Sequence[int]]
 """``(input_ids, sampling_seed) -> output_ids``."""
@@ -68,6 +68,7 @@ def decode_as_text(output_ids: Sequence[int]) -> str:
     return " ".join(str(token) for token in output_ids)
 
 
+@dataclass(eq=False, repr=False)
 class FakeEngine(FaultyServer):
     """Serves SGLang's ``/generate`` on 127.0.0.1 in a thread of its own. Use it as a context manager.
 
@@ -90,46 +91,29 @@ class FakeEngine(FaultyServer):
     sglang: the rules of a real server, which it keeps then. server_info: more fields of ``/server_info``.
     """
 
-    def __init__(
-        self,
-        respond: Respond = echo,
-        *,
-        decode: Callable[[Sequence[int]], str] = decode_as_text,
-        latency: Callable[[dict[str, Any]], float] | None = None,
-        slots: int | None = None,
-        fault: Callable[[dict[str, Any], int], Fault | None] | None = None,
-        version: int = 0,
-        log_prob: float = -0.5,
-        adapter_log_prob: float | None = None,
-        aborted_after: int = 0,
-        update_s: float = 0.0,
-        point: FaultPoint = FaultPoint.ACCEPT,
-        control_fault: Callable[[str], Fault | None] | None = None,
-        strike_fault: Fault | None = None,
-        back_after_s: float = 0.2,
-        back_version: int | None = None,
-        sglang: SglangRules | None = None,
-        server_info: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(point=point, control_fault=control_fault, back_after_s=back_after_s)
-        self.respond = respond
-        self.decode = decode
-        self.latency = latency
+    respond: Respond = echo
+    _: KW_ONLY
+    decode: Callable[[Sequence[int]], str] = decode_as_text
+    latency: Callable[[dict[str, Any]], float] | None = None
+    slots: InitVar[int | None] = None
+    fault: Callable[[dict[str, Any], int], Fault | None] | None = None
+    version: int = 0
+    log_prob: float = -0.5
+    adapter_log_prob: float | None = None
+    aborted_after: int = 0
+    update_s: float = 0.0
+    strike_fault: Fault | None = None
+    back_version: int | None = None
+    sglang: SglangRules | None = None
+    server_info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self, slots: int | None) -> None:
+        FaultyServer.__post_init__(self)
         self._slots = Slots(slots)
         self._clock = DecodeClock(self._loop.time)
         self._decoding: set[Decoding] = set()
         self._holds_memory = False
-        self.fault = fault
-        self.version = version
-        self.log_prob = log_prob
-        self.adapter_log_prob = adapter_log_prob
         self.adapters: list[str] = []
-        self.aborted_after = aborted_after
-        self.update_s = update_s
-        self.strike_fault = strike_fault
-        self.back_version = back_version
-        self.sglang = sglang
-        self.server_info = dict(server_info or {})
         self._in_flight: set[int] = set()
         self._struck: dict[int, Fault] = {}
         self._aborts: dict[str, asyncio.Event] = {}

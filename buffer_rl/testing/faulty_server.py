@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
@@ -39,6 +40,7 @@ class FaultPoint(StrEnum):
     BEFORE_ACK = "before_ack"  # the answer is made, and nothing of it sent
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FaultyServer:
     """Serves ``routes()`` on 127.0.0.1. A context manager; ``url`` is known inside.
 
@@ -46,16 +48,11 @@ class FaultyServer:
     place of its effect. back_after_s: seconds until a killed or hung server is replaced at the same URL.
     """
 
-    def __init__(
-        self,
-        *,
-        point: FaultPoint = FaultPoint.ACCEPT,
-        control_fault: Callable[[str], Fault | None] | None = None,
-        back_after_s: float = 0.2,
-    ) -> None:
-        self.point = point
-        self.control_fault = control_fault
-        self.back_after_s = back_after_s
+    point: FaultPoint = FaultPoint.ACCEPT
+    control_fault: Callable[[str], Fault | None] | None = None
+    back_after_s: float = 0.2
+
+    def __post_init__(self) -> None:
         self.url = ""
         self._hung = False
         self._returning: asyncio.Task[None] | None = None

@@ -78,6 +78,11 @@ def checked(name: str, check: Callable[[], str | Finding]) -> Finding:
     return Finding(name, Result.FAIL if found else Result.PASS, found)
 
 
+def checked_by_name(*checks: Callable[[], str | Finding]) -> list[Finding]:
+    """The findings of methods, each of the property that it is named after."""
+    return [checked(check.__name__.replace("_", "-"), check) for check in checks]
+
+
 def finding_of_needs(declared: Iterable[str], undeclared: Iterable[str], optional: set[str], read: set[str]) -> Finding:
     """The finding of the columns that a plugin declares as needed, and of those that it reads.
 

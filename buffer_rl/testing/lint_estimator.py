@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,8 @@ from buffer_rl.kinds.objective import AdvantageEstimator
 from buffer_rl.plugin.calls import call
 from buffer_rl.plugin.signature import describe
 from buffer_rl.records.groups import Column, TrainBatch
-from buffer_rl.testing.lint import (
-    Finding,
-    Result,
-    checked,
-    finding_of_needs,
-    first_difference,
-    first_infinite,
-    groups_of,
-    halves,
-    lint_rows,
-    mixed,
-    try_forms,
-)
+from buffer_rl.testing import lint
+from buffer_rl.testing.lint import Finding, Result
 
 SET = ("advantages", "returns")
 OTHERS = ("ref_log_probs", "old_log_probs", "values")
@@ -47,17 +36,10 @@ def lint_estimator(
     args: the options that it is called with. reference: its name in messages. forms: of columns that it needs, by
     name: ``token`` or ``row``; tried out where absent. Where the form is wrong nothing else is looked at."""
     run = _Run(estimator, args, reference or describe(estimator), seed)
-    form = checked("form", lambda: run.find_form(forms))
+    form = lint.checked("form", lambda: run.find_form(forms))
     findings = [form, run.needs()] if form.result is Result.PASS or run.undeclared else [form]
     if form.result is Result.PASS:
-        properties: dict[str, Callable[[], str | Finding]] = {
-            "finite": run.finite,
-            "deterministic": run.deterministic,
-            "columns": run.unchanged_columns,
-            "order": run.order,
-            "scope": run.scope,
-        }
-        findings += [checked(name, check) for name, check in properties.items()]
+        findings += lint.checked_by_name(run.finite, run.deterministic, run.columns, run.order, run.scope)
     return findings
 
 
@@ -118,16 +100,16 @@ class _Run:
             cause = error.__cause__
             return self._absent.intersection(cause.args) if isinstance(cause, KeyError) else set()
 
-        return try_forms(self._declared, self.undeclared, forms, call_with, missing)
+        return lint.try_forms(self._declared, self.undeclared, forms, call_with, missing)
 
     def needs(self) -> Finding:
         """Read but not declared, declared but never read."""
         asked = self._absent - set(SET)
-        return finding_of_needs(self._declared, self.undeclared, asked, self._read)
+        return lint.finding_of_needs(self._declared, self.undeclared, asked, self._read)
 
     def finite(self) -> str:
         """No NaN and no infinity, for a group of one and for equal rewards neither."""
-        found = (first_infinite(self._batch, self._wanted[name]) for name in SET)
+        found = (lint.first_infinite(self._batch, self._wanted[name]) for name in SET)
         return next((f"{name}, {text}" for name, text in zip(SET, found, strict=True) if text), "")
 
     def deterministic(self) -> str:
@@ -142,7 +124,7 @@ class _Run:
                 return f"with the rows in another order, {found}"
         return ""
 
-    def unchanged_columns(self) -> str:
+    def columns(self) -> str:
         """Nothing but the two columns, and new ones, is written: neither replaced nor in place."""
         batch = self._batch.select(range(len(self._batch)))
         before, row_ids = copy.deepcopy(dict(batch.columns)), list(batch.row_ids)
@@ -156,7 +138,7 @@ class _Run:
             if len(now) != len(before[name]):
                 return f"it changes the column {name!r}: expected {len(before[name])} rows, found {len(now)}"
             arrays = [[np.atleast_1d(np.asarray(row)) for row in column] for column in (now, before[name])]
-            if found := first_difference(batch, *arrays, rtol=0):
+            if found := lint.first_difference(batch, *arrays, rtol=0):
                 return f"it changes the column {name!r}, {found}"
         return ""
 
@@ -172,22 +154,22 @@ class _Run:
 
     def _beyond(self, scope: Scope) -> str:
         rows = [[index] for index in range(len(self._batch))]
-        for alone in rows if scope is Scope.ROW else groups_of(self._batch):
+        for alone in rows if scope is Scope.ROW else lint.groups_of(self._batch):
             if found := self._differs(self._batch.select(alone), self._of(alone)):
                 return f"with the rows of other {_PLURAL[scope]} absent, {found}"
         lengths = self._batch.columns["response_length"]
-        for half in halves(self._batch, scope):
+        for half in lint.halves(self._batch, scope):
             kept = [np.full(length, keep) for length, keep in zip(lengths, half, strict=True)]
-            changed = self._columns_of(mixed(self._batch, self._other, kept, rows=half))
+            changed = self._columns_of(lint.mixed(self._batch, self._other, kept, rows=half))
             at = np.flatnonzero(half).tolist()
             for name in SET:
                 own, wanted = ([columns[name][i] for i in at] for columns in (changed, self._wanted))
-                if text := first_difference(self._batch.select(at), own, wanted):
+                if text := lint.first_difference(self._batch.select(at), own, wanted):
                     return f"with other numbers in other {_PLURAL[scope]}, {name}, {text}"
         return ""
 
     def _rows(self, draw: int) -> TrainBatch:
-        batch = lint_rows(2 * self._seed + draw, self._forms)
+        batch = lint.lint_rows(2 * self._seed + draw, self._forms)
         hidden = {*SET, *OTHERS} - self._forms.keys()
         seen = {*OTHERS[:2]} if self._scope is Scope.ROLLOUT else set()
         batch.columns = {name: column for name, column in batch.columns.items() if name not in hidden - seen}
@@ -226,7 +208,7 @@ class _Run:
 
     def _differs(self, batch: TrainBatch, wanted: dict[str, list[np.ndarray]]) -> str:
         found = self._columns_of(batch)
-        texts = ((name, first_difference(batch, found[name], wanted[name])) for name in SET)
+        texts = ((name, lint.first_difference(batch, found[name], wanted[name])) for name in SET)
         return next((f"{name}, {text}" for name, text in texts if text), "")
 
 

@@ -8,7 +8,7 @@ on rows whose log-probabilities are given, without a model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,20 +23,8 @@ from buffer_rl.kinds.token_loss import LossInputs, Metric, Sums, TokenLoss
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.plugin.signature import describe
 from buffer_rl.records.groups import RowId, TrainBatch
-from buffer_rl.testing.lint import (
-    Finding,
-    Result,
-    checked,
-    finding_of_needs,
-    first_difference,
-    first_infinite,
-    groups_of,
-    halves,
-    lint_rows,
-    mixed,
-    try_forms,
-    with_sizes,
-)
+from buffer_rl.testing import lint
+from buffer_rl.testing.lint import Finding, Result
 from buffer_rl.trainer.objective import Objective
 
 OUTPUTS = ("log_probs", "entropy", "critic_values")
@@ -53,24 +41,12 @@ def lint_loss(
     ``row``; tried out where absent. Where the form is wrong nothing else is looked at. Raises ConfigError for a unit
     that there is not."""
     run = _Run(loss, args, reference or describe(loss), seed)
-    form = checked("form", lambda: run.find_form(forms))
+    form = lint.checked("form", lambda: run.find_form(forms))
     if form.result is not Result.PASS:
         return [form, run.needs()] if run.undeclared else [form]
-    properties: dict[str, Callable[[], str | Finding]] = {
-        "needs": run.needs,
-        "finite": run.finite,
-        "micro-batches": run.micro_batches,
-        "ranks": run.ranks,
-        "order": run.order,
-        "padding": run.padding,
-        "masked": run.masked,
-        "fan-out": run.fan_out,
-        "unit": run.unit,
-        "gradient": run.gradient,
-    }
-    if run.is_by_row:
-        del properties["fan-out"]
-    return [form, *(checked(name, check) for name, check in properties.items())]
+    of_parts = [] if run.is_by_row else [run.fan_out]
+    checks = [run.finite, run.micro_batches, run.ranks, run.order, run.padding, run.masked, *of_parts]
+    return [form, run.needs(), *lint.checked_by_name(*checks, run.unit, run.gradient)]
 
 
 class _Watched:
@@ -90,17 +66,7 @@ class _Watched:
             return found
 
         mask = inputs.loss_mask.clone()
-        self.answer = self._loss(
-            args,
-            LossInputs(
-                log_probs=inputs.log_probs,
-                entropy=inputs.entropy,
-                values=inputs.values,
-                loss_mask=inputs.loss_mask,
-                row_ids=inputs.row_ids,
-                column=column,
-            ),
-        )
+        self.answer = self._loss(args, replace(inputs, column=column))
         if not torch.equal(mask, inputs.loss_mask):
             raise PluginError("it changes inputs.loss_mask in place", hint="return weights to leave tokens out")
         return self.answer  # type: ignore[no-any-return]
@@ -128,22 +94,22 @@ class _Run:
 
         def call_with(form: dict[str, str]) -> str:
             self._loss.absent.clear()
-            self._batch = lint_rows(2 * self._seed, form, more=OUTPUTS)
-            self._other = lint_rows(2 * self._seed + 1, form, more=OUTPUTS)
+            self._batch = lint.lint_rows(2 * self._seed, form, more=OUTPUTS)
+            self._other = lint.lint_rows(2 * self._seed + 1, form, more=OUTPUTS)
             self._wanted = self._step(self._batch)
             self._values = self._answers(self._batch)
             return ""
 
-        return try_forms(self._loss.needs, self.undeclared, forms, call_with, lambda _: set(self._loss.absent))
+        return lint.try_forms(self._loss.needs, self.undeclared, forms, call_with, lambda _: set(self._loss.absent))
 
     def needs(self) -> Finding:
         """Read but not declared, declared but never read."""
-        return finding_of_needs(self._loss.needs, self.undeclared, self._loss.absent, self._loss.read)
+        return lint.finding_of_needs(self._loss.needs, self.undeclared, self._loss.absent, self._loss.read)
 
     def finite(self) -> str:
         """The loss, its metrics and its gradients."""
         for name, gradients in _gradients(self._wanted):
-            if text := first_infinite(self._batch, gradients):
+            if text := lint.first_infinite(self._batch, gradients):
                 return f"{name}, {text}"
         odd = [(name, value) for name, value in self._wanted.means.items() if not np.isfinite(value)]
         return f"{odd[0][0]}: expected a finite number, found {odd[0][1]}" if odd else ""
@@ -175,7 +141,9 @@ class _Run:
         text = self._differs(nothing)
         for name, gradients in () if text else _gradients(self._wanted):
             zeros = [np.where(mask, gradient, 0) for mask, gradient in zip(masks, gradients, strict=True)]
-            text = text or (first_difference(self._batch, gradients, zeros) and f"{name} of a masked token is not 0")
+            text = text or (
+                lint.first_difference(self._batch, gradients, zeros) and f"{name} of a masked token is not 0"
+            )
         if text:
             return f"with NaN in masked tokens, {text}"
         more = replace(self._batch, columns={n: _lengthened(c) for n, c in self._batch.columns.items()})
@@ -202,7 +170,7 @@ class _Run:
                 columns[name] = [row[a:b] for row, own in zip(column, cuts, strict=True) for a, b in own]
         columns["response_length"] = np.asarray([b - a for own in cuts for a, b in own], dtype=np.int32)
         columns["tokens"] = [np.zeros(n + 2, dtype=np.int32) for n in columns["response_length"]]
-        found = self._step(with_sizes(replace(self._batch, row_ids=rows, columns=columns)))
+        found = self._step(lint.with_sizes(replace(self._batch, row_ids=rows, columns=columns)))
         starts = np.cumsum([0, *map(len, cuts)]).tolist()
         joined: dict[str, Any] = {
             f"{name}_gradients": [
@@ -223,19 +191,19 @@ class _Run:
         if unit == Unit.TOKEN and self._loss.answer.values.ndim == 1:
             return "expected a number for each token, found one for each row: the unit is row"
         lengths = [int(n) for n in batch.columns["response_length"]]
-        rng, kept_rows = np.random.default_rng(self._seed), halves(batch, "group" if unit == Unit.GROUP else "row")
+        rng, kept_rows = np.random.default_rng(self._seed), lint.halves(batch, "group" if unit == Unit.GROUP else "row")
         for half in kept_rows:
             kept = [np.full(n, keep) for n, keep in zip(lengths, half, strict=True)]
             if unit == Unit.TOKEN:
                 kept, half = [rng.random(n) < 0.5 for n in lengths], [True] * len(batch)
-            found = self._answers(mixed(batch, self._other, kept, rows=half))
+            found = self._answers(lint.mixed(batch, self._other, kept, rows=half))
             counted = [own & (mask != 0) for own, mask in zip(kept, batch.columns["loss_mask"], strict=True)]
             for name, ours in found.items():
                 same = [
                     np.where(keep if len(keep) == len(own) else keep.any(), own, was)
                     for keep, own, was in zip(counted, ours, self._values[name], strict=True)
                 ]
-                if text := first_difference(batch, same, self._values[name]):
+                if text := lint.first_difference(batch, same, self._values[name]):
                     return f"with other numbers in other {unit}s, {name}, {text}"
         return ""
 
@@ -283,7 +251,7 @@ class _Run:
         return self._objective(leaves[0], leaves[1], _rows(self._batch), leaves[2])[0]
 
     def _units(self, batch: TrainBatch) -> list[list[int]]:
-        return groups_of(batch) if self._loss.unit == Unit.GROUP else [[index] for index in range(len(batch))]
+        return lint.groups_of(batch) if self._loss.unit == Unit.GROUP else [[index] for index in range(len(batch))]
 
     def _step(self, batch: TrainBatch, **how: Any) -> Outcome:
         log_probs, entropy, values = (batch.columns[name] for name in OUTPUTS)
@@ -342,7 +310,7 @@ def _difference(batch: TrainBatch, found: Outcome, wanted: Outcome) -> str:
     lengths = batch.columns["response_length"]
     for (name, ours), (_, theirs) in zip(_gradients(found), _gradients(wanted), strict=True):
         cut = [row[:length] for row, length in zip(ours, lengths, strict=True)]
-        if text := first_difference(batch, cut, theirs):
+        if text := lint.first_difference(batch, cut, theirs):
             return f"{name}, {text}"
     numbers = {"divisor": (found.sums.divisor, wanted.sums.divisor)}
     numbers |= {name: (found.means.get(name, np.nan), value) for name, value in wanted.means.items()}

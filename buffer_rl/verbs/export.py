@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.errors import CheckpointError
+from buffer_rl.files.model_folder import new_folder, require_new
 from buffer_rl.files.remote import is_remote
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_url
@@ -38,8 +37,7 @@ def run(namespace: argparse.Namespace) -> int:
     from buffer_rl.files.checkpoint import opened_checkpoint
 
     target = Path(namespace.output)
-    if target.exists():
-        raise ConfigError(f"{str(target)!r} is there already", where="--output", expected="a new folder")
+    require_new(target)
     with opened_checkpoint(namespace.load) as checkpoint:
         copy_model(checkpoint.folder / "hf", target, namespace.save_dtype)
         origin = mask_url(namespace.load) if is_remote(namespace.load) else checkpoint.folder
@@ -54,19 +52,10 @@ def copy_model(source: Path, target: Path, save_dtype: str = "input") -> None:
     """
     if not (source / "config.json").is_file():
         raise CheckpointError("the checkpoint holds no Hugging Face folder", where=str(source), expected="config.json")
-    temporary: str | None = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+    with new_folder(target) as temporary:
         shutil.copytree(source, temporary, dirs_exist_ok=True)
         if save_dtype != "input":
             from buffer_rl.trainer.save_dtype import cast_folder  # torch takes seconds
 
-            cast_folder(Path(temporary), lambda _: save_dtype)
-        os.chmod(temporary, 0o755)  # mkdtemp makes it private
-        os.rename(temporary, target)
-    except OSError as error:
-        raise ConfigError(f"the folder cannot be written: {error}", where="--output") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            cast_folder(temporary, lambda _: save_dtype)
+        temporary.chmod(0o755)  # a run's checkpoint may be private

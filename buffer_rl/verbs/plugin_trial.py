@@ -30,7 +30,7 @@ from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.reward_pool import RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.stats import RolloutStats
-from buffer_rl.rollout.user_functions import apply_filter
+from buffer_rl.rollout.user_functions import UserFunction, apply_filter
 from buffer_rl.verbs.dry_run import score_lines
 from buffer_rl.verbs.reward_trial import NUM_SCORED, answers_to, judged, label_text, score_answers
 from buffer_rl.verbs.row_sources import RowSource, TriedRow
@@ -92,7 +92,7 @@ def _answers(source: RowSource, row: PromptRow) -> dict[str, Sample]:
 
 
 async def _try_filter(registry: PluginRegistry, kind: str, reference: str, source: RowSource, args: Args) -> list[str]:
-    function = registry.resolve(kind, reference)
+    chosen = UserFunction(kind, reference, registry.resolve(kind, reference))
     lines = []
     for row in source.spread(NUM_SCORED):
         for name, rewards in REWARDS.items():
@@ -101,7 +101,7 @@ async def _try_filter(registry: PluginRegistry, kind: str, reference: str, sourc
                 sample.reward = reward if args.reward_key is None else {args.reward_key: reward}
             group = SampleGroup(uid=samples[0].row_id.uid, samples=samples)
             with _naming(source.dataset.where(row)):
-                decision = await _in_time(apply_filter(function, reference, args, group), reference)
+                decision = await _in_time(apply_filter(chosen, args, group), reference)
             kept = "keep" if decision.keep else f"drop: {decision.reason}"
             lines.append(f"  {name:<17}  {kept}  {source.dataset.where(row)}")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -73,7 +72,9 @@ def buffer_rl_configure(config: Any) -> None:
     """Raises ConfigError if the run uses the ``code`` reward and its sandbox does not work, or does not hold."""
     if not hasattr(config, "code_sandbox"):  # options that a program made may lack the section
         return
-    if config.code_sandbox is not None or any(_is_code(name) for name in _rewards(config)):
+    from buffer_rl.data.eval_sets import rewards_named  # needs packages that naming a plugin does not
+
+    if config.code_sandbox is not None or any(map(_is_code, rewards_named(config))):
         once, most = config.code_timeout_s, config.rm_timeout_s
         what = f"--code-timeout-s {once:g} and --rm-timeout-s {most:g}: a reward has no time left for its candidate"
         refuse(once >= most, what, "a higher --rm-timeout-s, such as 120")
@@ -96,13 +97,6 @@ def sandbox_of(args: CodeArgs) -> Sandbox:
 @lru_cache(maxsize=8)
 def _class_of(reference: str, plugins: tuple[str, ...]) -> Any:
     return PluginRegistry.from_flags(plugins).load(reference)
-
-
-def _rewards(args: CodeArgs) -> Iterator[str]:
-    from buffer_rl.data.eval_sets import eval_sets_of  # its readers need packages that naming a plugin does not
-
-    yield from (args.rm_type or "", args.custom_rm_path or "", *args.row_rm_types)
-    yield from (chosen.rm_type or "" for chosen in eval_sets_of(args))
 
 
 def _is_code(name: str) -> bool:

@@ -12,9 +12,7 @@ import glob
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +21,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import flag_of
+from buffer_rl.plugin.calls import in_thread
 from buffer_rl.plugin.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -153,15 +152,7 @@ def _split_of(file: str) -> str:
 def _within(limit_s: float, call: Callable[[], T]) -> T:
     """What ``call`` returns or raises. Raises TimeoutError after ``limit_s``; ``call`` then goes on in its thread, for
     which the process does not wait."""
-    answer = Future[T]()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    answer, _ = in_thread("hub", call)
     try:
         return answer.result(limit_s)
     except TimeoutError as error:

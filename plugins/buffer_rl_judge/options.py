@@ -65,7 +65,9 @@ class JudgeOptions(Section):
     def check(args: Any) -> None:
         """For a judge without an address, with a prompt that cannot be filled in, or with limits under which its
         rewards miss their deadline."""
-        chosen = next((name for name in _rewards(args) if name in NAMES or name.startswith(MODULE)), "")
+        from buffer_rl.data.eval_sets import rewards_named  # needs packages that naming a plugin does not
+
+        chosen = next((name for name in rewards_named(args) if name in NAMES or name.startswith(MODULE)), "")
         if not chosen:
             return
         what, hint = f"--judge-url: the reward {chosen!r} has no judge", "add --judge-url http://HOST:PORT/v1"
@@ -127,10 +129,3 @@ def _check_limits(args: JudgeArgs, *, pairwise: bool) -> None:
     seconds, where = 60 * number / (limit or math.inf), "--judge-requests-per-minute"
     what = f"{where}: the {number} requests of a step take {seconds:.0f} s at {limit}, and a reward has {most:g} s"
     refuse(seconds > most, what, f"--rm-timeout-s {2 * seconds:.0f}, or a smaller --rollout-batch-size")
-
-
-def _rewards(args: JudgeArgs) -> list[str]:
-    from buffer_rl.data.eval_sets import eval_sets_of  # its readers need packages that naming a plugin does not
-
-    named = [args.custom_group_rm_path, args.rm_type, args.custom_rm_path, *args.row_rm_types]
-    return [*filter(None, named), *(chosen.rm_type for chosen in eval_sets_of(args) if chosen.rm_type)]

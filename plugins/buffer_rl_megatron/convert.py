@@ -6,14 +6,13 @@ One process on the CPU holds the whole model; no layout is asked for, as such a 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.files.model_folder import new_folder, require_new
 from buffer_rl.observe.terminal import say
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -53,8 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 def run(namespace: argparse.Namespace) -> int:
     """Convert, and say what was written. Raises ConfigError or CheckpointError."""
     target = Path(namespace.output)
-    if target.exists():
-        raise ConfigError(f"{str(target)!r} is there already", where="--output", expected="a new folder")
+    require_new(target)
     from buffer_rl_megatron.compat import cpu_devices, install
 
     install()
@@ -67,7 +65,7 @@ def run(namespace: argparse.Namespace) -> int:
     config = read_config(namespace.hf_checkpoint, trust_remote_code=namespace.trust_remote_code)
     dtype = getattr(config, "dtype", None) if namespace.dtype == "auto" else getattr(torch, namespace.dtype)
     source = newest(namespace.load) if namespace.load else None
-    with _one_rank(), cpu_devices(), _temporary(target) as folder:
+    with _one_rank(), cpu_devices(), new_folder(target) as folder:
         bridge = load_bridge(
             namespace.hf_checkpoint,
             sequence_parallel=False,
@@ -103,17 +101,3 @@ def _one_rank() -> Iterator[None]:
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-@contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
-    """A new folder beside ``target``, which gets its name once the block is through. Raises ConfigError."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-            made = Path(folder, target.name)
-            made.mkdir()
-            yield made
-            os.rename(made, target)
-    except OSError as error:
-        raise ConfigError(f"the folder cannot be written: {error}", where="--output") from error

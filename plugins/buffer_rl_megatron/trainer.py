@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -203,17 +204,15 @@ class MegatronTrainer:
         optimizer's state, which go to host memory. Raises TrainError in an unfinished step."""
         self._optimizer.offload()
         if self._device.type == "cuda":
-            for chunks in self._frozen.values():
-                for chunk in chunks:
-                    chunk.cpu()
+            for chunk in chain.from_iterable(self._frozen.values()):
+                chunk.cpu()
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         """The inverse of ``sleep``."""
         if self._device.type == "cuda":
-            for chunks in self._frozen.values():
-                for chunk in chunks:
-                    chunk.to(self._device)
+            for chunk in chain.from_iterable(self._frozen.values()):
+                chunk.to(self._device)
         self._optimizer.reload()
 
     def _micros(self, batch: TrainBatch) -> list[Micro]:

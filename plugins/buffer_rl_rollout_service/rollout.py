@@ -207,7 +207,7 @@ class _Run:
         group = SampleGroup(uid=uid, samples=samples)
         reason = age_fault(ticket, group)
         if not reason:
-            decision = await apply_filter(self.context.dynamic_filter, args.dynamic_sampling_filter_path, args, group)
+            decision = await apply_filter(self.context.dynamic_filter, args, group)
             if not decision.keep:
                 return decision.reason
         try:

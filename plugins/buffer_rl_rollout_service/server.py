@@ -23,6 +23,7 @@ import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -36,7 +37,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from buffer_rl.data.json_text import JSONError, read_json
-from buffer_rl.engines.http_server import Front
+from buffer_rl.engines.http_server import Front, json_response
 from buffer_rl.errors import BufferStateError
 from buffer_rl_rollout_service.page import render_page
 from buffer_rl_rollout_service.store import FullError, Store, StoredGroup
@@ -79,7 +80,7 @@ class AckRequest(BaseModel):
 def refusal(status: int, what: str, *, where: str = "", expected: str = "", hint: str = "") -> Response:
     """An error as the answer to a request."""
     error = {"what": what, "where": where, "expected": expected, "hint": hint}
-    return _json({"error": {name: text for name, text in error.items() if text}}, status)
+    return json_response({"error": {name: text for name, text in error.items() if text}}, status)
 
 
 class Service:
@@ -148,16 +149,7 @@ class Service:
         written = await self._call(self._store.write, given.instance_id, given.uid, given.reward, body)
         if written.complete:
             await self._wake_readers()
-        return _json(
-            {
-                "success": True,
-                "group": written.group,
-                "size": written.size,
-                "complete": written.complete,
-                "duplicate": written.duplicate,
-                "weight_version": self._weight_version,
-            }
-        )
+        return json_response({"success": True, **asdict(written), "weight_version": self._weight_version})
 
     async def _read(self, request: Request) -> Response:
         asked = await self._body(request, ReadRequest)
@@ -165,19 +157,12 @@ class Service:
             self._weight_version = asked.weight_version
         loop = asyncio.get_running_loop()
         deadline = loop.time() + asked.wait_s
+        place = asked.model_dump(include={"position", "again_from", "keep_from", "have"})
         while True:
-            groups = await self._call(
-                self._store.read,
-                asked.reader,
-                asked.num_groups,
-                position=asked.position,
-                again_from=asked.again_from,
-                keep_from=asked.keep_from,
-                have=asked.have,
-            )
+            groups = await self._call(self._store.read, asked.reader, asked.num_groups, **place)
             left = deadline - loop.time()
             if groups or left <= 0:
-                return _json({"store": self._store.store_id, "groups": [_as_json(group) for group in groups]})
+                return json_response({"store": self._store.store_id, "groups": [_as_json(group) for group in groups]})
             async with self._ready:  # a group that is ready by now is seen at the next tick
                 try:
                     await asyncio.wait_for(self._ready.wait(), min(left, 2 * TICK_S))
@@ -187,21 +172,21 @@ class Service:
     async def _acknowledge(self, request: Request) -> Response:
         asked = await self._body(request, AckRequest)
         await self._call(self._store.acknowledge, asked.reader, asked.delivered, asked.dropped)
-        return _json({"delivered": len(asked.delivered), "dropped": len(asked.dropped)})
+        return json_response({"delivered": len(asked.delivered), "dropped": len(asked.dropped)})
 
     async def _peek(self, request: Request) -> Response:
         given = request.query_params.get("num_groups", "1")
         if not re.fullmatch("[1-9][0-9]{0,3}", given) or int(given) > MAX_GROUPS:
             return refusal(422, f"num_groups is {given!r:.40}", where="GET /peek", expected=f"1 to {MAX_GROUPS}")
         groups = await self._call(self._store.peek, int(given))
-        return _json({"groups": [_as_json(group) for group in groups]})
+        return json_response({"groups": [_as_json(group) for group in groups]})
 
     async def _stats(self, request: Request) -> Response:
-        return _json({**await self._call(self._store.statistics), "weight_version": self._weight_version})
+        return json_response({**await self._call(self._store.statistics), "weight_version": self._weight_version})
 
     async def _health(self, request: Request) -> Response:
         await self._call(self._store.expire)
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _page(self, request: Request) -> Response:
         statistics = await self._call(self._store.statistics)
@@ -283,7 +268,3 @@ def _as_json(group: StoredGroup) -> dict[str, Any]:
         "partial": group.partial,
         "items": [orjson.Fragment(body) for body in group.bodies],
     }
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

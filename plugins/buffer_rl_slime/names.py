@@ -1,6 +1,6 @@
 """The import names of slime, for functions that were written for it, and where each is here.
 
-``buffer_rl.plugin.import_names`` makes the modules. An empty row is a package that has modules alone.
+``buffer_rl.plugin.import_names`` makes the modules. A package that has modules alone needs no row.
 """
 
 from __future__ import annotations
@@ -13,20 +13,14 @@ FULLY_ASYNC = "take --schedule async with the built-in rollout, without --rollou
 SLIME = NameTable(
     page=PAGE,
     modules={
-        "": {},
-        "backends": {},
-        "backends.sglang_utils": {},
         "backends.sglang_utils.server_control": {"buffer_rl_slime.rollout": "abort_servers_until_idle"},
-        "observability": {},
         "observability.trace_utils": {
             "buffer_rl_slime.tools": "build_sglang_meta_trace_attrs, trace_event, trace_function, trace_span",
         },
-        "rollout": {},
         "rollout.base_types": {
             "buffer_rl_slime.rollout": "RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn",
         },
         "rollout.data_source": {"buffer_rl_slime.data_source": "DataSource, pop_first"},
-        "rollout.filter_hub": {},
         "rollout.filter_hub.base_types": {
             "buffer_rl_slime.rewards": (
                 "DynamicFilterOutput, MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output"
@@ -55,7 +49,6 @@ SLIME = NameTable(
                 "generate_rollout, generate_rollout_async, get_model_url"
             ),
         },
-        "utils": {},
         "utils.async_utils": {"buffer_rl_slime.tools": "run"},
         "utils.data": {"buffer_rl_slime.data_source": "Dataset"},
         "utils.eval_config": {"buffer_rl.data.eval_sets": "EvalDatasetConfig"},

@@ -28,7 +28,7 @@ from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.lease import current_lease
 from buffer_rl.rollout.requests import answer_for, sampling_seed
 from buffer_rl.rollout.sft import SFTRollout
-from buffer_rl.rollout.user_functions import UNNAMED, call_user
+from buffer_rl.rollout.user_functions import call_user, eval_data
 from buffer_rl_slime import http
 from buffer_rl_slime.rewards import async_rm, batched_async_rm
 from buffer_rl_slime.tools import get_rollout_num_engines, run
@@ -257,13 +257,7 @@ async def _rollout(args: Any, rollout_id: int, data_source: Any, evaluation: boo
     answer = await DefaultRollout(args)(args, rollout_id, collected.as_buffer, evaluation)
     if not evaluation:
         return RolloutFnTrainOutput(samples=[list(group) for group in collected.groups], metrics=answer.metrics)
-    data: dict[str, dict[str, Any]] = {}
-    for group in collected.groups:
-        own = data.setdefault(group.data_set or UNNAMED, {"rewards": [], "truncated": [], "samples": []})
-        scored = [sample for sample in group if sample.reward is not None]  # the others' rewards abstain
-        own["rewards"] += [sample.get_reward_value(current_context().args) for sample in scored]
-        own["truncated"] += [sample.status is Status.TRUNCATED for sample in scored]
-        own["samples"] += scored
+    data: dict[str, dict[str, Any]] = {**eval_data(current_context().args, collected.groups)}
     return RolloutFnEvalOutput(data=data, metrics=answer.metrics)
 
 

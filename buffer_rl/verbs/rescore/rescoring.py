@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from buffer_rl.records.groups import Column, RowId, Sample, SampleGroup, Status,
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.failures import CONVERSION_FAILED, AttemptFailure
 from buffer_rl.rollout.scoring import Scorer
-from buffer_rl.rollout.user_functions import apply_filter, resolve_function
+from buffer_rl.rollout.user_functions import UserFunction, apply_filter
 from buffer_rl.trainer.objective import Objective
 from buffer_rl.verbs.rescore.recorded_groups import RecordedStep
 
@@ -89,7 +89,7 @@ async def rescore(args: Args, registry: PluginRegistry, steps: Iterable[Recorded
     """Score all groups anew. args: the run's options, with the other reward. Raises ConfigError, PluginError and
     DataError for a reward that cannot be used at all; what it raises for a sample is counted."""
     scorer, converter = Scorer(args, registry), GroupConverter.from_args(args, registry)
-    dynamic_filter = resolve_function(registry, "filter", args.dynamic_sampling_filter_path)
+    dynamic_filter = UserFunction.named(registry, "filter", args.dynamic_sampling_filter_path)
     objective = Objective(args, registry)
     done = []
     try:
@@ -138,10 +138,10 @@ async def _score(
     return ScoredGroup(group=new, rows=new_rows, old=old, new=rewards, old_columns=old_columns, new_columns=new_columns)
 
 
-async def _filter(args: Args, function: Callable[..., Any] | None, scored: ScoredGroup, errors: dict[str, str]) -> None:
+async def _filter(args: Args, chosen: UserFunction | None, scored: ScoredGroup, errors: dict[str, str]) -> None:
     judged = replace(scored.group, samples=[copy.deepcopy(sample) for sample in scored.samples])
     try:
-        decision = await apply_filter(function, args.dynamic_sampling_filter_path, args, judged)
+        decision = await apply_filter(chosen, args, judged)
         scored.drop = "" if decision.keep else decision.reason
     except BufferRLError as error:
         scored.drop = FILTER_FAILED

@@ -1,7 +1,7 @@
 """The flags of slime's launch scripts, Megatron's among them, that are no options here: what each means for a run.
 
-Flags that are options of the same name are in ``REMARKS`` alone, if at all; those whose verdict depends on other flags
-are in ``verdicts``.
+Those with one meaning whatever their value are in ``flags.yaml``. Flags that are options of the same name are in
+``REMARKS`` alone, if at all; those whose verdict depends on other flags are in ``verdicts``.
 """
 
 from __future__ import annotations
@@ -11,208 +11,9 @@ from collections.abc import Sequence
 
 from buffer_rl.plugin.hookspecs import FlagMeaning, hookimpl
 from buffer_rl_slime.scripts import peers
-from buffer_rl_slime.scripts.meaning import Known, Verdict
+from buffer_rl_slime.scripts.meaning import Known, Verdict, reasons
 
 PAGE = "plugins/buffer_rl_slime/README.md; 'buffer-rl import slime SCRIPT' translates a launch script"
-
-_SHAPE = "the model's shape is read from --hf-checkpoint"
-_KERNELS = "it chooses how something is computed, not what"
-_MEMORY = "it saves memory and changes no result"
-_PRECISION = "the torch trainer computes in float32, and Megatron's has formats of its own"
-_PACKED = "rows are packed up to --max-tokens-per-gpu tokens, always"
-_SAVING = "a checkpoint is always whole, with optimizer and random states, and starts as one"
-_LOGGING = "metrics go to metrics.jsonl, TensorBoard and the report"
-_WANDB = "a run of Weights & Biases has the name of the run folder, and each metric its own step"
-_PARALLEL = "a model is not split over GPUs without --train-backend megatron"
-_PROFILING = "trace.json of the run folder shows who worked on what, and when"
-_CI = "it is for slime's own tests"
-_HEALTH = "engines are watched always, and replaced (--engine-max-restarts)"
-_DATA = "it is about Megatron's own data loaders"
-
-NOT_NEEDED: tuple[tuple[str, str], ...] = (
-    (
-        _SHAPE,
-        "swiglu num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups "
-        "use-rotary-position-embeddings disable-bias-linear add-qkv-bias normalization norm-epsilon layernorm-epsilon "
-        "rotary-base rotary-percent rotary-interleaved rotary-scaling-factor rotary-seq-len-interpolation-factor "
-        "use-rope-scaling rope-scaling-factor rope-type no-rope-freq no-position-embedding position-embedding-type "
-        "max-position-embeddings vocab-size padded-vocab-size make-vocab-size-divisible-by kv-channels qk-layernorm "
-        "qk-l2-norm untie-embeddings-and-output-weights apply-layernorm-1p post-self-attn-layernorm "
-        "post-mlp-layernorm attention-output-gate use-gated-attention window-size window-attn-skip-freq squared-relu "
-        "quick-geglu openai-gelu softmax-type num-experts moe-layer-freq moe-ffn-hidden-size moe-router-topk "
-        "moe-router-score-function moe-router-pre-softmax moe-router-num-groups moe-router-group-topk "
-        "moe-router-topk-scaling-factor moe-router-topk-limited-devices "
-        "moe-shared-expert-intermediate-size moe-shared-expert-gate moe-router-enable-expert-bias moe-latent-size "
-        "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim "
-        "qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim linear-attention-freq linear-conv-kernel-dim "
-        "linear-key-head-dim linear-value-head-dim linear-num-key-heads linear-num-value-heads "
-        "experimental-attention-variant dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk spec "
-        "enable-experimental model-name seq-length encoder-seq-length init-method-std init-method-xavier-uniform "
-        "tokenizer-type tokenizer-model",
-    ),
-    (
-        _KERNELS,
-        "attention-backend use-flash-attn flash-decode transformer-impl moe-grouped-gemm moe-permute-fusion "
-        "moe-enable-deepep moe-token-dispatcher-type moe-router-fusion moe-shared-expert-overlap "
-        "no-rope-fusion no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
-        "no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion tp-comm-overlap "
-        "overlap-grad-reduce overlap-param-gather overlap-p2p-communication no-overlap-p2p-communication "
-        "ddp-bucket-size ddp-num-buckets ddp-average-in-collective use-nccl-ub cp-comm-type "
-        "distributed-backend distributed-timeout-minutes nccl-communicator-config-path qwen-gdn-backend "
-        "use-cpu-initialization manual-gc manual-gc-interval no-check-for-nan-in-loss-and-grad "
-        "enable-cuda-graph cuda-graph-scope cuda-graph-impl te-rng-tracker use-mcore-models "
-        "rollout-data-transport use-distributed-post data-pad-size-multiplier allgather-cp qkv-format",
-    ),
-    (
-        _MEMORY,
-        "recompute-method recompute-num-layers recompute-modules recompute-activations optimizer-offload-fraction "
-        "overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload "
-        "recompute-loss-function log-probs-chunk-size log-probs-max-tokens-per-gpu use-distributed-optimizer "
-        "distribute-saved-activations empty-unused-memory-level moe-layer-recompute use-precision-aware-optimizer",
-    ),
-    (
-        _PRECISION,
-        "accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 loss-scale initial-loss-scale min-loss-scale "
-        "loss-scale-window main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
-    ),
-    (_PACKED, "use-dynamic-batch-size micro-batch-size ref-micro-batch-size variable-seq-lengths balance-by-flops"),
-    (
-        _SAVING,
-        "ckpt-format dist-ckpt-format use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save "
-        "ckpt-fully-parallel-load ckpt-assume-constant-structure no-load-optim no-load-rng finetune "
-        "dist-ckpt-strictness exit-on-missing-checkpoint use-persistent-ckpt-worker",
-    ),
-    (
-        _LOGGING,
-        "use-tensorboard tensorboard-dir tb-project-name tb-experiment-name log-multi-turn "
-        "log-correct-samples log-interval log-throughput log-params-norm log-num-zeros-in-grad log-progress "
-        "timing-log-level log-timers-to-tensorboard log-memory-to-tensorboard no-one-logger logging-level "
-        "get-mismatch-metrics",
-    ),
-    ("evaluations have pass@k, as eval/SET/pass_at_K", "log-passrate"),
-    (
-        _WANDB,
-        "wandb-exp-name disable-wandb-random-suffix wandb-always-use-train-step",
-    ),
-    (_HEALTH, "use-fault-tolerance rollout-health-check-interval rollout-health-check-first-wait"),
-    (
-        _PROFILING,
-        "profile use-pytorch-profiler profile-step-start profile-step-end profile-ranks profile-target "
-        "record-memory-history memory-snapshot-path memory-snapshot-dir memory-snapshot-num-steps memory-recorder",
-    ),
-    (
-        _CI,
-        "ci-test ci-disable-kl-checker ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm",
-    ),
-    (_DATA, "num-workers split mock-data data-cache-path dataloader-type train-iters eval-iters train-samples"),
-    ("SGLang servers are the run's own", "sglang-router-request-timeout-secs rollout-num-process"),
-    ("the Buffer owns the data; --data-source-path names a source of your own", "disable-rollout-global-dataset"),
-    ("--loss-type sft_loss has no advantages, and others need them", "disable-compute-advantages-and-returns"),
-    ("the weights that train are those that generated, so their log-probabilities are the old ones", "keep-old-actor"),
-    ("the address of Megatron's process groups is the run's own", "master-addr master-port"),
-)
-"""Reasons, with the flags that may be left out for them."""
-
-NOT_YET: tuple[tuple[str, str], ...] = (
-    (
-        _PARALLEL,
-        "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size "
-        "expert-tensor-parallel-size sequence-parallel virtual-pipeline-model-parallel-size "
-        "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
-        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout "
-        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split use-megatron-fsdp use-torch-fsdp2 "
-        "hierarchical-context-parallel-sizes",
-    ),
-    (
-        "models and Adam's moments are moved to the CPU's memory (--offload-train, --optimizer-cpu-offload), no more",
-        "release-train cpu-offloading fine-grained-activation-offloading",
-    ),
-    (
-        "there is no training in fp8, fp4 or int4",
-        "fp8 fp8-format fp8-recipe fp8-margin fp8-param-gather fp8-param fp4 fp4-format fp4-recipe "
-        "te-precision-config-file megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules "
-        "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules",
-    ),
-    ("the trainer computes in float32, or bfloat16 with --bf16", "fp16 grad-reduce-in-bf16 moe-router-dtype"),
-    (
-        "heads that predict several tokens are not trained",
-        "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
-    ),
-    (
-        "each forward pass chooses experts by itself, or as the engine did (--replay-routed-experts)",
-        "use-routing-replay",
-    ),
-    (
-        "weights are published whole (--weight-sync-mode)",
-        "update-weight-delta-encoding update-weight-delta-checksum update-weight-local-checkpoint-dir "
-        "custom-update-weight-post-write-path update-weight-disk-keep-files",
-    ),
-    ("all parameters are trained", "only-train-params-name-list freeze-params-name-list freeze-indexer"),
-    (
-        "servers of different kinds in one run",
-        "sglang-config prefill-num-servers sglang-disaggregation-mode sglang-disaggregation-transfer-backend "
-        "sglang-disaggregation-ib-device sglang-pd-disaggregation",
-    ),
-    (
-        "an engine is on one node and has no data parallelism of its own; take more engines",
-        "sglang-dp-size sglang-data-parallel-size sglang-nnodes sglang-enable-dp-attention sglang-enable-dp-lm-head",
-    ),
-    (
-        "there is no hook at this place",
-        "rollout-sample-hook-path rollout-data-postprocess-path custom-pg-loss-reducer-function-path "
-        "custom-megatron-init-path custom-megatron-before-log-prob-hook-path "
-        "custom-megatron-before-train-step-hook-path",
-    ),
-    ("off-policy sequence masking (another is --tis-mode sequence)", "use-opsm opsm-delta"),
-    ("there is no weighting of this KL penalty by the ratio", "use-unbiased-kl"),
-    ("the optimizer keeps its state", "reset-optimizer-states use-stateless-adam no-save-rng"),
-    (
-        "an evaluation set of --eval-config has keys of its own for it",
-        "eval-tool-key",
-    ),
-    (
-        "evaluations have no limit or reward key of their own",
-        "eval-max-prompt-len eval-max-context-len eval-min-new-tokens eval-reward-key",
-    ),
-    ("no configuration by role", "megatron-config-path"),
-    ("a checkpoint's number is a part of its path here", "ref-ckpt-step opd-teacher-ckpt-step ckpt-step"),
-    ("a run starts at rollout 0, or where --load ended", "start-rollout-id"),
-    ("the model is in the run's checkpoints (hf/), see buffer-rl export", "save-hf"),
-    ("samples.jsonl has --dump-samples groups of each rollout", "dump-details save-debug-train-data"),
-    (
-        "trajectories from elsewhere come through the rollout service (plugins/buffer_rl_rollout_service/README.md)",
-        "rollout-buffer-url fetch-trajectory-retry-times rollout-task-type",
-    ),
-    (
-        "trajectories from elsewhere come by a rollout function of your own",
-        "min-batch-collection-ratio load-forge-rollout-data load-debug-rollout-data-subsample",
-    ),
-    ("the optimizer's betas, decay and rate are the same for all parameters", "decoupled-lr decoupled-min-lr"),
-    ("the decay of the rate is constant, linear or cosine", "lr-wsd-decay-style lr-wsd-decay-iters"),
-    ("the count is in optimizer steps: --lr-decay-iters, --lr-warmup-iters", "lr-decay-samples lr-warmup-samples"),
-    ("the rate rises from 0", "lr-warmup-init"),
-    ("weight decay is constant", "start-weight-decay end-weight-decay weight-decay-incr-style"),
-    ("the batch is the same in every step", "rampup-batch-size"),
-    ("AdamW is the only optimizer", "sgd-momentum muon-momentum lion-beta1 lion-beta2"),
-    ("engines reach no proxy", "http-proxy"),
-    ("rewards have no categories in the metrics; log functions of your own do", "log-reward-category"),
-    ("a router that runs already is --router-url http://IP:PORT", "sglang-router-ip sglang-router-port"),
-    ("slime's own router is another", "use-slime-router"),
-    ("the bias of an MoE router is not updated", "moe-router-bias-update-rate"),
-    ("no Megatron trainer reads another file", "yaml-cfg non-persistent-save-interval pretrained-checkpoint"),
-)
-"""Reasons, with the flags that have nothing in their place."""
-
-CHANGES: tuple[tuple[str, str], ...] = (
-    ("there is no dropout here", "attention-dropout hidden-dropout"),
-    (
-        "there is no loss that balances experts, or limits them, here",
-        "moe-aux-loss-coeff moe-z-loss-coeff moe-router-load-balancing-type moe-input-jitter-eps "
-        "moe-expert-capacity-factor moe-token-drop-policy moe-token-dropping",
-    ),
-    ("AdamW is the only optimizer", "optimizer"),
-)
-"""Reasons, with the flags that a run cannot have and whose result is then another, unless ``NEUTRAL`` has the value."""
 
 NEUTRAL: dict[str, tuple[tuple[str, ...], str]] = {
     "attention-dropout": (("0",), "there is no dropout here"),
@@ -254,24 +55,6 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "offload": (("offload_train", "true"), ("offload_rollout", "true")),
 }
 """Options and values that flags stand for; ``{}`` is the flag's own value."""
-
-PREFIXES: tuple[tuple[str, Verdict, str], ...] = (
-    ("log-", Verdict.NOT_NEEDED, _LOGGING),
-    ("ddp-", Verdict.NOT_NEEDED, _KERNELS),
-    ("tp-comm-", Verdict.NOT_NEEDED, _KERNELS),
-    ("cuda-graph-", Verdict.NOT_NEEDED, _KERNELS),
-    ("moe-deepep-", Verdict.NOT_NEEDED, _KERNELS),
-    ("fp8-", Verdict.NOT_YET, "there is no training in fp8, fp4 or int4"),
-    ("dist-ckpt-", Verdict.NOT_NEEDED, _SAVING),
-    ("ckpt-", Verdict.NOT_NEEDED, _SAVING),
-    ("tokenizer-", Verdict.NOT_NEEDED, _SHAPE),
-    ("profile-", Verdict.NOT_NEEDED, _PROFILING),
-    ("muon-", Verdict.NOT_YET, "AdamW is the only optimizer"),
-    ("megatron-fsdp-", Verdict.NOT_YET, _PARALLEL),
-    ("mtp-", Verdict.NOT_YET, "heads that predict several tokens are not trained"),
-    ("dsa-", Verdict.NOT_NEEDED, _SHAPE),
-)
-"""Families of Megatron's flags, for names that no other table has."""
 
 REMARKS: dict[str, tuple[Verdict, str]] = {
     "custom-loss-function-path": (Verdict.NOT_YET, "a loss is (args, inputs) -> TokenLoss: write it in that form"),
@@ -341,17 +124,7 @@ flag is there."""
 
 @functools.cache
 def _tables() -> dict[str, Known]:
-    groups = (
-        (Verdict.NOT_NEEDED, (*NOT_NEEDED, *peers.NOT_NEEDED)),
-        (Verdict.NOT_YET, (*NOT_YET, *peers.NOT_YET)),
-        (Verdict.CHANGES, CHANGES),
-    )
-    return {
-        name: Known(verdict=verdict, why=why)
-        for verdict, rows in groups
-        for why, names in rows
-        for name in names.split()
-    }
+    return {name: Known(verdict=each.verdict, why=each.why) for each in reasons() for name in each.flags}
 
 
 def known_flag(name: str, values: Sequence[str]) -> Known | None:
@@ -370,13 +143,13 @@ def known_flag(name: str, values: Sequence[str]) -> Known | None:
         return Known(verdict=Verdict.RENAMED, why=f"it is {shown} here", options=options)
     if name in _tables():
         return _tables()[name]
-    found = ((verdict, why) for prefix, verdict, why in PREFIXES if name.startswith(prefix))
-    return next((Known(verdict=verdict, why=why) for verdict, why in found), None)
+    found = (each for each in reasons() if name.startswith(each.prefixes))
+    return next((Known(verdict=each.verdict, why=each.why) for each in found), None)
 
 
 def is_of_shape(name: str) -> bool:
     """Whether a flag only says what the model's own configuration says."""
-    return name in NOT_NEEDED[0][1].split()
+    return name in reasons()[0].flags
 
 
 def _equal(value: str, other: str) -> bool:

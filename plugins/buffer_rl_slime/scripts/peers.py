@@ -2,7 +2,8 @@
 
 Relax and miles began as slime and share its flags: those of their own are taken where they mean the same, or have no
 effect here. Toolkits with names of their own bound the age of samples by other rules; for their names, the options here
-and the values are said, and the run does not start: docs/schedules.md has what differs.
+and the values are said, and the run does not start: docs/schedules.md has what differs. Flags of Relax and miles with
+one meaning whatever their value are in ``flags.yaml``.
 """
 
 from __future__ import annotations
@@ -13,39 +14,6 @@ from collections.abc import Sequence
 from buffer_rl_slime.scripts.meaning import Known, Verdict
 
 PAGE = "docs/schedules.md#names-elsewhere"
-
-NOT_NEEDED: tuple[tuple[str, str], ...] = (
-    (
-        "roles, and with --stream-gradients the trainer, take finished groups as they come, in micro-batches of "
-        "--max-tokens-per-gpu",
-        "num-iters-per-train-update polling-mode per-rank-fetch",
-    ),
-    ("engines and roles are watched always, and replaced (--role-max-restarts)", "use-health-check rlsp-server-port"),
-    ("--weight-sync-mode says how weights are published", "checkpoint-engine-backend"),
-    ("weights have the names of --hf-checkpoint everywhere", "megatron-to-hf-mode warm-hf-checkpoint-page-cache"),
-    ("the model of a role is computed with the trainer's settings", "ref-actor-config only-load-weight"),
-    ("with one optimizer step a rollout, its own forward pass has the old log-probabilities", "true-on-policy-mode"),
-    (
-        "metrics go to metrics.jsonl, TensorBoard and the report, spans to trace.json",
-        "use-metrics-service timeline-dump-dir",
-    ),
-    ("--keep-last says how many checkpoints are kept", "rotate-ckpt"),
-    (
-        "--target-staleness S bounds what is generated or waits: (S + 1) x --rollout-batch-size groups",
-        "async-data-buffer-capacity-factor rollout-submission-granularity",
-    ),
-    ("no group is dropped for its age", "async-unused-samples-handler"),
-)
-"""Reasons, with the flags of Relax and miles that may be left out for them."""
-
-NOT_YET: tuple[tuple[str, str], ...] = (
-    ("the Buffer is the run's own; its age limit is --max-staleness", "custom-async-data-buffer-path"),
-    (
-        "trackers are TensorBoard, Weights & Biases and those of plugins (plugins/buffer_rl_trackers/README.md)",
-        "use-clearml",
-    ),
-)
-"""Reasons, with the flags of Relax and miles that have nothing in their place."""
 
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "hybrid": (("schedule", "async"),),

@@ -12,14 +12,7 @@ from pydantic.fields import FieldInfo
 from buffer_rl.options.section import declared, did_you_mean, flag_of, item_of_mapping
 from buffer_rl.options.values import Raw
 from buffer_rl_slime.scripts.asynchronous import judge_ahead
-from buffer_rl_slime.scripts.flags import (
-    GRADERS,
-    REFERENCES,
-    REMARKS,
-    REWARD_NAMES,
-    is_of_shape,
-    known_flag,
-)
+from buffer_rl_slime.scripts.flags import GRADERS, REFERENCES, REMARKS, REWARD_NAMES, is_of_shape, known_flag
 from buffer_rl_slime.scripts.meaning import Judgement, Verdict
 from buffer_rl_slime.scripts.shell_script import SFT, Flags, steps_per_rollout, value_of
 from buffer_rl_slime.scripts.shell_values import as_run, marks_of

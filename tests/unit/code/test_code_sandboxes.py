@@ -36,7 +36,8 @@ HEADERS = {
 }
 OPTIONS: dict[str, Any] = {
     "code_sandbox": None, "plugin": [], "code_timeout_s": 3.0, "code_memory_mb": 2048, "rm_timeout_s": 30.0,
-    "rm_type": None, "custom_rm_path": None, "row_rm_types": [], "eval_config": None, "eval_prompt_data": [],
+    "rm_type": None, "custom_rm_path": None, "custom_group_rm_path": None, "row_rm_types": [],
+    "eval_config": None, "eval_prompt_data": [],
 }  # fmt: skip
 
 

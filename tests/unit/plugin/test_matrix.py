@@ -42,7 +42,7 @@ from buffer_rl.records.groups import (
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
+from buffer_rl.rollout.user_functions import LogFunctions, UserFunction, choose_queued
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer, make_tiny_model
@@ -176,9 +176,9 @@ async def roll(here: Here) -> Any:
 
 
 async def choose(here: Here) -> Any:
-    function = PluginRegistry().resolve("buffer_filter", here.path)
+    chosen = UserFunction("buffer_filter", here.path, PluginRegistry().resolve("buffer_filter", here.path))
     headers = [QueueHeader(uid=GroupUid("s", row, 0), admitted=row, prompt_length=1) for row in range(3)]
-    return [uid.row for uid in choose_queued(function, here.path, here.args(), 0, headers, 1)]
+    return [uid.row for uid in choose_queued(chosen, here.args(), 0, headers, 1)]
 
 
 async def log(here: Here) -> Any:

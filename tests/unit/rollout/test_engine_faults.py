@@ -24,7 +24,8 @@ from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import GroupUid
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.testing.fake_engine import FakeEngine, Fault, FaultPoint
+from buffer_rl.testing.fake_engine import FakeEngine, Fault
+from buffer_rl.testing.faulty_server import FaultPoint
 from buffer_rl.weights.disk import DiskTransport
 from buffer_rl.weights.publish import Publisher
 from harness.fake_roles import local_senders

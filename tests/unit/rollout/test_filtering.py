@@ -7,11 +7,12 @@ import pytest
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import FilterDecision, GroupUid, QueueHeader
-from buffer_rl.rollout.user_functions import apply_filter, choose_queued
+from buffer_rl.rollout.user_functions import UserFunction, apply_filter, choose_queued
 
 
 async def decide(kit: Any, function: Any) -> FilterDecision:
-    return await apply_filter(function, "my_filter:keep", kit.make_args(), kit.make_group(4))
+    chosen = None if function is None else UserFunction("filter", "my_filter:keep", function)
+    return await apply_filter(chosen, kit.make_args(), kit.make_group(4))
 
 
 async def test_without_a_filter_everything_is_kept(kit: Any) -> None:
@@ -50,7 +51,8 @@ HEADERS = [QueueHeader(uid=GroupUid("s", row, 0), admitted=row, prompt_length=9 
 
 
 def choose(function: Any) -> list[int]:
-    return [uid.row for uid in choose_queued(function, "my:filter", None, 4, HEADERS, 2)]
+    chosen = UserFunction("buffer_filter", "my:filter", function)
+    return [uid.row for uid in choose_queued(chosen, None, 4, HEADERS, 2)]
 
 
 def test_a_buffer_filter_chooses_among_the_headers_in_its_order() -> None:

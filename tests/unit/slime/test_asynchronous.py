@@ -22,7 +22,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl_slime.scripts import flags as slime_flags
 from buffer_rl_slime.scripts import peers
 from buffer_rl_slime.scripts.flags import known_flag
-from buffer_rl_slime.scripts.meaning import Verdict
+from buffer_rl_slime.scripts.meaning import Verdict, reasons
 from buffer_rl_slime.scripts.shell_expansion import Argument
 from buffer_rl_slime.scripts.shell_script import Launch
 from buffer_rl_slime.scripts.translation import RELAX, Line, translate
@@ -205,8 +205,7 @@ def test_the_bound_for_a_window_of_torchtitan_holds_for_any_number_of_groups(
 
 
 def test_the_tables_of_peers_agree_with_the_options_and_with_slimes_tables() -> None:
-    tables = (slime_flags.NOT_NEEDED, slime_flags.NOT_YET, slime_flags.CHANGES, peers.NOT_NEEDED, peers.NOT_YET)
-    names = [name for table in tables for _, words in table for name in words.split()]
+    names = [name for each in reasons() for name in each.flags]
     assert sorted(names) == sorted(set(names))
     assert not {*names, *slime_flags.RENAMED} & peers.RENAMED.keys()
     core = {flag_of(name)[2:] for name in OPTIONS.model_fields}

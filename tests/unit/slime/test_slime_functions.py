@@ -17,7 +17,7 @@ from buffer_rl.records.groups import GroupUid, QueueHeader, RolloutOutput, Sampl
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
-from buffer_rl.rollout.user_functions import LogFunctions, choose_queued
+from buffer_rl.rollout.user_functions import LogFunctions, UserFunction, choose_queued
 from buffer_rl.rollout.user_rollout import run_user_rollout
 from buffer_rl.testing.fake_buffer import FakeBuffer
 from buffer_rl.testing.tiny import make_char_tokenizer
@@ -198,17 +198,17 @@ async def test_a_mapping_is_no_training_rollout() -> None:
 
 def test_a_buffer_filter_that_looks_at_no_sample_runs() -> None:
     headers = [QueueHeader(uid=GroupUid("s", row, 0), admitted=row, prompt_length=1) for row in range(3)]
-    function = PluginRegistry().resolve("buffer_filter", ref("take_first"))
-    assert choose_queued(function, "take_first", None, 0, headers, 2) == [header.uid for header in headers[:2]]
+    chosen = UserFunction("buffer_filter", "take_first", PluginRegistry().resolve("buffer_filter", ref("take_first")))
+    assert choose_queued(chosen, None, 0, headers, 2) == [header.uid for header in headers[:2]]
     assert len(headers) == 3, "nothing is removed from the queue"
 
 
 @pytest.mark.parametrize("name", ["take_best", "take_own"])
 def test_a_buffer_filter_that_looks_at_samples_is_told_what_it_gets(name: str) -> None:
     headers = [QueueHeader(uid=GroupUid("s", row, 0), admitted=row, prompt_length=1) for row in range(3)]
-    function = PluginRegistry().resolve("buffer_filter", ref(name))
+    chosen = UserFunction("buffer_filter", name, PluginRegistry().resolve("buffer_filter", ref(name)))
     with pytest.raises(RolloutError) as caught:
-        choose_queued(function, name, None, 0, headers, 2)
+        choose_queued(chosen, None, 0, headers, 2)
     assert caught.value.where == f"buffer_filter {name!r}, rollout 0"
     assert "expected: a list of some of the headers (buffer_rl.records.groups.QueueHeader)" in str(caught.value)
 

@@ -21,7 +21,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl_sglang.options import OWN, SglangOptions
 from buffer_rl_slime.scripts import flags as slime_flags
 from buffer_rl_slime.scripts.flags import known_flag
-from buffer_rl_slime.scripts.meaning import Verdict
+from buffer_rl_slime.scripts.meaning import Verdict, reasons
 from buffer_rl_slime.scripts.shell_expansion import Argument
 from buffer_rl_slime.scripts.shell_script import Launch
 from buffer_rl_slime.scripts.shell_values import computed, unset
@@ -285,8 +285,7 @@ def test_every_text_is_read_back_as_it_was(text: str, inside: bool) -> None:
 
 
 def test_the_tables_agree_with_the_options() -> None:
-    tables = (slime_flags.NOT_NEEDED, slime_flags.NOT_YET, slime_flags.CHANGES)
-    names = [name for table in tables for _, words in table for name in words.split()]
+    names = [name for each in reasons() for name in each.flags]
     assert sorted(names) == sorted(set(names))
     core = {flag_of(name)[2:] for name in compose(CORE_SECTIONS).model_fields}
     assert not core & {*names, *slime_flags.RENAMED}, "an option of the same name answers by itself"
