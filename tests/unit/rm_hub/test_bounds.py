@@ -39,6 +39,7 @@ def test_ordinary_answers_are_within_the_limits(text: str) -> None:
         "9^{9^{9^9}}",
         "9**9**9**9",
         "9^{9^9}",
+        r"9^\,{9^9}",
         "9^{99999999}",
         "(9)^{(9)^{(9)}}",
         r"9^{9\cdot 9^{9}}",
