@@ -21,6 +21,8 @@ from rm_hub.bounds import MAX_CHARACTERS, MAX_TOKENS, is_bounded
         r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
         "(x + 1)^{10}",
         "100!",
+        "n!!!",
+        "9^",
         r"\binom{100}{50}",
         "x^{99} + 3x^{98} + 1",
         r"\sqrt[3]{12}",
@@ -41,6 +43,8 @@ def test_ordinary_answers_are_within_the_limits(text: str) -> None:
         "9^{9^9}",
         r"9^\,{9^9}",
         "9^{99999999}",
+        "9^-99999",
+        "(x + 1)^{999999}",
         "(9)^{(9)^{(9)}}",
         r"9^{9\cdot 9^{9}}",
         "9^{9^{9 + x - x}}",  # x - x is taken away before the power is computed
