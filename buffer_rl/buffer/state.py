@@ -414,7 +414,7 @@ class BufferState:
         return len(self._rollouts.queue)
 
     @reads
-    def get_num_rollout_per_epoch(self, num_epochs: int = 1, num_rows: int | None = None) -> int:
+    def get_num_rollout_per_epoch(self, num_epochs: int, num_rows: int | None) -> int:
         """Whole steps in one pass over the training data, or in ``num_epochs`` of them together: at least 1. A step may
         begin in one epoch and end in the next. num_rows: the length of a user's data source, which that alone knows."""
         rows = self._feed.num_rows() if num_rows is None else num_rows
