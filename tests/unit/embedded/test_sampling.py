@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -159,6 +160,7 @@ def test_a_wrong_parameter_is_refused_by_name(raw, named):
 def test_none_means_the_default_and_neutral_values_of_unsupported_parameters_pass():
     raw = {"temperature": None, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "regex": None, "stop": "x"}
     assert SamplingParams.parse(raw) == SamplingParams(stop=("x",))
+    assert SamplingParams.parse(asdict(SamplingParams())) == SamplingParams()  # every one may be given
 
 
 @pytest.mark.parametrize(
