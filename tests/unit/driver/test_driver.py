@@ -65,9 +65,10 @@ class Recorder:
         self.notices: list[tuple[str, int]] = []
         self.spans: list[tuple[str, WorkSpan]] = []
         self.said: list[str] = []
+        self.phases: list[str] = []
 
     def phase(self, name: str) -> None:
-        pass
+        self.phases.append(name)
 
     def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
         self.spans += [(role, span) for span in spans]
@@ -175,6 +176,8 @@ def test_a_step_trains_commits_publishes_releases_and_evaluates_in_this_order(tm
         ("step", 2),
         ("evaluation", 3),
     ]
+    step, saved = ["generate", "train", "publish"], ["generate", "train", "save", "publish", "evaluate"]
+    assert world.recorder.phases == ["evaluate", *step, *saved, *saved]
     assert result.steps == 3
 
 
