@@ -232,7 +232,7 @@ def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_ar
         asked.extend(cell.ref for cell in cells)
         return [column for _ in cells]
 
-    batch = assemble(p.pool.plan_rows([RowId(uid, 1)], ["tokens"]), resolve)
+    batch = assemble(p.pool.plan_rows([RowId(uid, 1)]), resolve)
     assert asked == [reference]
     assert [row.tolist() for row in batch.columns["tokens"]] == [[0, 1, 2, 3, 4]]
 

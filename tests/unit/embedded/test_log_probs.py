@@ -34,7 +34,7 @@ def table(module):
 
 @pytest.mark.parametrize(
     ("architecture", "fallback", "start"),
-    [("qwen3", False, 7), ("qwen3", True, 7), ("gemma3", False, 7), ("qwen3", False, 39)],  # 39: no token follows a block
+    [("qwen3", False, 7), ("qwen3", True, 7), ("gemma3", False, 7), ("qwen3", False, 39)],  # 39: none follows
 )
 def test_those_of_a_long_prompt_are_computed_in_blocks(
     make_scheduler, make_request, run, table, architecture, fallback, start
