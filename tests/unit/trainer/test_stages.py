@@ -32,7 +32,6 @@ def test_a_stage_works_on_groups_as_they_finish_and_ends_with_the_rollout() -> N
     ]
     report = run_stage(REF, store, 8)
     assert [(span.name, span.num_rows) for span in report.spans] == [("ref", 2)] * 3
-    assert all(span.start <= span.end for span in report.spans)
     assert report.num_rows == 6
     batch = assemble(store.pool.plan())
     assert [row.tolist() for row in batch.columns["ref_log_probs"]] == [
