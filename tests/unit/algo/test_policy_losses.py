@@ -48,7 +48,10 @@ def test_gspo_clips_the_geometric_mean_of_a_row() -> None:
     )
     # -min(2, 1.3) x 1; max(0.5, 0.8) x 1; max(1.1, 0.8) x 2
     options = {"eps_clip": 0.2, "eps_clip_high": 0.3}
-    close(gspo(loss_args(**options), inputs).values, [-1.3, 0.8, 2.2])
+    loss = gspo(loss_args(**options), inputs)
+    close(loss.values, [-1.3, 0.8, 2.2])
+    close(loss.metrics["ppo_kl"].exp(), [1 / 2, 2, 1 / 1.1])
+    assert loss.metrics["sequence_clipfrac"].tolist() == [True, True, False]
     # d s / d log r_t = s / |y|: 2.2 / 2 for each unmasked token of the row that is not clipped
     close(slope(gspo, inputs, **options), [[0, 0, 0], [0, 0, 0], [1.1, 1.1, 0]])
 
