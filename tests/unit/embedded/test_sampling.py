@@ -39,7 +39,16 @@ def kept_by_numpy(logits: np.ndarray, top_k: int, top_p: float, min_p: float) ->
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
-    [(5, 1.0, 0.0), (-1, 0.6, 0.0), (-1, 1.0, 0.2), (20, 0.8, 0.05), (1, 0.9, 0.5), (-1, 1e-9, 0.0), (500, 1.0, 0.0)],
+    [
+        (5, 1.0, 0.0),
+        (-1, 0.6, 0.0),
+        (-1, 1.0, 0.2),
+        (20, 0.8, 0.05),
+        (1, 0.9, 0.5),
+        (0, 1e-9, 0.0),
+        (500, 1.0, 0.0),
+        (0, 0.6, 0.0),
+    ],
 )
 def test_truncation_keeps_what_numpy_keeps(top_k, top_p, min_p):
     rng = np.random.default_rng(0)
