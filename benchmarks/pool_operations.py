@@ -71,7 +71,7 @@ def _planner(pool: DataPool, picked: list[list[RowId]]) -> Callable[[], Any]:
     def plan() -> object:
         start = next(starts)
         rows = [row for number in range(4) for row in picked[(start + 30 * number) % len(picked)]]
-        return pool.plan_rows(rows, ["tokens"])
+        return pool.plan_rows(rows)
 
     return plan
 

@@ -94,7 +94,7 @@ class Worker:
         )
         total = 0
         for number in range(num_groups):
-            _, batch = self._client.take(task, replace(request, deal=number), TIMEOUT_S, ["tokens"])
+            _, batch = self._client.take(task, replace(request, deal=number), TIMEOUT_S)
             total += 0 if batch is None else read_all(batch.columns["tokens"])
         return total
 

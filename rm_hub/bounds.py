@@ -148,8 +148,6 @@ def _power(base: _Size, exponent: _Size) -> _Size:
     times = exponent.largest if exponent.digits else 1
     terms = base.terms
     if terms > 1 and times > 1:
-        if times > MAX_TERMS:
-            raise _TooLargeError
         terms = min(MAX_TERMS + 1, math.comb(terms + times - 1, times))
     powers = 1 + max(base.powers, exponent.powers)
     return _Size(digits=base.digits * times, terms=terms, powers=powers)

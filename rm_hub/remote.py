@@ -94,7 +94,7 @@ def _addresses(args: Any, sample: Sample, place: str) -> list[str]:
     if name is None and args.rm_url:
         return [args.rm_url]
     servers: dict[str, list[str]] = {}
-    for entry in getattr(args, "rm_servers", ()):
+    for entry in args.rm_servers:
         known, _, url = entry.partition("=")
         servers.setdefault(known, []).append(url)
     if name is None:

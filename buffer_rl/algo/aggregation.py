@@ -92,7 +92,7 @@ def metric_totals(
     found = {name: Total(Reduction.MEAN, value, num_tokens) for name, value in zip(token_means, sums, strict=True)}
     for name in given.keys() - found.keys():
         found[name] = _total(given[name], weights, mask_bt, parts_b)
-    return {name: found[name] for name in given if name in found}
+    return {name: found[name] for name in given}
 
 
 def _total(metric: Metric, weights: torch.Tensor, mask_bt: torch.Tensor, parts_b: torch.Tensor) -> Total:

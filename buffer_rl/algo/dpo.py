@@ -31,7 +31,7 @@ def dpo(args: Args, inputs: LossInputs) -> TokenLoss:
 
     shift_b = mask_out(inputs.log_probs - inputs.ref_log_probs, inputs.loss_mask).sum(-1)
     weights_b = torch.zeros_like(shift_b)
-    source: list[torch.Tensor] = [shift_b.sum() * 0] * len(shift_b)  # a gradient of 0 where there is no pair
+    source: list[torch.Tensor] = list(shift_b * 0)  # a gradient of 0 where there is no pair
     margins: list[torch.Tensor] = list(torch.zeros_like(shift_b))
     for chosen, rejected in _pairs(inputs):
         margin = args.dpo_beta * (shift_b[chosen].sum() - shift_b[rejected].sum())

@@ -44,7 +44,7 @@ def token_rewards(args: Args, batch: TrainBatch) -> list[np.ndarray]:
     for row_u, reward in zip(rows, rewards, strict=True):
         if row_u.size:
             row_u[-1] += reward
-    if getattr(args, TURN_REWARDS, False):
+    if args.turn_rewards:
         rows = [row_u + given_u for row_u, given_u in zip(rows, unmasked(batch, TURN_REWARDS), strict=True)]
     return rows
 
@@ -71,7 +71,7 @@ def unmasked(batch: TrainBatch, column: str) -> list[np.ndarray]:
 def discounted_sums(rows: Sequence[np.ndarray], decay: float) -> list[np.ndarray]:
     """``s_t = x_t + decay * s_(t+1)`` of each row, 0 after its end: per row as long as the row."""
     lengths = [len(row) for row in rows]
-    padded_bt = np.zeros((len(rows), max(lengths, default=0) + 1))
+    padded_bt = np.zeros((len(rows), max(lengths, default=0)))
     for index, row in enumerate(rows):
         padded_bt[index, : len(row)] = row
     for t in reversed(range(padded_bt.shape[1] - 1)):

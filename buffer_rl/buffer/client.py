@@ -150,17 +150,14 @@ class BufferClient:
         """``put_fields`` without waiting."""
         return self.start(BufferState.put_fields, task, RowIds(row_ids), Columns(columns), writer)
 
-    def take(
-        self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
-    ) -> tuple[RowsMeta, TrainBatch | None]:
-        """The deal that a reading task asks for, once it is made, with ``fields``, or with all that its rows have: a
-        batch, of no rows where the deal has none; None at the end (see ``DataPool.get_meta``).
+    def take(self, task: str, request: ReadRequest, timeout_s: float) -> tuple[RowsMeta, TrainBatch | None]:
+        """The deal that a reading task asks for, once it is made, with all fields that its rows have: a batch, of no
+        rows where the deal has none; None at the end (see ``DataPool.get_meta``).
 
         Raises DeadlineError, naming the task and the fields, where nothing comes within ``timeout_s``."""
-        names = None if fields is None else list(fields)
         deadline = time.monotonic() + timeout_s
         while True:
-            meta, plan = self.call(BufferState.take, task, request, names)
+            meta, plan = self.call(BufferState.take, task, request)
             if meta.dealt or meta.ended:
                 return self._taken((meta, plan))
             if (left := deadline - time.monotonic()) <= 0:
@@ -187,7 +184,7 @@ class BufferClient:
 
     def start_take(self, task: str, request: ReadRequest) -> StartedCall[tuple[RowsMeta, TrainBatch | None]]:
         """``take`` without waiting for the answer, nor for rows: the batch is None where the deal is not made yet."""
-        return self.start(BufferState.take, task, request, None).then(self._taken)
+        return self.start(BufferState.take, task, request).then(self._taken)
 
     def _taken(self, answer: tuple[RowsMeta, BatchPlan | None]) -> tuple[RowsMeta, TrainBatch | None]:
         meta, plan = answer

@@ -89,7 +89,7 @@ _COPY_BLOCK = 1 << 20
 _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs"})  # the root of a container without privileges
 
 
-def open_ledger_file(path: Path, connection: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:
+def open_ledger_file(path: Path, connection: type[sqlite3.Connection]) -> sqlite3.Connection:
     """Open the file for its one writer; made where it does not exist, and in memory for ``IN_MEMORY``. A new file gets
     its name when its tables are whole, so that an empty one is a damaged ledger and never a new one.
 

@@ -138,7 +138,7 @@ def is_repeat(entries: Sequence[LedgerEntry], committed: tuple[int, int] | None,
         return False
     if committed[0] != step:
         raise BufferStateError(f"rollout {rollout_id} was committed at step {committed[0]}, not {step}")
-    same = all(e.state is GroupState.TRAINED and (e.rollout_id, e.step) == (rollout_id, step) for e in entries)
+    same = all((e.state, e.rollout_id) == (GroupState.TRAINED, rollout_id) for e in entries)
     if not same or len(entries) != committed[1]:
         raise BufferStateError(f"rollout {rollout_id} was committed at step {step} with other groups")
     return True

@@ -169,11 +169,11 @@ class DataPool:
         reader.requeue(lost)
         return len(lost)
 
-    def plan_rows(self, row_ids: Sequence[RowId], fields: Sequence[str] | None = None) -> BatchPlan:
-        """Rows of the pool in the given order, with ``fields``, or with all that every one of their groups has. Rows of
-        a group that the step was closed without are left out: their reader could not know.
+    def plan_rows(self, row_ids: Sequence[RowId]) -> BatchPlan:
+        """Rows of the pool in the given order, with the fields that every one of their groups has. Rows of a group that
+        the step was closed without are left out: their reader could not know.
 
-        Raises BufferStateError for a row of another task and for a field that is not there."""
+        Raises BufferStateError for a row of another task."""
         slices: list[tuple[GroupUid, list[int]]] = []
         for row in row_ids:
             if self.selection.is_withdrawn(row.uid):
@@ -182,7 +182,7 @@ class DataPool:
                 slices[-1][1].append(self._position(row))
             else:
                 slices.append((row.uid, [self._position(row)]))
-        return self._plan(slices, fields)
+        return self._plan(slices, self._common_fields([uid for uid, _ in slices]))
 
     # -- reading when it is closed -------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class DataPool:
         mini-batch, or while the rollout still runs.
         """
         uids = self._mini_batch(num_steps, step)
-        return self._plan([(uid, self._positions(uid)) for uid in uids], None)
+        return self._plan([(uid, self._positions(uid)) for uid in uids], self._common_fields(uids))
 
     def share(
         self,
@@ -263,19 +263,11 @@ class DataPool:
     def _positions(self, uid: GroupUid) -> list[int]:
         return list(range(len(self._store.rows(uid))))
 
-    def _plan(
-        self,
-        slices: Sequence[tuple[GroupUid, list[int]]],
-        fields: Sequence[str] | None,
-    ) -> BatchPlan:
-        """Of each group the rows at these positions."""
-        uids = [uid for uid, _ in slices]
-        names = self._common_fields(uids) if fields is None else list(fields)
+    def _plan(self, slices: Sequence[tuple[GroupUid, list[int]]], names: Sequence[str]) -> BatchPlan:
+        """Of each group the rows at these positions, with the fields ``names``, which it has."""
         parts = []
         for uid, positions in slices:
             cells, rows = self._store.cells(uid), self._store.rows(uid)
-            if absent := [name for name in names if name not in cells]:
-                raise BufferStateError(f"group {uid} has no field {absent[0]!r} yet", where=self.task)
             parts.append(
                 GroupSlice(
                     row_ids=[rows[position] for position in positions],

@@ -181,7 +181,7 @@ class Reader:
     generation: grows when its processes are replaced.
     """
 
-    def __init__(self, request: ReadRequest, generation: int = 0) -> None:
+    def __init__(self, request: ReadRequest, generation: int) -> None:
         self.fields = request.fields
         self.produces = request.produces
         self.is_final = request.is_final

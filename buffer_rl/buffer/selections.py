@@ -46,9 +46,9 @@ class Selections:
         record: RunRecord,
         *,
         groups_per_step: int,
-        schedule: Schedule | None = None,
-        keeps_tokens: bool = False,
-        restarted: bool = False,
+        schedule: Schedule | None,
+        keeps_tokens: bool,
+        restarted: bool,
     ) -> None:
         self._rollouts = rollouts
         self._record = record

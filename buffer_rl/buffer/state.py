@@ -345,13 +345,11 @@ class BufferState:
         return assemble(self.plan_data(rollout_id, dp_rank, dp_size, num_steps, step))
 
     @mutates
-    def take(
-        self, task: str, request: ReadRequest, fields: Sequence[str] | None = None
-    ) -> tuple[RowsMeta, BatchPlan | None]:
-        """A deal for a replica of a reading task (see ``DataPool.get_meta``), with ``fields``, or with all that its
-        rows have; None while there is none. A step that was closed without a group has none; why is in its report."""
+    def take(self, task: str, request: ReadRequest) -> tuple[RowsMeta, BatchPlan | None]:
+        """A deal for a replica of a reading task (see ``DataPool.get_meta``), with all fields that its rows have; None
+        while there is none. A step that was closed without a group has none; why is in its report."""
         meta = self._selections.of(task).get_meta(request, self.revision)
-        return meta, self._selections.of(task).plan_rows(meta.row_ids, fields) if meta.dealt else None
+        return meta, self._selections.of(task).plan_rows(meta.row_ids) if meta.dealt else None
 
     @mutates
     def put_fields(
@@ -414,7 +412,7 @@ class BufferState:
         return len(self._rollouts.queue)
 
     @reads
-    def get_num_rollout_per_epoch(self, num_epochs: int = 1, num_rows: int | None = None) -> int:
+    def get_num_rollout_per_epoch(self, num_epochs: int, num_rows: int | None) -> int:
         """Whole steps in one pass over the training data, or in ``num_epochs`` of them together: at least 1. A step may
         begin in one epoch and end in the next. num_rows: the length of a user's data source, which that alone knows."""
         rows = self._feed.num_rows() if num_rows is None else num_rows

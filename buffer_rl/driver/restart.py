@@ -73,9 +73,9 @@ class RunSession:
     def owes_evaluation(self, start: Checkpoint | None) -> bool:
         """Whether a death came between the save of ``start``, which this run wrote, and the evaluation that follows, or
         a signal before it."""
-        if start is not None and start.facts.get(OWES_EVALUATION) and start.step > self.observer.evaluated:
-            return True
-        return start is not None and start.step > max(self._first_step, self.observer.evaluated)
+        if start is None or start.step <= self.observer.evaluated:
+            return False
+        return start.step > self._first_step or bool(start.facts.get(OWES_EVALUATION))
 
     def began(self, checkpoint: Checkpoint | None) -> RunStart:
         """A start of the run's processes from ``checkpoint``. What an earlier start noted of the same weights may be

@@ -46,7 +46,7 @@ class LoadOptions:
     returns_experts: bool = False
 
 
-def load_module(path: str, device: str, dtype: str, *, trust_remote_code: bool = False) -> Any:
+def load_module(path: str, device: str, dtype: str, *, trust_remote_code: bool) -> Any:
     """The causal language model in ``path``, in evaluation mode; no code of the folder is run unless
     ``trust_remote_code`` says so. Raises EngineError if it is not there, cannot be
     read, or lacks weights (which ``transformers`` alone would fill with random numbers)."""

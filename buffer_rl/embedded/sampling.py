@@ -296,10 +296,8 @@ class LogProbDetails:
         for logits in blocks:
             at = len(self.input_log_probs)
             tokens = following[at : at + logits.shape[0]]
-            if not tokens:
-                return
             log_probs = torch.log_softmax(logits[: len(tokens)].double(), dim=-1)
-            index = torch.tensor(tokens, device=logits.device)[:, None]
+            index = torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None]
             self.input_log_probs += log_probs.gather(1, index)[:, 0].tolist()
             self._append(log_probs, self.input_top, self.input_ids)
 

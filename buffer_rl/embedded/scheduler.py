@@ -21,6 +21,9 @@ from buffer_rl.embedded.cache import CacheShape, Prefix, PrefixCache, Row, SlotC
 from buffer_rl.embedded.sampling import LogProbDetails, SamplingParams, draw, uniforms
 from buffer_rl.errors import EngineError
 
+PREFIX_CACHE_TOKENS = 65536
+"""Of the prefixes that the base model, and each adapter, keeps."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -123,7 +126,6 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         stop_string: StopCheck | None = None,
         version: str = "0",
-        prefix_cache_tokens: int = 65536,
         return_kept: bool = False,
     ) -> None:
         self.decoder = decoder
@@ -135,8 +137,7 @@ class Scheduler:
         self.lacks: set[str] = set()
         self.draining = False  # an unpaused weight update waits for the running requests; nothing new is admitted
         self.cache = SlotCache(decoder.shape)
-        self.prefixes = PrefixCache(prefix_cache_tokens)
-        self._prefix_cache_tokens = prefix_cache_tokens
+        self.prefixes = PrefixCache(PREFIX_CACHE_TOKENS)
         self._adapters: dict[str, Lane] = {}
         self._stop_string = stop_string
         self._waiting: deque[Request] = deque()
@@ -188,7 +189,7 @@ class Scheduler:
         ``version``. Raises EngineError if there is one of that name."""
         if name in self._adapters:
             raise EngineError(f"Failed to load LoRA adapter {name} because it is already loaded")
-        prefixes = PrefixCache(self._prefix_cache_tokens)
+        prefixes = PrefixCache(PREFIX_CACHE_TOKENS)
         lane = Lane(decoder=decoder, cache=SlotCache(decoder.shape), prefixes=prefixes, version=version)
         self._adapters[name] = lane
 

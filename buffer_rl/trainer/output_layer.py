@@ -80,7 +80,7 @@ def _returns(model: torch.nn.Module, head: torch.nn.Linear, width: int) -> bool:
 
 @contextmanager
 def at_predictors(
-    head: Any, predictor_n: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor] | None = None
+    head: Any, predictor_n: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> Iterator[None]:
     """The output layer sees the hidden states of ``predictor_n`` alone, places among all tokens of its input, and
     returns ``[1, num_response_tokens, ...]``: with ``compute`` what that gives of them in place of its own result."""

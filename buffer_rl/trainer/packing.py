@@ -126,7 +126,7 @@ def pack(
 
 
 def prompt_keys(
-    rows: Sequence[np.ndarray], prompts: Sequence[int] | np.ndarray, experts: Sequence[np.ndarray] | None = None
+    rows: Sequence[np.ndarray], prompts: Sequence[int] | np.ndarray, experts: Sequence[np.ndarray] | None
 ) -> list[bytes]:
     """Of each row what is equal for rows of equal prompts, whose tokens go to equal experts."""
     keys = [row[:length].tobytes() for row, length in zip(rows, prompts, strict=True)]

@@ -120,7 +120,7 @@ def save_split_state(
     weights: Mapping[str, torch.Tensor],
     rank: int,
     *,
-    background: Any = None,
+    background: Any,
 ) -> Callable[[], bool]:
     """As ``save_state``, of weights that are split over ranks: each writes its parts, and any number of ranks reads
     them. All ranks call it.

@@ -250,7 +250,7 @@ def log_prob_stage(
     return Stage(reading(name, (), [FIELD_OF_MODEL[model] for model in models], is_final), compute)
 
 
-def advantage_stage(objective: Objective, added: Iterable[str] = ()) -> Stage:
+def advantage_stage(objective: Objective, added: Iterable[str]) -> Stage:
     """Advantages and returns of each group, and the columns that the estimator adds, once the log-probabilities that it
     needs are there, and those of the fields ``added`` by the user's roles."""
 

@@ -47,7 +47,7 @@ class FakeRollouts:
             self._state.finish(ticket, group.uid, group.attempt, rows, _columns(group))
             num_tokens += len(rows)
         if ticket.evaluation:
-            return {"eval/held": self._scores[min(ticket.version, len(self._scores) - 1)]}, []
+            return {"eval/held": self._scores[min(ticket.version, len(self._scores) - 1)], "perf/own": 1.0}, []
         return {"rollout/raw_reward": 1.0, "rollout/generated_tokens": float(num_tokens)}, []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from buffer_rl.cluster.environment import StopRequest
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.driver.driver import Driver
 from buffer_rl.errors import TrainError
+from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.section import compose
 from buffer_rl.plan.schedule import Mode, RolePlan, RunPlan, Schedule
 from buffer_rl.records.groups import GroupUid, RolloutReport, SampleGroup, Ticket
@@ -68,7 +69,8 @@ def drawn(seed: int) -> Setting:
         mode = draw.choice([Mode.ASYNC, Mode.LOCKSTEP, Mode.PIPELINED])
     elif (target, bound) == (1, 1):
         mode = draw.choice([Mode.ASYNC, Mode.ONE_STEP_OFF])
-    streams, drains = mode is Mode.PIPELINED, mode is Mode.ONE_STEP_OFF
+    streams = mode is Mode.PIPELINED or (mode is Mode.ASYNC and seed % 2 == 0)
+    drains = mode is Mode.ONE_STEP_OFF
     num_steps = draw.choice([8, 12, 18])
     return Setting(
         schedule=Schedule(mode=mode, target=target, max_staleness=bound, streams=streams, drains=drains),
@@ -185,7 +187,9 @@ class Saves:
 
 
 class Stopping(FakeTrain):
-    """Fails once, in a step."""
+    """Fails once, in a step. A step that it streams has its selection by then; buffer: what has it."""
+
+    buffer: TrialBuffer
 
     def __init__(self, at: int | None) -> None:
         super().__init__()
@@ -194,6 +198,15 @@ class Stopping(FakeTrain):
 
     def fetch(self, rollout_id: int) -> None:
         self.step = rollout_id
+
+    def stream(self, rollout_id: int, models: Sequence[str], given: Sequence[str], gradients: bool) -> WorkReport:
+        self.buffer.state.requeue_for_readers(f"train_{rollout_id}", "train")  # raises if there is none
+        return super().stream(rollout_id, models, given, gradients)
+
+    def finish_stream(self) -> Mapping[str, float]:
+        self.step = self.streamed.pop()
+        self.streamed.clear()  # what was lost
+        return self.train()
 
     def train(self) -> Mapping[str, float]:
         if self.step == self.at:
@@ -275,6 +288,7 @@ def world(
     stop: StopRequest | None = None,
 ) -> tuple[VirtualRuntime, Driver, Silent]:
     """A driver with its surroundings. changes: of its plan."""
+    train.buffer = buffer
     runtime = VirtualRuntime({}, lambda role, method, args: {"train": setting.train_s, "save": 0.1}.get(method, 0.0))
     engines = VirtualEngines(runtime=runtime, slots=setting.slots, load_s=setting.load_s, version=saves.step)
     rollouts = VirtualRollouts(
@@ -299,7 +313,7 @@ def world(
         schedule=setting.schedule,
         first_rollout=saves.step,
         publish_at_start=saves.step > 0,
-        roles=RolePlan(max_restarts=1000),
+        roles=RolePlan(max_restarts=1000, stream_gradients=setting.schedule.by_window and setting.schedule.streams),
         evaluate=setting.eval_interval is not None,
         eval_interval=setting.eval_interval,
         saves=setting.stops_at is not None,

@@ -77,15 +77,13 @@ class Store:
         """The first value of the field of each row of a closed selection."""
         return [float(np.ravel(row)[0]) for row in assemble(self.pools[f"train_{selection}"].plan()).columns[name]]
 
-    def take(
-        self, task: str, request: ReadRequest, timeout_s: float, fields: Sequence[str] | None = None
-    ) -> tuple[RowsMeta, TrainBatch | None]:
+    def take(self, task: str, request: ReadRequest, timeout_s: float) -> tuple[RowsMeta, TrainBatch | None]:
         pool = self.pools[task]
         while True:
             meta = pool.get_meta(request)
             self.asked += 1
             if meta.dealt or meta.ended:
-                return meta, assemble(pool.plan_rows(meta.row_ids, fields)) if meta.dealt else None
+                return meta, assemble(pool.plan_rows(meta.row_ids)) if meta.dealt else None
             if not self.later:
                 raise DeadlineError("nothing came")
             self.later.pop(0)()

@@ -40,6 +40,7 @@ def make_algo_args() -> Callable[..., SimpleNamespace]:
             "gamma": 1.0,
             "lambd": 1.0,
             "kl_coef": 0.0,
+            "turn_rewards": False,
             "use_rollout_logprobs": False,
             "stream_gradients": False,
             "schedule": "lockstep",

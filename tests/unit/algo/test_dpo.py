@@ -53,8 +53,9 @@ def test_the_best_and_the_worst_sample_of_a_prompt_are_a_pair() -> None:
 
 def test_the_loss_is_the_mean_over_pairs() -> None:
     batch = rows([(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)], [1, 0, 0, 1], [[1]] * 4)
-    found = outcome(objective_of(loss_type="dpo", dpo_beta=1.0), batch, [[-1 + LOG_3], [-1], [-1 + LOG_3], [-1]])
-    assert found.means["loss"] == pytest.approx(-(math.log(3 / 4) + math.log(1 / 4)) / 2)
+    found = outcome(objective_of(loss_type="dpo", dpo_beta=0.5), batch, [[-1 + LOG_3], [-1], [-1 + LOG_3], [-1]])
+    # margins of +-log(3) / 2, whose sigmoids are sqrt(3) / (1 + sqrt(3)) and 1 / (1 + sqrt(3))
+    assert found.means["loss"] == pytest.approx(-math.log(math.sqrt(3) / (1 + math.sqrt(3)) ** 2) / 2)
     assert found.means["dpo_accuracy"] == 0.5
     assert found.means["dpo_margin"] == pytest.approx(0, abs=1e-6)
 

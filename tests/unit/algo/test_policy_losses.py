@@ -20,12 +20,12 @@ def close(found: torch.Tensor, expected: object) -> None:
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
-    # -min(2, 1.2) x 2; max(2, 1.2) x 2 = 4, at most 1.5 x 2; -min(0.5, 0.8) x 2
-    inputs = at_ratios([[2.0, 2.0, 0.5]], advantages=[[2.0, -2.0, 2.0]])
+    # -min(2, 1.2) x 2; max(2, 1.2) x 2 = 4, at most 1.5 x 2; -min(0.5, 0.8) x 2; -min(2, 1.2) x 0.5
+    inputs = at_ratios([[2.0, 2.0, 0.5, 2.0]], advantages=[[2.0, -2.0, 2.0, 0.5]])
     loss = policy_loss(loss_args(eps_clip=0.2, eps_clip_c=1.5), inputs)
-    close(loss.values, [[-2.4, 3.0, -1.0]])
-    assert loss.metrics["pg_clipfrac"].tolist() == [[True, True, False]]
-    close(policy_loss(loss_args(eps_clip=0.2), inputs).values, [[-2.4, 4.0, -1.0]])
+    close(loss.values, [[-2.4, 3.0, -1.0, -0.6]])
+    assert loss.metrics["pg_clipfrac"].tolist() == [[True, True, False, True]]
+    close(policy_loss(loss_args(eps_clip=0.2), inputs).values, [[-2.4, 4.0, -1.0, -0.6]])
 
 
 def test_a_token_at_the_dual_clip_has_no_gradient() -> None:
@@ -48,7 +48,10 @@ def test_gspo_clips_the_geometric_mean_of_a_row() -> None:
     )
     # -min(2, 1.3) x 1; max(0.5, 0.8) x 1; max(1.1, 0.8) x 2
     options = {"eps_clip": 0.2, "eps_clip_high": 0.3}
-    close(gspo(loss_args(**options), inputs).values, [-1.3, 0.8, 2.2])
+    loss = gspo(loss_args(**options), inputs)
+    close(loss.values, [-1.3, 0.8, 2.2])
+    close(loss.metrics["ppo_kl"].exp(), [1 / 2, 2, 1 / 1.1])
+    assert loss.metrics["sequence_clipfrac"].tolist() == [True, True, False]
     # d s / d log r_t = s / |y|: 2.2 / 2 for each unmasked token of the row that is not clipped
     close(slope(gspo, inputs, **options), [[0, 0, 0], [0, 0, 0], [1.1, 1.1, 0]])
 

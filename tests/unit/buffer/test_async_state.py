@@ -152,6 +152,8 @@ def test_the_revision_grows_with_everything_that_may_let_a_selection_close(tmp_p
     seen.append(run.state.revision)
     run.end(0)
     seen.append(run.state.revision)
+    run.state.requeue_for_readers("train_0", "actor")
+    seen.append(run.state.revision)
     assert seen == sorted(set(seen))
 
 
@@ -513,6 +515,8 @@ def test_a_group_without_a_lease_is_trained_on_within_the_bound_and_later_it_is_
     assert (report.num_groups, report.staleness, report.drops) == (2, [1, 1], {"too_old": 1})
     entry = run.state.ledger.entry(late)
     assert (entry.state, entry.reason) == (GroupState.REJECTED, "too_old")
+    with pytest.raises(BufferStateError, match="no stored payload"):
+        run.state._selections._stores[False].rows(late)
     assert run.state.ledger.entry(young[0]).state is GroupState.TRAINED
     assert run.state.get_pending([late, young[0], GroupUid("theirs", 70, 0)]) == [GroupUid("theirs", 70, 0)]
 

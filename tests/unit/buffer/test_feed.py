@@ -175,7 +175,7 @@ def test_a_damaged_state_is_named(change: dict[str, Any]) -> None:
 
 def test_what_epochs_leave_over_makes_whole_steps_together() -> None:
     steps = make_state(groups_per_step=4).get_num_rollout_per_epoch
-    assert steps() == 0  # the source's process alone knows its length
+    assert steps(1, None) == 0  # the source's process alone knows its length
     assert [steps(num_epochs, 11) for num_epochs in (1, 2, 3, 4)] == [2, 5, 8, 11]  # 2 steps and 3 groups
     assert [steps(num_epochs, 3) for num_epochs in (1, 2, 4)] == [1, 1, 3]
 

@@ -232,7 +232,7 @@ def test_payloads_behind_references_are_read_once_and_only_the_rows_asked_for_ar
         asked.extend(cell.ref for cell in cells)
         return [column for _ in cells]
 
-    batch = assemble(p.pool.plan_rows([RowId(uid, 1)], ["tokens"]), resolve)
+    batch = assemble(p.pool.plan_rows([RowId(uid, 1)]), resolve)
     assert asked == [reference]
     assert [row.tolist() for row in batch.columns["tokens"]] == [[0, 1, 2, 3, 4]]
 
@@ -408,6 +408,8 @@ def test_a_group_that_the_step_was_closed_without_is_left_out_of_what_a_reader_w
     p = Pool()
     kept, surplus = p.add(1), p.add(2)
     handed = p.read("ref").row_ids
+    mixed = [handed[0], handed[2], handed[1]]
+    assert assemble(p.pool.plan_rows(mixed)).row_ids == mixed  # in the order that was asked for
     p.pool.select([kept])
     p.plane.drop(surplus)
     assert assemble(p.pool.plan_rows(handed)).row_ids == rows_of(kept, 2)

@@ -132,6 +132,7 @@ def test_a_commit_is_made_once(ledger: Ledger, path: Path) -> None:
         (UIDS[:2], 2, "was committed at step 1, not 2"),
         (UIDS[:1], 1, "other groups"),
         (UIDS[:3], 1, "other groups"),
+        ([UIDS[0], UIDS[2]], 1, "other groups"),
         ([], 1, "other groups"),
     ):
         with pytest.raises(BufferStateError, match=reason):
@@ -140,6 +141,9 @@ def test_a_commit_is_made_once(ledger: Ledger, path: Path) -> None:
         ledger.commit(UIDS[:2], 1, 2)
     assert entries(ledger) == after
     assert ledger.commits() == {0: 1}
+    ledger.commit(UIDS[2:3], 1, 2)
+    with pytest.raises(BufferStateError, match="other groups"):
+        ledger.commit([UIDS[0], UIDS[2]], 0, 1)
     again = Ledger(path, run="r")  # also after a restart
     again.commit(UIDS[:2], 0, 1)
     again.close()

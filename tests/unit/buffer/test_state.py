@@ -199,6 +199,22 @@ def test_mini_batches_are_whole_groups_that_are_dealt_in_uid_order(tmp_path: Pat
             state.get_data(0, 0, 1, 2 if step else 6, step)
 
 
+def test_what_cannot_be_answered_is_refused_by_its_name(tmp_path: Path) -> None:
+    state = make_state(write_rows(tmp_path, 2), groups_per_step=1)
+    ticket = state.generate(0)
+    with pytest.raises(BufferStateError, match="-1 groups were asked for"):
+        state.get_samples(ticket, -1)
+    finish(state, ticket, *state.get_samples(ticket, 1))
+    close_rollout(state, ticket)
+    with pytest.raises(BufferStateError, match="rank 2 of 2 does not exist"):
+        state.get_data(0, 2, 2)
+    empty = BufferState(None, ledger=Ledger.in_memory(), groups_per_step=1)
+    with pytest.raises(BufferStateError, match="there is no training data"):
+        empty.get_samples(empty.generate(0), 1)
+    with pytest.raises(BufferStateError, match="there is nothing to evaluate on"):
+        empty.generate(0, evaluation=True)
+
+
 def test_each_mini_batch_has_its_share_of_every_source(tmp_path: Path) -> None:
     """Of six groups of one source and three of another, in three steps: two and one a step."""
     (tmp_path / "more").mkdir()

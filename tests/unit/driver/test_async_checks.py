@@ -11,6 +11,7 @@ from buffer_rl.errors import ConfigError
 from buffer_rl.options.checks import check_options, notices
 from buffer_rl.options.section import compose
 from buffer_rl.plan.algorithms import LOSSES
+from buffer_rl.plan.schedule import idle_workers_text, workers_per_ticket
 
 GOOD: dict[str, Any] = {
     "hf_checkpoint": "model",
@@ -66,6 +67,9 @@ def test_what_goes_with_older_weights_or_with_none_is_accepted(changes: dict[str
             ["16 more groups", "--over-sampling-batch-size", "at most --rollout-batch-size 8", "--target-staleness"],
         ),
         ({"deterministic": True}, ["--deterministic", "--schedule one-step-off", "how long"]),
+        ({"schedule": "pipelined", "max_staleness": 1}, ["--max-staleness: --schedule pipelined", "exactly 0"]),
+        ({**ONE_STEP_OFF, "max_staleness": 2}, ["--max-staleness: --schedule one-step-off", "exactly 1"]),
+        ({"target_staleness": 0}, ["--target-staleness: 0 does not go with --schedule async", "from 1 to"]),
         ({"offload_train": True}, ["--offload-train", "--schedule lockstep"]),
         ({"offload_rollout": True, **ONE_STEP_OFF}, ["--offload-rollout", "--schedule lockstep"]),
     ],
@@ -77,6 +81,29 @@ def test_what_does_not_go_with_older_weights_is_named_with_what_to_take_instead(
         check_options(args_of(**changes))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharing"),
+    [
+        ({}, 3),
+        ({"over_sampling_batch_size": 8}, 3),
+        ({"over_sampling_batch_size": 9}, 1),
+        ({"rollout_sample_filter_path": "m:f"}, 1),
+        ({"rollout_all_samples_process_path": "m:f"}, 1),
+        ({"custom_rollout_log_function_path": "m:f"}, 1),
+        ({"buffer_filter_path": "m:f"}, 1),
+    ],
+)
+def test_rollout_workers_share_a_ticket_unless_something_must_see_all_of_its_groups(
+    changes: dict[str, Any], sharing: int
+) -> None:
+    args = args_of(num_rollout_workers=3, rollout_batch_size=8, schedule="lockstep", **changes)
+    assert workers_per_ticket(args, concurrent=True) == sharing
+    assert workers_per_ticket(args, concurrent=False) == 1
+    assert ("2 of them stay idle" in idle_workers_text(args, sharing)) is (sharing == 1)
+    # Two tickets run at once: the next one opens a version early.
+    assert "1 of them stay idle" in idle_workers_text(args_of(num_rollout_workers=3, target_staleness=1), 1)
 
 
 @pytest.mark.parametrize("loss", RATIO_LOSSES)

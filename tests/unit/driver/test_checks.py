@@ -269,8 +269,14 @@ def test_options_that_go_together_pass(changes: dict[str, Any]) -> None:
             ["--kl-target and --num-advantage-workers: only the trainer", "take --num-advantage-workers out"],
         ),
         (
-            {**KL_IN_REWARDS, "kl_target": 0.1, "kl_horizon": 6.0, "rollout_batch_size": 3, "n_samples_per_prompt": 11},
-            ["--kl-horizon: the KL coefficient would be multiplied by -0.1", "more than 6.6"],
+            {
+                **KL_IN_REWARDS,
+                "kl_target": 0.1,
+                "kl_horizon": 0.2 * 33,
+                "rollout_batch_size": 3,
+                "n_samples_per_prompt": 11,
+            },
+            ["--kl-horizon: the KL coefficient would be multiplied by 0 if", "more than 6.6"],
         ),
         ({"partial_rollout": True}, ["--partial-rollout: ", "older weights", "--mask-offpolicy-in-partial-rollout"]),
     ],

@@ -65,9 +65,10 @@ class Recorder:
         self.notices: list[tuple[str, int]] = []
         self.spans: list[tuple[str, WorkSpan]] = []
         self.said: list[str] = []
+        self.phases: list[str] = []
 
     def phase(self, name: str) -> None:
-        pass
+        self.phases.append(name)
 
     def worked(self, role: str, spans: Sequence[WorkSpan]) -> None:
         self.spans += [(role, span) for span in spans]
@@ -175,6 +176,8 @@ def test_a_step_trains_commits_publishes_releases_and_evaluates_in_this_order(tm
         ("step", 2),
         ("evaluation", 3),
     ]
+    step, saved = ["generate", "train", "publish"], ["generate", "train", "save", "publish", "evaluate"]
+    assert world.recorder.phases == ["evaluate", *step, *saved, *saved]
     assert result.steps == 3
 
 
@@ -857,3 +860,27 @@ def test_engines_that_all_lack_weights_during_a_rollout_get_the_newest_ones_agai
     assert driver.run().steps == 3
     assert publisher.versions == [1, 1, 2, 3]
     assert world.recorder.said == ["version 1 is published again, as every engine that had 1 is gone"]
+
+
+def test_production_starts_again_once_the_workers_of_a_lost_ticket_have_ended(tmp_path: Path) -> None:
+    """Of two workers that share a ticket one fails at once, the other works on for 30 seconds."""
+    started: list[float] = []
+    ended: list[float] = []
+
+    class Failing(FakeRollouts):
+        async def run(self, ticket: Ticket) -> Any:
+            started.append(world.runtime.now())
+            if len(started) == 1:
+                raise PayloadLostError("a payload is lost")
+            if len(started) == 2:
+                await world.runtime.loop.sleep_until(world.runtime.now() + 30.0)
+                ended.append(world.runtime.now())
+                return {}, []
+            return super().run(ticket)
+
+    world = World(tmp_path)
+    world.roles["rollout"] = Failing(world.state)
+    plan = replace(PLAN, num_rollouts=1, evaluate=False, workers_per_ticket=2, max_rollout_retries=1)
+    assert world.driver(plan).run().steps == 1
+    assert len(started) == 4
+    assert min(started[2:]) >= ended[0]

@@ -93,6 +93,7 @@ def test_several_tickets_have_the_rewards_and_counts_of_all_their_groups_at_once
     assert joined_metrics(own, [1, 3])["rollout/raw_reward_all"] == (2 / 16 + 3) / 4, "by kept groups, if not said"
     none_kept = {"rollout/raw_reward_all": 0.0, "rollout/scored_groups": 7.0}
     assert joined_metrics([none_kept, parts[1]], [0, 3])["rollout/raw_reward_all"] == 0.3
+    assert joined_metrics([{"own": 1.0}, {"own": 3.0}, {}], [0, 0, 4])["own"] == 2.0, "of none that kept a group"
 
 
 def test_else_they_are_of_the_selection_and_those_of_tickets_are_named_production() -> None:

@@ -127,3 +127,16 @@ def test_a_run_that_resumes_says_it_when_it_starts(tmp_path: Path, capsys: pytes
     shown = " ".join("".join(capsys.readouterr()).split())
     assert "--num-rollout 4, now 8" in shown
     assert "--lr-decay-iters 4 keeps the curve" in shown
+
+
+def test_an_evaluation_is_owed_to_weights_that_a_death_or_a_signal_left_without_it(tmp_path: Path) -> None:
+    def at(step: int, **facts: Any) -> Checkpoint:
+        return Checkpoint(folder=tmp_path, step=step, facts=facts)
+
+    args, registry = options(num_rollout=8, run_dir=str(tmp_path)), PluginRegistry()
+    with ExitStack() as stack:
+        session = RunSession(args, registry, at(4), provenance_of(args, registry), stack)
+        starts = [None, at(4), at(4, owes_evaluation=True), at(5), at(6)]
+        assert [session.owes_evaluation(start) for start in starts] == [False, False, True, True, True]
+        session.observer.evaluation(5, {})
+        assert [session.owes_evaluation(start) for start in starts] == [False, False, False, False, True]

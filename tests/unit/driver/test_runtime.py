@@ -145,7 +145,11 @@ def test_a_run_can_be_started_inside_an_event_loop_that_runs() -> None:
     async def notebook() -> Any:
         return answer(runtime, task)
 
+    before = set(threading.enumerate())
     assert asyncio.run(notebook()) == [3]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert set(threading.enumerate()) <= before
 
 
 def test_the_exception_of_a_signals_handler_ends_the_run_at_once_and_cancels_what_is_under_way() -> None:

@@ -28,6 +28,14 @@ STEP = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "rollout_num_engines
         ),
         ({"engine_max_running_requests": 40}, "; engines have 80 slots, of which at least 16 stay empty"),
         (
+            {"engine_max_running_requests": 40, "rollout_concurrency": 70},
+            "; engines have 80 slots, of which at least 16 stay empty",
+        ),
+        (
+            {"engine_max_running_requests": 40, "rollout_concurrency": 20},
+            "of which at least 60 stay empty: --rollout-concurrency 64 fills more",
+        ),
+        (
             {"engine_max_running_requests": 32, "rollout_concurrency": 20},
             "send at most 20 at a time; engines have 64 slots, of which at least 44 stay empty: "
             "--rollout-concurrency 64 fills more",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
 
 from buffer_rl.embedded.fallback import FallbackDecoder, UnsupportedModelError
-from buffer_rl.embedded.fast_decoder import FastDecoder
+from buffer_rl.embedded.fast_decoder import MAX_PREFILL_TOKENS, FastDecoder
+from buffer_rl.embedded.scheduler import Scheduler
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gpt_neox", "gemma3")
 PROMPT_LENGTHS = (1, 5, 17, 60, 63, 64, 65, 130)
@@ -29,6 +31,39 @@ def test_log_probs_equal_those_of_one_full_forward_pass(
     for request in finished:
         expected = reference_log_probs(module(architecture), request, 0.7)
         assert request.log_probs == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_scaled_rotary_frequencies_are_those_of_transformers(
+    rope_type, module, make_request, random_prompt, run, reference_log_probs
+):
+    config = copy.deepcopy(module("llama").config)
+    of_llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+    limit = {} if rope_type == "linear" else {"original_max_position_embeddings": 32}
+    config.rope_parameters = {"rope_theta": 10000.0, "rope_type": rope_type, "factor": 4.0, **limit, **of_llama3}
+    model = type(module("llama"))(config).eval()
+    model.load_state_dict(module("llama").state_dict())
+    request = make_request("r", random_prompt(random.Random(2), 50), temperature=0.7, max_new_tokens=30)
+    scheduler = Scheduler(FastDecoder(model, 512), max_running_requests=1)
+    scheduler.add(request)
+    run(scheduler)
+    assert request.log_probs == pytest.approx(reference_log_probs(model, request, 0.7), abs=5e-5)
+    unscaled = reference_log_probs(module("llama"), request, 0.7)
+    assert request.log_probs != pytest.approx(unscaled, abs=1e-3)
+
+
+def test_prompts_that_are_computed_together_are_few_with_their_padding(module):
+    class Noting(FastDecoder):
+        def _prefill_batch(self, sequences):
+            batches.append([len(sequence) for sequence in sequences])
+            return super()._prefill_batch(sequences)
+
+    batches: list[list[int]] = []
+    lengths = [5] * 30 + [400] * 20 + [5] * 10
+    found = Noting(module(), 512).prefill([[3 + i % 40] * length for i, length in enumerate(lengths)])
+    assert [prefix.length for prefix in found] == lengths
+    assert len(batches) == 2
+    assert all(len(batch) * max(batch) <= MAX_PREFILL_TOKENS for batch in batches)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

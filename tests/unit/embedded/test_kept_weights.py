@@ -195,9 +195,9 @@ def chain(start: Any, tmp_path: Path) -> tuple[LoadedModel, list[Weights], list[
 def test_an_engine_reads_the_folders_that_it_lacks(chain: Any) -> None:
     model, versions, folders = chain
     whole = LoadedModel(model.options)
-    for number in (2, 3, 3, 4):  # joins at 2, has 2 at 3, is asked for 3 once more
+    for number in (1, 3, 3, 4):  # joins at 1, lacks two at 3, is asked for 3 once more, lacks one
         if number == 3:
-            (folders[0] / CONTENTS).unlink(missing_ok=True)  # nothing before 2 is read any more
+            (folders[1] / CONTENTS).unlink(missing_ok=True)  # nothing before 2 is read any more
         model.replace_weights(str(folders[number]))
         whole.replace_tensors(versions[number])
         assert served(model) == served(whole)

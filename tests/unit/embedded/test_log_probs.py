@@ -32,17 +32,20 @@ def table(module):
     return compute
 
 
-@pytest.mark.parametrize(("architecture", "fallback"), [("qwen3", False), ("qwen3", True), ("gemma3", False)])
+@pytest.mark.parametrize(
+    ("architecture", "fallback", "start"),
+    [("qwen3", False, 7), ("qwen3", True, 7), ("gemma3", False, 7), ("qwen3", False, 39)],  # 39: none follows
+)
 def test_those_of_a_long_prompt_are_computed_in_blocks(
-    make_scheduler, make_request, run, table, architecture, fallback
+    make_scheduler, make_request, run, table, architecture, fallback, start
 ):
     request = make_request("r", PROMPT, max_new_tokens=0)
-    request.details = LogProbDetails(start=7, top=2, ids=(5, 9))
+    request.details = LogProbDetails(start=start, top=2, ids=(5, 9))
     scheduler = make_scheduler(architecture, fallback=fallback)
     scheduler.add(request)
     run(scheduler)
-    right = table(architecture, PROMPT)[7:-1]
-    own = [float(row[token]) for row, token in zip(right, PROMPT[8:], strict=True)]
+    right = table(architecture, PROMPT)[start:-1]
+    own = [float(row[token]) for row, token in zip(right, PROMPT[start + 1 :], strict=True)]
     assert request.details.input_log_probs == pytest.approx(own, abs=1e-4)
     assert request.details.input_top[3] == [
         (pytest.approx(float(value), abs=1e-4), int(token)) for value, token in zip(*right[3].topk(2), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -38,7 +39,16 @@ def kept_by_numpy(logits: np.ndarray, top_k: int, top_p: float, min_p: float) ->
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
-    [(5, 1.0, 0.0), (-1, 0.6, 0.0), (-1, 1.0, 0.2), (20, 0.8, 0.05), (1, 0.9, 0.5), (-1, 1e-9, 0.0), (500, 1.0, 0.0)],
+    [
+        (5, 1.0, 0.0),
+        (-1, 0.6, 0.0),
+        (-1, 1.0, 0.2),
+        (20, 0.8, 0.05),
+        (1, 0.9, 0.5),
+        (0, 1e-9, 0.0),
+        (500, 1.0, 0.0),
+        (0, 0.6, 0.0),
+    ],
 )
 def test_truncation_keeps_what_numpy_keeps(top_k, top_p, min_p):
     rng = np.random.default_rng(0)
@@ -159,6 +169,7 @@ def test_a_wrong_parameter_is_refused_by_name(raw, named):
 def test_none_means_the_default_and_neutral_values_of_unsupported_parameters_pass():
     raw = {"temperature": None, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "regex": None, "stop": "x"}
     assert SamplingParams.parse(raw) == SamplingParams(stop=("x",))
+    assert SamplingParams.parse(asdict(SamplingParams())) == SamplingParams()  # every one may be given
 
 
 @pytest.mark.parametrize(

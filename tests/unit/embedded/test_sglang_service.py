@@ -84,8 +84,9 @@ async def test_a_seed_reproduces_nothing_unless_the_engine_is_deterministic_and_
     (_, first), (_, again) = [await generate(session, engine, [5, 6, 7], **params) for _ in range(2)]
     assert first["output_ids"] != again["output_ids"]
     engine = start(deterministic=True)
-    (_, rows), (_, again) = [await generate(session, engine, [[5, 6, 7]] * 2, "r", **params) for _ in range(2)]
-    assert rows[0]["output_ids"] == rows[1]["output_ids"] == again[0]["output_ids"]
+    ids: list[list[int]] = [[5, 6, 7], [5, 6, 7], []]  # an empty prompt is answered as its neighbour
+    (_, rows), (_, again) = [await generate(session, engine, ids, "r", **params) for _ in range(2)]
+    assert [row["output_ids"] for row in (*rows, *again)] == [rows[0]["output_ids"]] * 6
 
 
 async def test_what_is_aborted_in_the_queue_knows_little_of_itself(session, start):

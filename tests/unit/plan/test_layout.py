@@ -47,6 +47,7 @@ def test_each_rank_has_its_coordinates_and_each_shard_its_ranks_and_its_head(nam
     assert [rank for rank, place in enumerate(places) if place.is_head] == HEADS[name]
     assert [place.dp_rank for place in places] == SHARDS[name]
     assert [places[rank].dp_rank for rank in HEADS[name]] == [0, 1]
+    assert {(place.in_step, place.share) for place in places} == {(False, None)}
     check_topologies(places)
 
 

@@ -87,6 +87,8 @@ def test_expressions_are_equal_if_their_values_are(first: str, second: str, same
         r"\exp(99999)",
         "1/(1-1)",
         "9" * 300,
+        "9^{250}*9^{250}",
+        r"\sqrt{2}*9^{250}*9^{250}",
     ],
 )
 def test_what_explodes_is_an_error_at_once(text: str) -> None:

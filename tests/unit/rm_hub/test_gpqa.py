@@ -91,6 +91,7 @@ def test_the_chosen_letter(response: str, letter: str | None) -> None:
         ("no letter", {"correct_letter": "c"}),
         ("C", {"valid_letters": ["b", "c"]}),
         (2, {"choices": ["w", "x", "y", "z"]}),
+        (0, {"valid_letters": ["c", "b"]}),
     ],
 )
 def test_a_label_is_a_letter_or_one_of_the_choices(label: Any, metadata: dict[str, Any]) -> None:

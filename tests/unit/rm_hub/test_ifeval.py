@@ -34,7 +34,7 @@ VECTORS: list[tuple[str, dict[str, Any], str, str]] = [
     ("detectable_format:title", {}, "<<A day>>\ntext", "<<  >>\n<<A\nday>>"),
     ("startend:start_checker", {"start_phrase": "Dear"}, "dear Sir", "My dear Sir"),
     ("startend:end_checker", {"end_phrase": "Any questions?"}, 'So. "Any questions?"', "Any questions? No."),
-    ("startend:quotation", {}, '"quoted"', '"'),
+    ("startend:quotation", {}, '""', '"'),
     ("change_case:english_capital", {}, "ALL 3 BIG", "ALL 3 bIG"),
     ("change_case:english_lowercase", {}, "all 3 small", "All 3 small"),
     (

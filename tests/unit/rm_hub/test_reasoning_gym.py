@@ -44,6 +44,7 @@ def test_an_entry_is_put_together_from_the_row_where_it_has_none() -> None:
         ({}, "4", "which data set"),
         ({"dataset": "no_such_task"}, "4", "has no data set 'no_such_task'"),
         ({"dataset": "chain_sum"}, None, "no answer to compare with"),
+        ({"dataset": "chain_sum", "entry": "4"}, "4", "no answer to compare with"),
         ({"dataset": "chain_sum", "entry": {"answer": 4}}, "4", "the grader of 'chain_sum' failed"),
     ],
 )

@@ -24,7 +24,7 @@ def sample(response: str = "yes", **fields: Any) -> Sample:
 
 
 def args(url: str | None, timeout_s: float = 20.0) -> Any:
-    return SimpleNamespace(rm_url=url, rm_timeout_s=timeout_s)
+    return SimpleNamespace(rm_url=url, rm_servers=[], rm_timeout_s=timeout_s)
 
 
 @asynccontextmanager
@@ -99,7 +99,7 @@ async def test_a_row_names_a_server_of_the_runs_and_goes_on_to_the_next_if_that_
     assert (len(seen), len(others)) == (8, 2)
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 async def test_a_passing_failure_is_tried_again(status: int) -> None:
     async with serving(lambda body, n: web.json_response(1.0) if n else web.Response(status=status, text="busy")) as (
         url,

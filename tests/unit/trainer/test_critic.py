@@ -60,6 +60,7 @@ def test_values_are_those_of_a_linear_layer_on_the_hidden_state_before_each_toke
         with pytest.raises(TrainError, match="outputs"):
             response_values(plain, micro)
         assert not response_values(model, micro).any()
+        assert not model.get_output_embeddings()._forward_hooks
         weight = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
         cast("Any", model.get_output_embeddings()).weight.copy_(weight)
         found_bt = response_values(model, micro)

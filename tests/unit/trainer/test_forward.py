@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from buffer_rl.records.groups import TrainBatch
 from buffer_rl.testing.tiny import ARCHITECTURES, make_tiny_model
 from buffer_rl.trainer import vocabulary
 from buffer_rl.trainer.collate import collate
-from buffer_rl.trainer.forward import response_log_probs
+from buffer_rl.trainer.forward import passes, response_log_probs
 from buffer_rl.trainer.output_layer import FUSED
 from buffer_rl.trainer.pretrained import load_model
+from harness.losses import objective_of
 
 CPU = torch.device("cpu")
 
@@ -111,6 +113,16 @@ def test_the_entropy_carries_a_gradient_and_is_0_where_it_is_not_asked_for(
     micro = collate(make_batch(4), CPU)
     assert response_log_probs(model, micro, 1.0)[1].requires_grad
     assert response_log_probs(model, micro, 1.0, with_entropy=False)[1].abs().sum() == 0
+
+
+def test_passes_that_other_ranks_need_have_no_rows_and_give_no_numbers(
+    model_path: str, make_batch: Callable[..., TrainBatch]
+) -> None:
+    model, args = load_model(model_path, CPU, "--hf-checkpoint"), SimpleNamespace(max_tokens_per_gpu=10**6)
+    args.deterministic = False
+    found = list(passes(args, model, make_batch(2), CPU, objective_of(), lambda own: own + 2))  # type: ignore[arg-type]
+    assert [indices for indices, _ in found] == [[0, 1], [], []]
+    assert response_log_probs(model, found[-1][1], 1.0)[0].shape == (1, 0)
 
 
 def test_the_output_layer_is_as_before_afterwards(model_path: str, make_batch: Callable[..., TrainBatch]) -> None:

@@ -88,7 +88,7 @@ def test_an_infinite_loss_with_a_finite_gradient_is_left_out_too(
 
 
 def test_the_rows_of_a_step_that_is_left_out_are_written_counted_and_missing_from_the_means(
-    make_args: MakeArgs, make_batch: MakeBatch, tmp_path: Path
+    make_args: MakeArgs, make_batch: MakeBatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer, guard = make_trainer(make_args()), NonFiniteGuard(tmp_path / "non_finite", 0, 3)
     good, bad = make_batch(seed=0), poisoned(make_batch(seed=1))
@@ -96,6 +96,7 @@ def test_the_rows_of_a_step_that_is_left_out_are_written_counted_and_missing_fro
     assert metrics["non_finite_steps"] == 1.0
     assert all(np.isfinite(value) for value in metrics.values())
     file = tmp_path / "non_finite" / "step_1_rank_0_part_1.safetensors"
+    assert f"the step is left out; its rows are in {file}" in capsys.readouterr().err
     again = read_rollout(file)
     assert again.row_ids == bad.row_ids
     for left, right in zip(again.columns["tokens"], bad.columns["tokens"], strict=True):

@@ -320,7 +320,7 @@ def test_the_role_keeps_advantages_that_came_with_a_group(returns: list[np.ndarr
     store = Store()
     uid = of_converter(store, 1, **({} if returns is None else {"returns": returns}))
     store.pool.select([uid])
-    stage = advantage_stage(objective_of())
+    stage = advantage_stage(objective_of(), ())
     run_stage(stage, store, 8)
     batch = assemble(store.pool.plan())
     assert [row[0] for row in batch.columns["advantages"]] == [5.0, 7.0]
