@@ -18,6 +18,10 @@ from harness.scripts import forked_from
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+# Servers of tests are on this machine, which a user's proxy does not reach. A run says the same to its processes.
+for _name in ("no_proxy", "NO_PROXY"):
+    os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1", "localhost")))
+
 
 @pytest.fixture(scope="session")
 def fork_server_socket() -> Iterator[str]:

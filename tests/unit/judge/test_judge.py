@@ -26,14 +26,6 @@ Handler = Callable[[str, int], str | web.Response | Awaitable[web.Response]]
 UID = GroupUid("data", 3, 0)
 
 
-@pytest.fixture(autouse=True)
-def no_proxy_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A judge is asked through the user's proxy, which does not know the server of a test."""
-    for name in ("http_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-
-
 def sample(response: str = "Paris", index: int = 0, **fields: Any) -> Sample:
     values = {"prompt": "Capital?", "response": response, "label": "Paris", "status": Status.COMPLETED, **fields}
     return Sample(uid=UID, sample_index=index, **values)
