@@ -5,7 +5,7 @@ weights of the norms folded into the matrices behind them, everything transposed
 faster than ``linear`` at these sizes). Other architectures run through ``buffer_rl.embedded.fallback``.
 
 Shape suffixes: R rows (sequences or tokens), H hidden, Q query heads, K key-value heads, G = Q / K, D head size,
-L positions, V vocabulary padded to a multiple of 128, P prompts.
+L positions, V vocabulary, beyond 128 padded to a multiple of 128, P prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 VOCAB_BLOCK = 128
 ROW_BLOCK = 16  # rows of one matrix product in deterministic mode
 MAX_PREFILL_TOKENS = 8192
-SHORT_WIDTH = 32  # up to here, products of matrices are faster on a CPU than its attention kernel
+MANY_ROWS, SHORT_WIDTH = (
+    32,
+    128,
+)  # so many, so short: products of matrices are faster on a CPU than its attention kernel
 PROMPT_LOGITS_ROWS = 256  # rows of a large vocabulary that are in memory together
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -44,10 +47,13 @@ def _parts(layer: _Layer) -> Iterator[tuple[str, Any]]:
     return ((part.name, getattr(layer, part.name)) for part in fields(layer))
 
 
+def _num_padding(vocab_size: int) -> int:
+    return -vocab_size % VOCAB_BLOCK if vocab_size > VOCAB_BLOCK else 0
+
+
 def pad_vocab(logits: torch.Tensor) -> torch.Tensor:
     """``[R, vocab]`` to float32 ``[R, V]``, the padding at minus infinity."""
-    missing = -logits.shape[-1] % VOCAB_BLOCK
-    return functional.pad(logits.float(), (0, missing), value=float("-inf"))
+    return functional.pad(logits.float(), (0, _num_padding(logits.shape[-1])), value=float("-inf"))
 
 
 @torch.inference_mode()
@@ -131,7 +137,7 @@ class FastDecoder:
         name = "model.embed_tokens.weight"
         embed = self._own(weights[name]).clone()
         layers = [self._layer(weights, f"model.layers.{index}.") for index in range(self.shape.num_layers)]
-        padding = embed.new_zeros((-self.vocab_size % VOCAB_BLOCK, embed.shape[1]))
+        padding = embed.new_zeros((_num_padding(self.vocab_size), embed.shape[1]))
         head = self._fold([weights.get("lm_head.weight", weights[name]), padding], weights["model.norm.weight"])
         self.embed, self.layers, self.head = embed, layers, head
         self._norms = {
@@ -445,7 +451,8 @@ class _PoolPart:
         self.num_rows = len(pool.rows)
         lengths = [row.length for row in pool.rows]
         self.width = pool.capacity if full_width else max(lengths) + 1
-        self.is_short = self.width <= SHORT_WIDTH and shape.device.type == "cpu" and shape.dtype == torch.float32
+        on_cpu = shape.device.type == "cpu" and shape.dtype == torch.float32
+        self.by_products = on_cpu and not full_width and self.num_rows >= MANY_ROWS and self.width <= SHORT_WIDTH
         positions = torch.tensor(lengths, device=shape.device)
         heads = torch.arange(self.num_rows * shape.num_kv_heads, device=shape.device) * pool.capacity
         self.where = heads + positions.repeat_interleave(shape.num_kv_heads)
@@ -462,7 +469,7 @@ class _PoolPart:
         values.view(-1, head_dim).index_copy_(0, self.where, v.reshape(-1, head_dim))
         q_RKGD = qk_RHD[:, :num_heads].view(n, num_kv, -1, head_dim)
         k_RKLD, v_RKLD = keys[:n, :, : self.width], values[:n, :, : self.width]
-        if self.is_short:
+        if self.by_products:
             scores = torch.matmul(q_RKGD, k_RKLD.transpose(2, 3)).mul_(head_dim**-0.5).add_(self.mask)
             return torch.matmul(scores.softmax(-1), v_RKLD).reshape(n, -1)
         return functional.scaled_dot_product_attention(q_RKGD, k_RKLD, v_RKLD, attn_mask=self.mask).reshape(n, -1)
