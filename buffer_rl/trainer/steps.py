@@ -181,6 +181,10 @@ def require_old_log_probs(args: Args, batches: Sequence[TrainBatch]) -> None:
 NON_FINITE_FOLDER = "non_finite"
 
 
+_CAUSES = ("reward", "ref_log_probs", "teacher_log_probs", "old_log_probs", "advantages", "returns")
+"""Columns that a loss is computed from. Log-probabilities of engines are left out, as unknown ones are NaN."""
+
+
 class NonFiniteGuard:
     """Leaves out optimizer steps whose loss or gradient is not finite, keeps their rows, and counts them.
 
@@ -218,15 +222,17 @@ class NonFiniteGuard:
         return metrics
 
     def _dump(self, rows: Callable[[], TrainBatch], part: int) -> str:
-        """The file with the rows; or why they could not be written, which must not hide the error of the step."""
+        """The file with the rows, and which of their columns are not finite; or why they could not be written, which
+        must not hide the error of the step."""
         try:
             batch = rows()
             suffix = f"_part_{part}" if part else ""
             file = self._folder / f"step_{batch.rollout_id + 1}_rank_{self._rank}{suffix}.safetensors"
             write_rollout(file, batch)
+            wrong = [name for name in _CAUSES if not _is_finite(batch.columns.get(name, ()))]
         except (BufferRLError, OSError, ValueError, TypeError) as error:  # fault boundary: columns may be the user's
             return f"no file ({type(error).__name__}: {error})"
-        return str(file)
+        return f"{file}, which has {' and '.join(wrong)} that are not finite" if wrong else str(file)
 
     def _too_many(self, error: NonFiniteError, file: str) -> TrainError:
         count = "a step" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row"
@@ -237,6 +243,10 @@ class NonFiniteGuard:
             hint=f"the rows of the last one are in {file}; {error.hint}",
             see="docs/troubleshooting.md#the-loss-or-the-gradient-is-not-finite",
         )
+
+
+def _is_finite(column: Sequence[np.ndarray] | np.ndarray) -> bool:
+    return all(np.isfinite(row).all() for row in column)
 
 
 KL_FILE = "kl_coef.json"

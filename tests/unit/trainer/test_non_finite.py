@@ -138,3 +138,21 @@ def test_rows_that_cannot_be_written_do_not_hide_the_step(make_batch: MakeBatch,
     assert guard.step(fails, make_batch) is None
     with pytest.raises(TrainError, match="no file"):
         guard.step(fails, make_batch)
+
+
+def test_columns_that_are_not_finite_are_named_beside_the_file(
+    make_batch: MakeBatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guard, batch = NonFiniteGuard(tmp_path, 0, 1), make_batch()
+    lengths = batch.columns["response_length"]
+    batch.columns["rollout_log_probs"] = [np.full(length, np.nan, dtype=np.float32) for length in lengths]
+    batch.columns["returns"] = [np.ones(length, dtype=np.float32) for length in lengths]
+    batch.columns["advantages"] = [np.ones(length, dtype=np.float32) for length in lengths]
+    batch.columns["advantages"][3][-1] = np.inf
+
+    def fails() -> dict[str, float]:
+        raise NonFiniteError("the loss is nan", hint="look at it")
+
+    with pytest.raises(TrainError, match=r"\.safetensors, which has advantages that are not finite; look at it"):
+        guard.step(fails, lambda: batch)
+    assert "rank_0.safetensors, which has advantages that are not finite\n" in capsys.readouterr().err
