@@ -24,10 +24,7 @@ from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 VOCAB_BLOCK = 128
 ROW_BLOCK = 16  # rows of one matrix product in deterministic mode
 MAX_PREFILL_TOKENS = 8192
-MANY_ROWS, SHORT_WIDTH = (
-    32,
-    128,
-)  # so many, so short: products of matrices are faster on a CPU than its attention kernel
+MANY_ROWS, SHORT_WIDTH = 32, 128  # in float32 on a CPU, products of matrices are then faster than attention
 PROMPT_LOGITS_ROWS = 256  # rows of a large vocabulary that are in memory together
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
