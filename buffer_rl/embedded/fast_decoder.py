@@ -5,7 +5,7 @@ weights of the norms folded into the matrices behind them, everything transposed
 faster than ``linear`` at these sizes). Other architectures run through ``buffer_rl.embedded.fallback``.
 
 Shape suffixes: R rows (sequences or tokens), H hidden, Q query heads, K key-value heads, G = Q / K, D head size,
-L positions, V vocabulary, beyond 128 padded to a multiple of 128, P prompts.
+L positions, V vocabulary padded to a multiple of 128, P prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 from buffer_rl.embedded.adapter import LowRank, joined, read_adapter, require_none_left
 from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 
-VOCAB_BLOCK = 128
+VOCAB_BLOCK = 128  # with fewer numbers in a row, what a row draws depends on its place in the batch
 ROW_BLOCK = 16  # rows of one matrix product in deterministic mode
 MAX_PREFILL_TOKENS = 8192
 MANY_ROWS, SHORT_WIDTH = 32, 128  # in float32 on a CPU, products of matrices are then faster than attention
@@ -44,13 +44,10 @@ def _parts(layer: _Layer) -> Iterator[tuple[str, Any]]:
     return ((part.name, getattr(layer, part.name)) for part in fields(layer))
 
 
-def _num_padding(vocab_size: int) -> int:
-    return -vocab_size % VOCAB_BLOCK if vocab_size > VOCAB_BLOCK else 0
-
-
 def pad_vocab(logits: torch.Tensor) -> torch.Tensor:
     """``[R, vocab]`` to float32 ``[R, V]``, the padding at minus infinity."""
-    return functional.pad(logits.float(), (0, _num_padding(logits.shape[-1])), value=float("-inf"))
+    missing = -logits.shape[-1] % VOCAB_BLOCK
+    return functional.pad(logits.float(), (0, missing), value=float("-inf"))
 
 
 @torch.inference_mode()
@@ -134,7 +131,7 @@ class FastDecoder:
         name = "model.embed_tokens.weight"
         embed = self._own(weights[name]).clone()
         layers = [self._layer(weights, f"model.layers.{index}.") for index in range(self.shape.num_layers)]
-        padding = embed.new_zeros((_num_padding(self.vocab_size), embed.shape[1]))
+        padding = embed.new_zeros((-self.vocab_size % VOCAB_BLOCK, embed.shape[1]))
         head = self._fold([weights.get("lm_head.weight", weights[name]), padding], weights["model.norm.weight"])
         self.embed, self.layers, self.head = embed, layers, head
         self._norms = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from buffer_rl.embedded.fallback import FallbackDecoder, UnsupportedModelError
-from buffer_rl.embedded.fast_decoder import MANY_ROWS, MAX_PREFILL_TOKENS, SHORT_WIDTH, FastDecoder, pad_vocab
+from buffer_rl.embedded.fast_decoder import MANY_ROWS, MAX_PREFILL_TOKENS, SHORT_WIDTH, FastDecoder
 from buffer_rl.embedded.scheduler import Scheduler
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gpt_neox", "gemma3")
@@ -142,19 +142,10 @@ def test_new_weights_are_used_after_load(module):
     assert (before - after)[: decoder.vocab_size].abs().max() > 0.1
 
 
-def test_padding_of_a_large_vocabulary_can_never_be_drawn_and_a_small_one_has_none(module):
-    model = copy.deepcopy(module("qwen3"))
-    torch.manual_seed(0)
-    model.resize_token_embeddings(300, mean_resizing=False)
-    with torch.no_grad():
-        expected = model(torch.tensor([[5, 6, 7]])).logits[0, -1]
-    decoder = FastDecoder(model, 512)
+def test_padding_of_the_vocabulary_can_never_be_drawn(module):
+    decoder = FastDecoder(module("qwen3"), 512)
     logits = decoder.prefill([[5, 6, 7]])[0].logits
-    assert decoder.vocab_size == 300
-    assert logits.shape == (384,)
-    assert torch.isneginf(logits[300:]).all()
-    torch.testing.assert_close(logits[:300], expected, atol=5e-5, rtol=0)
-    assert torch.equal(pad_vocab(expected[None])[0, 300:], logits[300:])
-    small = FastDecoder(module("qwen3"), 512).prefill([[5, 6, 7]])[0].logits
-    assert small.shape == (99,)
-    assert torch.isfinite(small).all()
+    assert logits.shape == (128,)
+    assert decoder.vocab_size == 99
+    assert torch.isneginf(logits[99:]).all()
+    assert torch.isfinite(logits[:99]).all()
