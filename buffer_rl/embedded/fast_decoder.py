@@ -21,7 +21,7 @@ from torch.nn import functional
 from buffer_rl.embedded.adapter import LowRank, joined, read_adapter, require_none_left
 from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 
-VOCAB_BLOCK = 128  # with fewer numbers in a row, what a row draws depends on its place in the batch
+VOCAB_BLOCK = 128  # of sampling; and a product with few columns computes rows by their place, not all alike
 ROW_BLOCK = 16  # rows of one matrix product in deterministic mode
 MAX_PREFILL_TOKENS = 8192
 MANY_ROWS, SHORT_WIDTH = 32, 128  # in float32 on a CPU, products of matrices are then faster than attention

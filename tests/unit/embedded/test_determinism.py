@@ -5,6 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from buffer_rl.embedded.fast_decoder import FastDecoder
+from buffer_rl.embedded.scheduler import Scheduler
+from buffer_rl.testing.tiny import make_tiny_model
 
 
 def answer_of(request):
@@ -92,3 +98,22 @@ def test_a_seed_repeats_its_answer_without_deterministic_mode_too(make_scheduler
     for i in range(4):
         assert outputs[0][str(i)] == outputs[0][str(i + 4)]
     assert len({tuple(ids) for ids in outputs[0].values()}) == 4
+
+
+def test_answers_from_a_vocabulary_of_few_tokens_do_not_depend_on_the_place_in_the_batch(tmp_path, make_request, run):
+    """A product of matrices with as many columns as tokens would: its rows are not computed alike."""
+    folder = make_tiny_model(tmp_path / "model", characters="abc=0123", init_scale=0.3)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert model.config.vocab_size == 11
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(11) for _ in range(rng.randrange(2, 9))) for _ in range(20)]
+    answers = []
+    for order in ([range(20)], [[i] for i in range(20)], [range(19, -1, -1)]):
+        scheduler = Scheduler(FastDecoder(model, 64, deterministic=True), max_running_requests=20)
+        found = {}
+        for together in order:
+            for i in together:
+                scheduler.add(make_request(str(i), prompts[i], seed=i, max_new_tokens=20))
+            found |= {request.rid: answer_of(request) for request in run(scheduler)}
+        answers.append(found)
+    assert answers[0] == answers[1] == answers[2]
