@@ -182,9 +182,11 @@ def test_a_rank_that_is_killed_takes_its_writers_along(ranks: RankPool, model: s
         saving = executor.submit(ranks.run, 1, megatron_training.stuck_in_a_save, Layout(), model, str(tmp_path))
         assert holds_within(60.0, (tmp_path / "pid").exists)
         rank = int((tmp_path / "pid").read_text())
+        # Beside the writers, one that has forked those, and one that collects what they report.
+        started = holds_within(60.0, lambda: len(descendants(rank)) >= 2 + WRITERS)
         found = descendants(rank)
         try:
-            assert len(found) >= 2 + WRITERS  # one that has forked those, and one that collects what they report
+            assert started
             os.kill(rank, signal.SIGKILL)
             assert holds_within(10.0, lambda: not any(process.alive() for process in found))
         finally:
