@@ -188,18 +188,18 @@ class SlotCache:
     @torch.inference_mode()
     def promote(self) -> None:
         """Move rows whose pool is full into the next one; called before every step."""
-        full = [row for pool in self.pools() for row in pool.rows if row.length >= pool.capacity]
-        for row in full:
-            source, slot = row.pool, row.slot
-            assert source is not None
-            keys = source.keys[:, slot, :, : row.length].clone()
-            values = source.values[:, slot, :, : row.length].clone()
-            source.free([row])
-            target = self.pool_for(row.length)
+        for source in list(self.pools()):
+            full = [row for row in source.rows if row.length >= source.capacity]
+            if not full:
+                continue
+            slots = [row.slot for row in full]
+            keys, values = source.keys[:, slots], source.values[:, slots]
+            source.free(full)
+            target = self.pool_for(source.capacity)
             assert target is not source, "the scheduler admits no sequence beyond the context length"
-            start = target.allocate([row])
-            target.keys[:, start, :, : row.length] = keys
-            target.values[:, start, :, : row.length] = values
+            start = target.allocate(full)
+            target.keys[:, start : start + len(full), :, : source.capacity] = keys
+            target.values[:, start : start + len(full), :, : source.capacity] = values
 
     def drop_empty(self, *, all_of_them: bool) -> None:
         """Give the memory of pools without live rows back; if not of all of them, of those that nothing has used since

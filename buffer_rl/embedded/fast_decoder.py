@@ -5,7 +5,7 @@ weights of the norms folded into the matrices behind them, everything transposed
 faster than ``linear`` at these sizes). Other architectures run through ``buffer_rl.embedded.fallback``.
 
 Shape suffixes: R rows (sequences or tokens), H hidden, Q query heads, K key-value heads, G = Q / K, D head size,
-L positions, V vocabulary padded to a multiple of 128, P prompts.
+L positions, V vocabulary with its padding (``padded_size``), P prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch.nn import functional
 from buffer_rl.embedded.adapter import LowRank, joined, read_adapter, require_none_left
 from buffer_rl.embedded.cache import CacheShape, Prefix, SlotCache, SlotPool
 
-VOCAB_BLOCK = 128  # of sampling; and a product with few columns computes rows by their place, not all alike
+# Of sampling. Few columns are padded too: a product computes their rows by place, not all alike.
+VOCAB_BLOCK, SMALL_BLOCK = 128, 32
 ROW_BLOCK = 16  # rows of one matrix product in deterministic mode
 MAX_PREFILL_TOKENS = 8192
 MANY_ROWS, SHORT_WIDTH = 32, 128  # in float32 on a CPU, products of matrices are then faster than attention
@@ -44,9 +45,15 @@ def _parts(layer: _Layer) -> Iterator[tuple[str, Any]]:
     return ((part.name, getattr(layer, part.name)) for part in fields(layer))
 
 
+def padded_size(vocab_size: int) -> int:
+    """A multiple of 128, up to which it is one of 32."""
+    block = VOCAB_BLOCK if vocab_size > VOCAB_BLOCK else SMALL_BLOCK
+    return vocab_size + -vocab_size % block
+
+
 def pad_vocab(logits: torch.Tensor) -> torch.Tensor:
     """``[R, vocab]`` to float32 ``[R, V]``, the padding at minus infinity."""
-    missing = -logits.shape[-1] % VOCAB_BLOCK
+    missing = padded_size(logits.shape[-1]) - logits.shape[-1]
     return functional.pad(logits.float(), (0, missing), value=float("-inf"))
 
 
@@ -80,7 +87,7 @@ class FastDecoder:
         config = module.config
         self.deterministic = deterministic
         self.num_heads = int(config.num_attention_heads)
-        self.eps = float(config.rms_norm_eps)
+        self.eps = torch.tensor(float(config.rms_norm_eps), dtype=torch.float64)
         weight = module.lm_head.weight
         self.vocab_size = int(weight.shape[0])
         self.shape = CacheShape(
@@ -131,7 +138,7 @@ class FastDecoder:
         name = "model.embed_tokens.weight"
         embed = self._own(weights[name]).clone()
         layers = [self._layer(weights, f"model.layers.{index}.") for index in range(self.shape.num_layers)]
-        padding = embed.new_zeros((-self.vocab_size % VOCAB_BLOCK, embed.shape[1]))
+        padding = embed.new_zeros((padded_size(self.vocab_size) - self.vocab_size, embed.shape[1]))
         head = self._fold([weights.get("lm_head.weight", weights[name]), padding], weights["model.norm.weight"])
         self.embed, self.layers, self.head = embed, layers, head
         self._norms = {
@@ -314,7 +321,10 @@ class FastDecoder:
             x_RH += self._low_rank(a, low, blocked)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), eps=self.eps)
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return functional.rms_norm(x, (x.shape[-1],), eps=self.eps.item())
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass; rms_norm makes many
+        return x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()
 
     def _project(
         self, layer: _Layer, x_RH: torch.Tensor, cos_R1D: torch.Tensor, sin_R1D: torch.Tensor, blocked: bool
@@ -449,11 +459,10 @@ class _PoolPart:
         self.by_products = on_cpu and not full_width and self.num_rows >= MANY_ROWS and self.width <= SHORT_WIDTH
         positions = torch.tensor(lengths, device=shape.device)
         heads = torch.arange(self.num_rows * shape.num_kv_heads, device=shape.device) * pool.capacity
-        self.where = heads + positions.repeat_interleave(shape.num_kv_heads)
+        self.where = (heads.view(self.num_rows, -1) + positions[:, None]).flatten()
         columns = torch.arange(self.width, device=shape.device)
-        self.hidden = (columns > positions[:, None]).view(self.num_rows, 1, 1, self.width)
-        self.mask = torch.zeros(self.hidden.shape, dtype=shape.dtype, device=shape.device)
-        self.mask.masked_fill_(self.hidden, float("-inf"))
+        shown = (columns <= positions[:, None]).view(self.num_rows, 1, 1, self.width)
+        self.mask = torch.where(shown, 0.0, float("-inf")).to(shape.dtype)
 
     def attend(self, layer: int, qk_RHD: torch.Tensor, v: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Store this step's entries, then attend: ``[R, Q * D]``. The G query heads of a group are query rows."""
@@ -464,6 +473,6 @@ class _PoolPart:
         q_RKGD = qk_RHD[:, :num_heads].view(n, num_kv, -1, head_dim)
         k_RKLD, v_RKLD = keys[:n, :, : self.width], values[:n, :, : self.width]
         if self.by_products:
-            scores = torch.matmul(q_RKGD, k_RKLD.transpose(2, 3)).mul_(head_dim**-0.5).add_(self.mask)
+            scores = torch.add(self.mask, torch.matmul(q_RKGD, k_RKLD.transpose(2, 3)), alpha=head_dim**-0.5)
             return torch.matmul(scores.softmax(-1), v_RKLD).reshape(n, -1)
         return functional.scaled_dot_product_attention(q_RKGD, k_RKLD, v_RKLD, attn_mask=self.mask).reshape(n, -1)

@@ -182,19 +182,19 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniform: np.ndarray, *, return_kept: bool = False
 ) -> tuple[list[int], list[float], list[bytes]]:
-    """Draw one token a row. logits: ``[R, V]`` float32 with V a multiple of 128; uniform: ``[R]`` float64.
+    """Draw one token a row. logits: ``[R, V]`` float32, V from ``padded_size``; uniform: ``[R]`` float64.
 
     Returns token ids, log-probabilities in nats (see the module's text for what they are the probability of), and the
     ids of the tokens that were drawn from, int32 and ascending; none where nothing is cut off, and without
     ``return_kept``. With it, log-probabilities are renormalised over these tokens.
     """
-    num_rows = logits.shape[0]
+    num_rows, block_size = logits.shape[0], min(logits.shape[1], VOCAB_BLOCK)
     kinds = {id(p): p for p in params}.values()  # rows of a request share them
     if any(p.temperature != 1.0 and not p.greedy for p in kinds):
         scale = torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=logits.device)
         logits = logits / scale[:, None]
     top, best = logits.max(dim=-1, keepdim=True)
-    weights = torch.exp(logits - top).view(num_rows, -1, VOCAB_BLOCK)
+    weights = torch.exp(logits - top).view(num_rows, -1, block_size)
     blocks = weights.sum(dim=-1, dtype=torch.float64)
     total = blocks.sum(dim=-1, keepdim=True)
     cut = [i for i, p in enumerate(params) if p.truncated] if any(p.truncated for p in kinds) else []
@@ -202,7 +202,7 @@ def draw(
     if cut:
         rows = torch.tensor(cut, device=logits.device)
         kept = truncate(weights[rows].flatten(1), [params[i] for i in cut], total[rows])
-        weights[rows] = kept.view(len(cut), -1, VOCAB_BLOCK)
+        weights[rows] = kept.view(len(cut), -1, block_size)
         blocks[rows] = weights[rows].sum(dim=-1, dtype=torch.float64)
         if return_kept:
             total[rows] = blocks[rows].sum(dim=-1, keepdim=True)
@@ -224,6 +224,8 @@ def _invert(weights: torch.Tensor, blocks: torch.Tensor, u: torch.Tensor) -> tor
     An index of weight 0 is never returned: it adds nothing to the running sum, so it is never the first to exceed
     the target, and rounding at the far end is caught by clamping to the first index that reaches the full sum.
     """
+    if blocks.shape[1] == 1:
+        return _first_above(weights[:, 0].double().cumsum(dim=-1), u * blocks)[:, 0]
     running = blocks.cumsum(dim=-1)
     target = u * running[:, -1:]
     block = _first_above(running, target)
