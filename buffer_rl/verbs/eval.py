@@ -43,8 +43,7 @@ _TAKEN_BACK = ("num_epoch", "early_stop", "eval_interval", "save", "save_interva
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb, with the flags of ``train``."""
     usage = "buffer-rl eval [--config FILE] [--OPTION VALUE ...]"
-    train.add_parser(subparsers, argv, name="eval", description=_DESCRIPTION, usage=usage)
-    parser = subparsers.choices["eval"]
+    parser = train.add_parser(subparsers, argv, name="eval", description=_DESCRIPTION, usage=usage)
     keep_in_help(parser, lambda heading, name: heading not in _IDLE_SECTIONS and name not in _IDLE.split())
     parser.set_defaults(run=run)
 

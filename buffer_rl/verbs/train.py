@@ -72,7 +72,7 @@ def add_parser(
     name: str = "train",
     description: str = _DESCRIPTION,
     usage: str = "buffer-rl train [--config FILE] [--OPTION VALUE ...]",
-) -> None:
+) -> argparse.ArgumentParser:
     """Add the verb with a flag for every option, those of plugins included (installed ones, and ``-p`` in argv).
 
     name, description, usage: for a verb that is this one with some options fixed.
@@ -86,6 +86,7 @@ def add_parser(
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON, with all options")
     add_options(parser, sections)
     parser.set_defaults(run=run, sections=sections)
+    return parser
 
 
 def run(namespace: argparse.Namespace) -> int:

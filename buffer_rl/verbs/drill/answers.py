@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -52,16 +51,14 @@ def _later_version(row: dict[str, Any]) -> None:
         span["version"] = str(int(span["version"]) + 1000)
 
 
-KINDS: Mapping[str, Callable[[Any], bytes]] = MappingProxyType(
-    {
-        "token lost": lambda answer: _changed(answer, lambda row: row["meta_info"]["output_token_logprobs"].pop()),
-        "impossible token": lambda answer: _changed(answer, _other_token),
-        "impossible log-probability": lambda answer: _changed(answer, _likelier_than_certain),
-        "version that was never published": lambda answer: _changed(answer, _later_version),
-        "cut in its middle": lambda answer: json.dumps(answer).encode()[: len(json.dumps(answer)) // 2],
-        "status 500": lambda _: b"{}",
-    }
-)
+KINDS: Mapping[str, Callable[[Any], bytes]] = {
+    "token lost": lambda answer: _changed(answer, lambda row: row["meta_info"]["output_token_logprobs"].pop()),
+    "impossible token": lambda answer: _changed(answer, _other_token),
+    "impossible log-probability": lambda answer: _changed(answer, _likelier_than_certain),
+    "version that was never published": lambda answer: _changed(answer, _later_version),
+    "cut in its middle": lambda answer: json.dumps(answer).encode()[: len(json.dumps(answer)) // 2],
+    "status 500": lambda _: b"{}",
+}
 """How an answer of ``/generate`` is falsified. Each is a body that no sound engine sends."""
 
 

@@ -54,11 +54,10 @@ class Certificate:
 
     def facts(self) -> dict[str, Any]:
         """For JSON and the page."""
-        found = sum(bool(row.found) for row in self.rows)
         return {
             "passed": self.passed,
             "faults": len(self.rows),
-            "found": found,
+            "found": sum(bool(row.found) for row in self.rows),
             "survived": sum(row.passed for row in self.rows),
             **{key: value for key, value in asdict(self).items() if key != "rows"},
             "rows": [asdict(row) | {"passed": row.passed} for row in self.rows],

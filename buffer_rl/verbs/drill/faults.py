@@ -14,28 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 
-TITLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "engine": ("buffer_rl.embedded.server", "buffer_rl_sglang/server_process"),
-        "rollout worker": ("ray::RolloutWorker",),
-        "Buffer": ("ray::BufferActor",),
-        "trainer rank": ("ray::TrainRank",),
-        "role": ("ray::RoleWorker", "ray::FusedProcess"),
-        "reward model": ("ray::RewardModelWorker",),
-        "router": ("buffer_rl.engines.router_process", "::router"),
-    }
-)
+TITLES: Mapping[str, tuple[str, ...]] = {
+    "engine": ("buffer_rl.embedded.server", "buffer_rl_sglang/server_process"),
+    "rollout worker": ("ray::RolloutWorker",),
+    "Buffer": ("ray::BufferActor",),
+    "trainer rank": ("ray::TrainRank",),
+    "role": ("ray::RoleWorker", "ray::FusedProcess"),
+    "reward model": ("ray::RewardModelWorker",),
+    "router": ("buffer_rl.engines.router_process", "::router"),
+}
 """The parts of a run, by what the command line of their processes begins with or contains."""
-KINDS: Mapping[str, str] = MappingProxyType(
-    {"kill": "killed", "stop": "stopped", "slow": "ten times slower", "cut": "cut off", "disk": "on a full disk"}
-)
+KINDS = {"kill": "killed", "stop": "stopped", "slow": "ten times slower", "cut": "cut off", "disk": "on a full disk"}
 """What happens to the process, by the kind of a fault."""
 SLICE_S = 0.1
-PHASES: Mapping[str, str] = MappingProxyType(
-    {"generation": "perf/rollout_time", "training": "perf/train_time", "publication": "perf/publish_time"}
-)
+PHASES = {"generation": "perf/rollout_time", "training": "perf/train_time", "publication": "perf/publish_time"}
 """The phases of a step in their order, with the metrics that tell how long each took."""
 
 

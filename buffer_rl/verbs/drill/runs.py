@@ -46,7 +46,7 @@ END_S = 60.0
 
 
 class DrillRun:
-    """A run in ``folder``, which is its ``--run-dir``; what it prints is in ``output``."""
+    """A run in ``folder``, which is its ``--run-dir``; what it prints is in ``output``. process: its driver."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         self.folder, self.output = folder, folder.with_suffix(".log")
@@ -55,14 +55,9 @@ class DrillRun:
         # Its processes are its own: none is made by the server of a process that this one was started by.
         own = {name: value for name, value in environ.items() if name != SOCKET_VARIABLE}
         with self.output.open("ab") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=own
             )
-
-    @property
-    def driver(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     def steps(self) -> list[dict[str, float]]:
         """The metrics of its trained steps so far, in the order in which they were trained."""
@@ -71,7 +66,7 @@ class DrillRun:
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Whether ``condition`` came to hold before the run ended. Raises DeadlineError."""
         deadline = time.monotonic() + timeout_s
-        while self._process.poll() is None:
+        while self.process.poll() is None:
             if condition():
                 return True
             if time.monotonic() > deadline:
@@ -81,27 +76,22 @@ class DrillRun:
 
     def wait(self, timeout_s: float) -> int:
         """Its exit status. Raises DeadlineError."""
-        self.wait_until(lambda: self._process.poll() is not None, timeout_s)
-        return self._process.wait()
-
-    def kill(self) -> None:
-        """Kill the driver, as ``kill -9`` does."""
-        self._process.kill()
-        self._process.wait()
+        self.wait_until(lambda: self.process.poll() is not None, timeout_s)
+        return self.process.wait()
 
     def stop(self) -> None:
         """End the run, if it has not."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        if self.process.poll() is None:
+            self.process.terminate()
             try:
-                self._process.wait(END_S)
+                self.process.wait(END_S)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
 
-    def last_lines(self, number: int = 12) -> str:
+    def last_lines(self) -> str:
         """The end of what it printed."""
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-number:])
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-12:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

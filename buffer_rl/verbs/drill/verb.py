@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.errors import BufferRLError, ConfigError
 from buffer_rl.observe.progress import format_duration
@@ -26,9 +27,6 @@ from buffer_rl.verbs.drill.certificate import Certificate, Row, line_of
 from buffer_rl.verbs.drill.faults import Fault, hold_back, lift, moment, planned, strike, usual_step
 from buffer_rl.verbs.drill.reward import KINDS, PLAN, reward_marks
 from buffer_rl.verbs.drill.runs import COUNTED, DrillRun, Outcome, fates, is_small, write_small
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 _DESCRIPTION = """\
 Test a configuration against faults before it is given to a cluster: short runs of it on this machine, in which
@@ -53,8 +51,7 @@ MODELS = ("ref_load", "critic_load", "opd_teacher_load")
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
     """Add the verb, with the flags of ``train``."""
     usage = "buffer-rl drill --config FILE [--OPTION VALUE ...]"
-    train.add_parser(subparsers, argv, name="drill", description=_DESCRIPTION, usage=usage)
-    parser = subparsers.choices["drill"]
+    parser = train.add_parser(subparsers, argv, name="drill", description=_DESCRIPTION, usage=usage)
     _add_own_flags(parser)
     parser.set_defaults(run=run)
 
@@ -191,7 +188,7 @@ class Drill:
     def _strike(self, run: DrillRun, fault: Fault, usual: dict[str, float]) -> None:
         _pause(run, moment(fault.phase, usual))
         steps = run.steps()
-        met, began = strike(fault, run.driver), time.monotonic()
+        met, began = strike(fault, run.process.pid), time.monotonic()
         if met is None:
             self._add(Row(fault=str(fault), wrong=("there is no such process",)))
             return
@@ -263,15 +260,15 @@ class Drill:
     def _continued(self, name: str, fault: Fault | None, usual: dict[str, float]) -> None:
         """A run that ends in its middle, and another one that continues from its newest checkpoint."""
         with self._run(name) as run:
-            half = self.num_steps // 2
-            _trains_on(run, half - 1)
+            _trains_on(run, self.num_steps // 2 - 1)
             _pause(run, moment("training", usual))
             step, began = len(run.steps()), time.monotonic()
             if fault is None:
-                run.kill()
+                run.process.kill()
+                run.process.wait()
                 found = "its end was seen from outside"
             else:
-                met = strike(fault, run.driver)
+                met = strike(fault, run.process.pid)
                 found = _first_error(run) if run.wait(START_S + LIMIT_S) else ""
                 if met is not None:
                     lift(fault, met)
