@@ -54,59 +54,23 @@ ROLES = {
     role.name: role
     for role in (
         Role(name="rollout", title="generation", colour=0),
-        Role(
-            name="reward",
-            title="scores of the reward model",
-            colour=11,
-            model="reward",
-            workers="num_reward_workers",
-            asked_by="rm_model",
-            called_by="rollout",
-        ),
-        Role(
-            name="ref",
-            title="reference log-probabilities",
-            colour=1,
-            model="ref",
-            fields=("ref_log_probs",),
-            workers="num_ref_workers",
-        ),
-        Role(
-            name="teacher",
-            title="teacher's log-probabilities",
-            colour=8,
-            model="teacher",
-            fields=("teacher_log_probs",),
-            workers="num_teacher_workers",
-        ),
-        Role(
-            name="actor_fwd",
-            title="old log-probabilities",
-            colour=2,
-            model="actor",
-            fields=("old_log_probs",),
-            workers="num_actor_fwd_workers",
-        ),
-        Role(
-            name="advantages",
-            title="advantages",
-            colour=6,
-            fields=("advantages", "returns"),
-            workers="num_advantage_workers",
-        ),
-        Role(
-            name=CRITIC,
-            title="forward and backward of finished groups by the critic",
-            colour=9,
-            model="critic",
-            fields=("values",),
-            restart=Restart.GLOBAL,
-        ),
+        Role(name="reward", title="scores of the reward model", colour=11, model="reward", called_by="rollout",
+             workers="num_reward_workers", asked_by="rm_model"),
+        Role(name="ref", title="reference log-probabilities", colour=1, model="ref", fields=("ref_log_probs",),
+             workers="num_ref_workers"),
+        Role(name="teacher", title="teacher's log-probabilities", colour=8, model="teacher",
+             fields=("teacher_log_probs",), workers="num_teacher_workers"),
+        Role(name="actor_fwd", title="old log-probabilities", colour=2, model="actor", fields=("old_log_probs",),
+             workers="num_actor_fwd_workers"),
+        Role(name="advantages", title="advantages", colour=6, fields=("advantages", "returns"),
+             workers="num_advantage_workers"),
+        Role(name=CRITIC, title="forward and backward of finished groups by the critic", colour=9, model="critic",
+             fields=("values",), restart=Restart.GLOBAL),
         Role(name=ACTOR, title="forward and backward of finished groups", colour=4, restart=Restart.GLOBAL),
         Role(name="publish", title="publish", colour=5),
         Role(name="save", title="checkpoint", colour=7),
     )
-}
+}  # fmt: skip
 """In the order in which the timeline shows them."""
 
 PLACED = {name: role for name, role in ROLES.items() if role.workers}
