@@ -30,14 +30,9 @@ class BufferRLError(Exception):
         self.see = see
 
     def __str__(self) -> str:
-        parts = [f"{self.where}: {self.what}" if self.where else self.what]
-        if self.expected:
-            parts.append(f"  expected: {self.expected}")
-        if self.hint:
-            parts.append(f"  hint: {self.hint}")
-        if self.see:
-            parts.append(f"  see: {self.see}")
-        return "\n".join(parts)
+        first = f"{self.where}: {self.what}" if self.where else self.what
+        more = {"expected": self.expected, "hint": self.hint, "see": self.see}
+        return "\n".join([first, *(f"  {name}: {text}" for name, text in more.items() if text)])
 
 
 class ConfigError(BufferRLError, ValueError):
