@@ -62,14 +62,14 @@ class RunObserver:
         self._overlap = Overlap.of_options(args.schedule, args.stream_gradients, Schedule.of(args).max_staleness)
         self._startup = startup or StartUp()
         title = f"buffer-rl · {Path(run_dir).name}"
-        self._progress = Progress(args.progress, args.num_rollout, title=title, startup=self._startup)
+        progress = self._progress = Progress(args.progress, args.num_rollout, title=title, startup=self._startup)
+        # What the display alone is told: the number of steps; parts that were started; finished and dropped groups of
+        # the running rollout; lines for the user, from any thread.
+        self.planned, self.ready = progress.planned, progress.ready
+        self.groups, self.notice = progress.groups, progress.notice
         self._incidents = Incidents(run_dir)
         self._end = ("done", "")
         self._stack = ExitStack()
-
-    def planned(self, total_steps: int) -> None:
-        """How many steps the run has; known only once the data were read where ``--num-epoch`` says it."""
-        self._progress.planned(total_steps)
 
     def __enter__(self) -> RunObserver:
         self._stack.callback(self._metrics.close)
@@ -107,24 +107,12 @@ class RunObserver:
         self._progress.went_back(max(0, before))
         self._incidents.went_back(max(0, before))
 
-    def ready(self, part: str) -> None:
-        """A part of the run was started."""
-        self._progress.ready(part)
-
     def phase(self, name: str) -> None:
         """The driver entered a phase: generate, train, save, publish, evaluate."""
         if name in ROLLOUT_PHASES and FIRST_REQUEST not in self._startup.times:
             self.ready(FIRST_REQUEST)
             add_facts(self._run_dir, start=self._startup.times)
         self._progress.phase(name)
-
-    def notice(self, line: str) -> None:
-        """One line for the user about what does not end the run; may be called from any thread."""
-        self._progress.notice(line)
-
-    def groups(self, done: int, wanted: int, drops: Mapping[str, int]) -> None:
-        """How many groups of the running rollout are finished, and how many were dropped for which reason."""
-        self._progress.groups(done, wanted, drops)
 
     def rollout_ended(
         self, rollout_id: int, evaluation: bool, metrics: Mapping[str, float], samples: list[dict[str, Any]]
