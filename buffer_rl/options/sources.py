@@ -245,33 +245,10 @@ def take_unknown(namespace: argparse.Namespace, extra: Sequence[str], flags: Seq
         return []
     plugins = list(given_flags(namespace).get("plugin") or ())
     registry = PluginRegistry.from_flags(plugins)
-    rest, notices = _accept_known(namespace, extra, flags, registry)
-    _refuse_unknown(rest, flags, registry, plugins, prog=prog)
-    return notices
-
-
-def explain(registry: PluginRegistry, name: str, values: Sequence[str]) -> FlagMeaning | None:
-    """What a flag means to the first plugin that knows it, by its name without dashes and its values. Raises
-    PluginError for an answer that is none."""
-    hook = "buffer_rl_explain_flag"
-    for plugin, meaning in registry.call_hook(hook, name=name, values=values):
-        if not isinstance(meaning, FlagMeaning):
-            raise returned("plugin", plugin, meaning, "FlagMeaning or None", at=hook)
-        return meaning
-    return None
-
-
-def _accept_known(
-    namespace: argparse.Namespace, extra: Sequence[str], flags: Sequence[str], registry: PluginRegistry
-) -> tuple[list[str], list[str]]:
-    """The arguments that remain, and the notices. Only commands with options take flags of others."""
-    if not hasattr(namespace, "sections"):
-        return list(extra), []
-    rest: list[str] = []
-    ignored: dict[str, list[str]] = {}
-    notices = []
+    rest, notices, ignored = list[str](), list[str](), dict[str, list[str]]()
+    has_options = hasattr(namespace, "sections")  # only commands with options take flags of others
     for flag, tokens, values in by_flag(extra):
-        known = explain(registry, flag[2:], values) if flag.startswith("--") else None
+        known = explain(registry, flag[2:], values) if has_options and flag.startswith("--") else None
         if known is None or not known.accepted:
             rest += tokens
             continue
@@ -285,8 +262,19 @@ def _accept_known(
             notices.append(f"{flag}: {known.reason}")
         else:
             ignored.setdefault(known.reason, []).append(flag)
-    notices += [f"ignored, as {why}: {' '.join(same)}" for why, same in ignored.items()]
-    return rest, notices
+    _refuse_unknown(rest, flags, registry, plugins, prog=prog)
+    return notices + [f"ignored, as {why}: {' '.join(same)}" for why, same in ignored.items()]
+
+
+def explain(registry: PluginRegistry, name: str, values: Sequence[str]) -> FlagMeaning | None:
+    """What a flag means to the first plugin that knows it, by its name without dashes and its values. Raises
+    PluginError for an answer that is none."""
+    hook = "buffer_rl_explain_flag"
+    for plugin, meaning in registry.call_hook(hook, name=name, values=values):
+        if not isinstance(meaning, FlagMeaning):
+            raise returned("plugin", plugin, meaning, "FlagMeaning or None", at=hook)
+        return meaning
+    return None
 
 
 def _blocked_owner(flag: str, plugins: Sequence[str]) -> str:
