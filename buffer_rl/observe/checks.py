@@ -24,6 +24,7 @@ GAP = "train/train_rollout_logprob_abs_diff"
 _SAME = 1e-5  # relative: of sums in float32 and float64
 _MISSING = object()
 _UNTRAINED = ("failed", "aborted")  # statuses of samples whose reward must not count
+_NOT_FINITE = ("nan", "inf", "-inf")  # as a file of JSON holds them
 
 
 class State(StrEnum):
@@ -241,12 +242,9 @@ def _place(sample: Mapping[str, Any]) -> str:
 
 def _is_finite(reward: Any) -> bool:
     if isinstance(reward, Mapping):
-        return all(_is_finite(value) for value in reward.values() if isinstance(value, int | float) or _is_odd(value))
+        values = [value for value in reward.values() if isinstance(value, int | float) or value in _NOT_FINITE]
+        return all(map(_is_finite, values))
     return isinstance(reward, int | float) and math.isfinite(reward)
-
-
-def _is_odd(value: Any) -> bool:
-    return value in ("nan", "inf", "-inf")  # as a file of JSON holds them
 
 
 def _finite(values: Mapping[int, float | None]) -> dict[int, float]:

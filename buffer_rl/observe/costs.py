@@ -121,7 +121,7 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
     costs = Costs(
         **_generation(steps, shape, residuals, unknown),
         **_training(steps, shape, passes, spans, residuals, unknown),
-        **_fixed(steps, spans, shape),
+        **_fixed(steps, spans),
     )
     lengths = _lengths(Path(folder), steps, shape, unknown)
     dropped = fmean(step.dropped for step in steps)
@@ -266,7 +266,7 @@ def _training(
     return {"update_fixed": fit.a, "update_token": fit.b, "forward_token": forward}
 
 
-def _fixed(steps: Sequence[Step], spans: Mapping[str, Sequence[WorkSpan]], shape: Shape) -> dict[str, float]:
+def _fixed(steps: Sequence[Step], spans: Mapping[str, Sequence[WorkSpan]]) -> dict[str, float]:
     """Medians of what depends on no number of tokens."""
 
     def typical(seconds: Callable[[Step], float]) -> float:

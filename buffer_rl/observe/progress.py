@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -162,7 +161,7 @@ class Progress:
         with self._lock:
             self._board.total_steps = total_steps
 
-    def groups(self, done: int, wanted: int, drops: Mapping[str, int] = MappingProxyType({})) -> None:
+    def groups(self, done: int, wanted: int, drops: Mapping[str, int]) -> None:
         """How many of the current rollout's groups are finished, and how many were dropped, by reason."""
         with self._lock:
             self._board.groups_done, self._board.groups_wanted = done, wanted
@@ -299,11 +298,9 @@ def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) 
 
 def _speed(metrics: Mapping[str, float], unit: str) -> list[str]:
     """Tokens per second, and the time of the step in ``unit``, as far as they were measured."""
-    shown: dict[str, Callable[[float], str]] = {
-        "perf/tokens_per_s": lambda value: f"{format_count(value)} tokens/s",
-        "perf/step_time": lambda value: f"{value:.1f} {unit}",
-    }
-    return [show(metrics[name]) for name, show in shown.items() if name in metrics]
+    tokens, seconds = metrics.get("perf/tokens_per_s"), metrics.get("perf/step_time")
+    speed = [] if tokens is None else [f"{format_count(tokens)} tokens/s"]
+    return speed if seconds is None else [*speed, f"{seconds:.1f} {unit}"]
 
 
 def reward_of_all(metrics: Mapping[str, float]) -> str:

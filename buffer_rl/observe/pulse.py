@@ -173,7 +173,7 @@ def hung_members(looks: Sequence[Look], timeout_s: float) -> dict[int, str]:
     all members do.
     """
     silent = {
-        place: f"no answer for {look.silent_s:.0f} s {_at_work(look)}"
+        place: f"no answer for {look.silent_s:.0f} s {f'in {look.methods[0]}' if look.methods else 'between calls'}"
         for place, look in enumerate(looks)
         if look.pulse is not None and look.silent_s > timeout_s
     }
@@ -208,10 +208,6 @@ def _stuck_call(look: Look, looks: Sequence[Look], timeout_s: float) -> CallPuls
             if call.idle_s > max(timeout_s, GAP_FACTOR * longest):
                 return call
     return None
-
-
-def _at_work(look: Look) -> str:
-    return f"in {look.methods[0]}" if look.methods else "between calls"
 
 
 def _named(call: CallPulse) -> str:

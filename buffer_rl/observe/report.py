@@ -213,20 +213,12 @@ def parts_of(facts: RunFacts) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     before: Mapping[str, Any] = {}
     for part in facts.parts if len(facts.parts) > 1 else ():
-        now = _shown(part.get("changed") or {})
+        now, started = _shown(part.get("changed") or {}), _time(str(part.get("started", "")))
+        command = shlex.join(map(str, part.get("command") or ()))
         flags = sorted({*before, *now} - {"--load"}) if found else []
-        found.append(
-            {
-                "first": part.get("from_step", 0),
-                "started": _time(str(part.get("started", ""))),
-                "command": shlex.join(map(str, part.get("command") or ())),
-                "changes": {
-                    flag: f"{_value(before, flag)} → {_value(now, flag)}"
-                    for flag in flags
-                    if _value(before, flag) != _value(now, flag)
-                },
-            }
-        )
+        values = {flag: (_value(before, flag), _value(now, flag)) for flag in flags}
+        changes = {flag: f"{old} → {new}" for flag, (old, new) in values.items() if old != new}
+        found.append({"first": part.get("from_step", 0), "started": started, "command": command, "changes": changes})
         before = now
     return found
 

@@ -290,15 +290,11 @@ def write_facts(
         **(provenance or {}),
     }
     part = {"from_step": resume_step or 0, **{name: facts[name] for name in ("started", "command", "changed")}}
-    facts["parts"] = [*_parts_before(resume_step or 0, read_facts(run_dir)), part]
+    before = [each for each in read_facts(run_dir).parts if each.get("from_step", 0) < part["from_step"]]
+    facts["parts"] = [*before, part]
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, facts)
     return path
-
-
-def _parts_before(step: int, facts: RunFacts) -> list[Mapping[str, Any]]:
-    """The parts of the run so far that began before ``step``."""
-    return [part for part in facts.parts if part.get("from_step", 0) < step]
 
 
 def add_facts(run_dir: str | Path, **more: Any) -> None:

@@ -72,8 +72,6 @@ class FollowedPrompt:
     """An evaluation prompt at each step at which it was recorded, ascending."""
 
     data_set: str
-    prompt: str
-    label: str
     steps: Sequence[PromptGroup]
 
 
@@ -153,8 +151,7 @@ def followed_prompts(records: Sequence[Mapping[str, Any]], *, reward_key: str = 
         for steps in (first, *others[: MAX_FOLLOWED - 1]):
             chosen = spread(sorted(steps), MAX_STEPS)
             groups = [_group(steps[step], scale, reward_key, most=MAX_ANSWERS) for step in chosen]
-            shown = {"prompt": groups[0].prompt, "label": groups[0].label}
-            found.append(FollowedPrompt(data_set=data_set, **shown, steps=groups))
+            found.append(FollowedPrompt(data_set=data_set, steps=groups))
     return found
 
 

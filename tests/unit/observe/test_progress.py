@@ -41,7 +41,7 @@ def test_plain_mode_writes_one_line_a_step_and_one_an_evaluation():
     console = _console()
     with Progress("auto", 150, "my run", console=console) as progress:
         progress.phase("generate")
-        progress.groups(3, 32)
+        progress.groups(3, 32, {})
         progress.step(STEP, 11)
         progress.eval({"eval/dev": 0.25, "eval/dev/response_len": 7.0}, 12)
     assert console.file.getvalue().splitlines() == [
@@ -100,7 +100,7 @@ def test_the_panel_shows_steps_groups_phase_reward_drops_speed_and_evaluation():
     progress.step({**STEP, "perf/step_time": 8.0}, 0)
     progress.eval({"eval/dev": 0.25}, 1)
     progress.phase("generate")
-    progress.groups(5, 32)
+    progress.groups(5, 32, {})
     clock.now = 10.0
     text = _rendered(progress)
     for shown in ("1 of 10", "5 of 32", "generate 0:02", "0.412", "dev 0.250  (after 1 steps)", "3 zero_std", "21.3k"):
@@ -111,11 +111,11 @@ def test_the_panel_shows_steps_groups_phase_reward_drops_speed_and_evaluation():
 def test_a_phase_that_has_ended_has_all_its_groups_unless_the_run_was_stopped():
     progress = Progress("rich", 10, "my run", console=_console(terminal=True))
     progress.phase("generate")
-    progress.groups(5, 32)
+    progress.groups(5, 32, {})
     progress.phase("train")
     assert "32 of 32" in _rendered(progress)
     progress.phase("evaluate")
-    progress.groups(269, 400)
+    progress.groups(269, 400, {})
     progress.phase("stopped")
     assert "269 of 400" in _rendered(progress)
 

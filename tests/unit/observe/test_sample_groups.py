@@ -85,7 +85,7 @@ def test_evaluation_prompts_are_followed_over_the_steps() -> None:
     samples = [sample(step, row, "eval", reward=step * f) for step in range(0, 50, 2) for row, f in enumerate(factors)]
     samples += [sample(4, 9, "eval", data_set="once"), sample(4, 0)]
     prompts = followed_prompts(samples)
-    assert [prompt.prompt for prompt in prompts] == ["p0", "p4", "p2"][:MAX_FOLLOWED]
+    assert [prompt.steps[0].prompt for prompt in prompts] == ["p0", "p4", "p2"][:MAX_FOLLOWED]
     steps = [group.step for group in prompts[0].steps]
     assert len(steps) == MAX_STEPS
     assert (steps[0], steps[-1], sorted(steps)) == (0, 48, steps)
