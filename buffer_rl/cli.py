@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from buffer_rl import __version__
 from buffer_rl.cluster.environment import signals_as_exceptions
 from buffer_rl.cluster.fork_server import fork_server
 from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal, Stopped
@@ -132,18 +133,12 @@ def _run(arguments: Sequence[str], began: float) -> int:
     idle = [flag_of(name) for name in given_flags(namespace) if name in getattr(namespace, "idle", ())]
     print_notices(f"{flag} changes nothing for {prog}" for flag in idle)
     if namespace.version:
-        return _print_version()
+        say(f"buffer-rl {__version__}")
+        return 0
     if not hasattr(namespace, "run"):
         parser.print_help()
         return 2
     return int(namespace.run(namespace))
-
-
-def _print_version() -> int:
-    from importlib.metadata import version
-
-    say(f"buffer-rl {version('buffer-rl')}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -90,8 +90,7 @@ def staleness_notice(args: Args) -> str:
     if schedule.by_window:
         window = schedule.window(args.rollout_batch_size)
         line += f"; window {window}: a group is trained on before {window} younger ones have passed it"
-    parts = [line, slots_text(args), store_text(args)]
-    return "; ".join(part for part in parts if part)
+    return "; ".join(filter(None, (line, slots_text(args), store_text(args))))
 
 
 def slots_text(args: Args) -> str:

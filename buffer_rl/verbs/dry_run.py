@@ -99,8 +99,7 @@ def print_text(plan: DryRun, resumed: Manifest | None = None, *, every: bool = F
         args = plan.resolved.args
         for line in resume_notices(resumed.facts, resumed.step, with_engine_key(args)) or ["none"]:
             say(f"  {line}")
-    unchecked = "; ".join(plan.trial.unchecked)
-    if unchecked:
+    if unchecked := "; ".join(plan.trial.unchecked):
         say(f"\nDry run: what was checked is right. Not checked: {unchecked}.")
     else:
         say("\nDry run: everything that can be checked before a run is right.")

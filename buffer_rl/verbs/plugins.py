@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.kinds.kind import PluginKind
 from buffer_rl.kinds.table import KINDS, kind_named
@@ -24,7 +23,7 @@ from buffer_rl.plugin.calls import plugin_error
 from buffer_rl.plugin.reference import Form, form_of
 from buffer_rl.plugin.registry import PluginInfo, PluginRegistry
 from buffer_rl.plugin.signature import fitting_kinds, signature_of
-from buffer_rl.testing.lint import Finding, failures
+from buffer_rl.testing.lint import failures
 from buffer_rl.testing.lint_estimator import lint_estimator
 from buffer_rl.verbs.init import templates
 from buffer_rl.verbs.table import print_table
@@ -122,9 +121,8 @@ def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
     reference = ns.reference
     kinds = [ns.kind] if ns.kind else _possible_kinds(registry, reference)
     obj = registry.resolve(kinds[0], reference)
-    origin = registry.locate(kinds[0], reference)
     say(f"{reference}: {kinds[0]}, {signature_of(obj)}")
-    say(f"  found in: {origin}")
+    say(f"  found in: {registry.locate(kinds[0], reference)}")
     say(f"  contract: {KINDS[kinds[0]].signature}, for {' or '.join(KINDS[kinds[0]].flags)}")
     if len(kinds) > 1:
         say(f"  also fits: {', '.join(kinds[1:])}")
@@ -144,17 +142,12 @@ def _check(registry: PluginRegistry, ns: argparse.Namespace) -> int:
         args = resolve(sections, flags={}, environ=os.environ, config_paths=[ns.config] if ns.config else []).args
         say(*try_plugin(registry, kinds[0], reference, ns.on, args), sep="\n")
         return 0
-    findings = _findings(kinds[0], obj, sections(), reference)
+    lint: Any = lint_estimator
+    if kinds[0] == "loss":
+        from buffer_rl.testing.lint_loss import lint_loss as lint  # imports torch
+    findings = lint(obj, sections(), reference=reference)
     say(*(f"  {finding}" for finding in findings), sep="\n")
     return 1 if failures(findings) else 0
-
-
-def _findings(kind: str, obj: Any, args: Args, reference: str) -> list[Finding]:
-    if kind == "advantage":
-        return lint_estimator(obj, args, reference=reference)
-    from buffer_rl.testing.lint_loss import lint_loss  # imports torch
-
-    return lint_loss(obj, args, reference=reference)
 
 
 def _possible_kinds(registry: PluginRegistry, reference: str) -> list[str]:

@@ -103,8 +103,7 @@ def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[s
         tokens = min([longest_prompt + args.rollout_max_response_len, *limits])
         if plays_agents(args) and limits:  # a conversation, of any number of answers
             tokens = min(limits)
-        bytes_each = ENGINE_BYTES[args.engine_dtype]
-        total = (needs.parameters + values * sequences * tokens) * bytes_each
+        total = (needs.parameters + values * sequences * tokens) * ENGINE_BYTES[args.engine_dtype]
         found["engine"] = total, f"weights, cache of {sequences} sequences of {tokens} tokens"
     return {name: each for name, each in found.items() if name in needs.processes}
 
@@ -213,9 +212,8 @@ def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> lis
         has, whole = bytes_text(free), bytes_text(most)
         if free < least:
             what = f"the disk has {has} free, and the run writes at least {bytes_text(least)}"
-            expected = f"{whole} for the whole run"
             hint, see = "name a folder on a larger disk", "docs/troubleshooting.md#the-disk-is-full"
-            raise ConfigError(what, where=flags, expected=expected, hint=hint, see=see)
+            raise ConfigError(what, where=flags, expected=f"{whole} for the whole run", hint=hint, see=see)
         if free < most:
             hint = "a larger --save-interval writes fewer checkpoints, and --keep-last keeps fewer"
             notices.append(f"{flags}: the disk has {has} free, and the whole run writes {whole} ({hint})")

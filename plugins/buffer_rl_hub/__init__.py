@@ -15,17 +15,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import flag_of
 from buffer_rl.plugin.calls import in_thread
 from buffer_rl.plugin.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 T = TypeVar("T")
 MODEL_OPTIONS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load", "rm_model")

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferRLError, DataError
 from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup, Status, TrainBatch
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.verbs.run_records import RunRecords
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 NO_PROMPT = "no_prompt"
 """Why a group of a step's rows is not scored: neither the data nor samples.jsonl has its prompt."""
@@ -142,9 +140,8 @@ class RecordReader:
         return step
 
     def _sample(self, prompt: Sample, index: int, tokens: list[int], length: int, text: str) -> Sample:
-        sample = prompt.as_prompt(index)
-        sample.sample_index, sample.tokens, sample.response_length, sample.response = index, tokens, length, text
-        return sample
+        own = prompt.as_prompt(index)
+        return own.changed(sample_index=index, tokens=tokens, response_length=length, response=text)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         """The text of a response as an engine gives it."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError
 from buffer_rl.observe.run_folder import SURROGATES
 from buffer_rl.plugin.registry import PluginRegistry
@@ -23,9 +24,6 @@ from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import UserFunction, apply_filter
 from buffer_rl.trainer.objective import Objective
 from buffer_rl.verbs.rescore.recorded_groups import RecordedStep
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 FILTER_FAILED = "filter_failed"
 _WRITTEN = ("sample_index", "part", "prompt", "response", "label", "status")
@@ -242,11 +240,8 @@ def write_rows(path: Path, steps: Sequence[Rescored]) -> int:
 
 def facts_of(steps: Sequence[Rescored]) -> dict[str, Any]:
     """The comparisons as JSON values."""
-    errors: dict[str, str] = {}
-    for step in steps:
-        errors = step.errors | errors
     return {
         "steps": [{"rollout_id": step.rollout_id, **asdict(step.comparison)} for step in steps],
         "all": asdict(total(steps)),
-        "errors": errors,
+        "errors": dict(ChainMap(*(step.errors for step in steps))),  # of several the first
     }
