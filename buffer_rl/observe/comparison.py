@@ -110,7 +110,7 @@ def _charts(runs: Sequence[ComparedRun]) -> list[Figure]:
     ]
     figures.append(_over_runs("Training reward", runs, [each.reward.points for each in curves]))
     steps = [steps_of(run.report.metrics) for run in runs]
-    for heading, names in (*CHARTS, ("Seconds of a step", {"": "perf/step_time"})):
+    for heading, names in {**CHARTS, "Seconds of a step": {"": "perf/step_time"}}.items():
         line, metric = next(iter(names.items()))  # of several lines the first, as there is one line a run
         points = [[(step, metrics[metric]) for step, metrics in each.items() if metric in metrics] for each in steps]
         figures.append(_over_runs(f"{heading}: {line}" if len(names) > 1 else heading, runs, points, wide=False))

@@ -36,47 +36,38 @@ from buffer_rl.observe.timeline_stats import (
 
 _SMOOTHING_STEPS = 9
 PEAK_MEMORY = "perf/peak_memory/"
-# Small charts: heading, and the metric of each line by the line's name.
-CHARTS: Sequence[tuple[str, Mapping[str, str]]] = (
-    ("Loss", {"policy": "train/loss", "critic": "critic/loss"}),
-    ("Entropy (nats)", {"entropy": "train/entropy"}),
-    ("Gradient norm", {"policy": "train/grad_norm", "critic": "critic/grad_norm"}),
-    (
-        "KL divergence (nats per token)",
-        {
-            "to the reference": "train/kl_loss",
-            "to the reference, measured": "train/ref_kl",
-            "to the teacher": "train/opd_reverse_kl",
-            "to the policy before the step": "train/ppo_kl",
-        },
-    ),
-    ("KL coefficient", {"coefficient": "train/kl_coef"}),
-    (
-        "Share of clipped tokens",
-        {
-            "policy": "train/pg_clipfrac",
-            "weights of CISPO": "train/cispo_clipfrac",
-            "in clipped sequences": "train/sequence_clipfrac",
-            "critic": "critic/value_clipfrac",
-        },
-    ),
-    ("Engine and trainer: difference (nats per token)", {"mean": "train/train_rollout_logprob_abs_diff"}),
-    (
-        "Engine and trainer: effective sample size (share)",
-        {"sample size": "train/mismatch/ess", "rejected tokens": "train/mismatch/rejected"},
-    ),
-    ("Critic: values and returns", {"values": "critic/values", "returns": "critic/returns"}),
-    ("Critic: explained variance of the returns", {"explained": "critic/explained_variance"}),
-    ("Response length (tokens)", {"mean": "rollout/response_len/mean", "longest": "rollout/response_len/max"}),
-    ("Share of truncated responses", {"truncated": "rollout/truncated_ratio"}),
-    ("Tokens per second", {"tokens per second": "perf/tokens_per_s"}),
-    ("Staleness (weight versions)", {"mean": "staleness/mean", "largest": "staleness/max"}),
-    ("Share of samples with tokens of several versions", {"mixed": "staleness/mixed"}),
-    (
-        "Groups left when a step was chosen",
-        {"live": "production/live_groups", "finished": "production/finished_groups"},
-    ),
-)
+CHARTS: Mapping[str, Mapping[str, str]] = {
+    "Loss": {"policy": "train/loss", "critic": "critic/loss"},
+    "Entropy (nats)": {"entropy": "train/entropy"},
+    "Gradient norm": {"policy": "train/grad_norm", "critic": "critic/grad_norm"},
+    "KL divergence (nats per token)": {
+        "to the reference": "train/kl_loss",
+        "to the reference, measured": "train/ref_kl",
+        "to the teacher": "train/opd_reverse_kl",
+        "to the policy before the step": "train/ppo_kl",
+    },
+    "KL coefficient": {"coefficient": "train/kl_coef"},
+    "Share of clipped tokens": {
+        "policy": "train/pg_clipfrac",
+        "weights of CISPO": "train/cispo_clipfrac",
+        "in clipped sequences": "train/sequence_clipfrac",
+        "critic": "critic/value_clipfrac",
+    },
+    "Engine and trainer: difference (nats per token)": {"mean": "train/train_rollout_logprob_abs_diff"},
+    "Engine and trainer: effective sample size (share)": {
+        "sample size": "train/mismatch/ess",
+        "rejected tokens": "train/mismatch/rejected",
+    },
+    "Critic: values and returns": {"values": "critic/values", "returns": "critic/returns"},
+    "Critic: explained variance of the returns": {"explained": "critic/explained_variance"},
+    "Response length (tokens)": {"mean": "rollout/response_len/mean", "longest": "rollout/response_len/max"},
+    "Share of truncated responses": {"truncated": "rollout/truncated_ratio"},
+    "Tokens per second": {"tokens per second": "perf/tokens_per_s"},
+    "Staleness (weight versions)": {"mean": "staleness/mean", "largest": "staleness/max"},
+    "Share of samples with tokens of several versions": {"mixed": "staleness/mixed"},
+    "Groups left when a step was chosen": {"live": "production/live_groups", "finished": "production/finished_groups"},
+}
+"""Small charts by heading: the metric of each line by the line's name."""
 Steps = Mapping[int, Mapping[str, float]]
 """The metrics of each training step, ascending."""
 
@@ -107,7 +98,7 @@ class Phase:
 def small_charts(steps: Steps) -> list[Figure]:
     """The curves of what the run has of ``CHARTS``, and of memory."""
     figures = []
-    for heading, names in (*CHARTS, ("Peak memory (GB)", _memory_names(steps))):
+    for heading, names in {**CHARTS, "Peak memory (GB)": _memory_names(steps)}.items():
         lines = [
             Line(name=name, points=[(step, m[metric]) for step, m in steps.items() if metric in m], colour=number + 1)
             for number, (name, metric) in enumerate(names.items())
