@@ -6,7 +6,7 @@ Without torch: options are checked, and rewards normalised, where it is not load
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -53,6 +53,11 @@ class Loss:
     divisor: Divisor = Divisor.BY_MODE
 
 
+_GAE = Algorithm(
+    estimator="buffer_rl.algo.gae:gae",
+    rewards=Rewards.RAW,
+    options=frozenset({"gamma", "lambd", "kl_coef", "turn_rewards"}),
+)
 ALGORITHMS: Mapping[str, Algorithm] = {
     "grpo": Algorithm(),
     "dr_grpo": Algorithm(rewards=Rewards.CENTRED),
@@ -68,17 +73,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         estimator="buffer_rl.algo.reinforce:reinforce_plus_plus_baseline", rewards=Rewards.CENTRED
     ),
     "remax": Algorithm(estimator="buffer_rl.algo.reinforce:remax", rewards=Rewards.RAW, options=frozenset({"kl_coef"})),
-    "gae": Algorithm(
-        estimator="buffer_rl.algo.gae:gae",
-        rewards=Rewards.RAW,
-        options=frozenset({"gamma", "lambd", "kl_coef", "turn_rewards"}),
-    ),
-    "ppo": Algorithm(
-        estimator="buffer_rl.algo.gae:gae",
-        rewards=Rewards.RAW,
-        options=frozenset({"gamma", "lambd", "kl_coef", "turn_rewards"}),
-        critic=True,
-    ),
+    "gae": _GAE,
+    "ppo": replace(_GAE, critic=True),
     "gspo": Algorithm(loss="gspo"),
     "cispo": Algorithm(loss="cispo"),
 }
