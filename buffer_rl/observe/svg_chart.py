@@ -16,7 +16,7 @@ from pathlib import Path
 
 from buffer_rl.observe.timeline import WorkSpan, in_order
 from buffer_rl.observe.timeline_stats import PHASES_OF_OTHERS, Spans, StepStats
-from buffer_rl.plan.roles import CRITIC, DEDICATED, FIELD_OF_MODEL, ROLES
+from buffer_rl.plan.roles import CRITIC, DEDICATED, ROLES
 
 TEMPLATES = Path(__file__).with_name("templates")
 COLOURS = 8
@@ -217,8 +217,8 @@ def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
 WIDTH = 1000
 _STEP_LEFT, _STEP_RIGHT, _STEP_TOP, _STEP_BOTTOM = 108, 84, 4, 22
 _LANE, _GAP = 22, 8
-# Work that is none of a role's stream: its label and colour.
-_OTHER_WORK = {
+# Label and colour of each kind of work; that of no role's stream comes last.
+_WORK = {name: (role.title, role.colour) for name, role in ROLES.items()} | {
     "train_log_probs": ("log-probabilities by the trainer", 2),
     "values": ("values by the critic", ROLES[CRITIC].colour),
     "update": ("update", 3),
@@ -228,15 +228,13 @@ _OTHER_WORK = {
 _OTHER = 13  # work of roles that the user adds, and time that no phase was measured for
 PHASE_COLOURS = {
     "rollout": ROLES["rollout"].colour,
-    **{FIELD_OF_MODEL[role.model]: role.colour for role in ROLES.values() if role.model and role.fields},
-    "train": _OTHER_WORK["update"][1],
+    **{role.fields[0]: role.colour for role in ROLES.values() if role.model and role.fields},
+    "train": _WORK["update"][1],
     "save": ROLES["save"].colour,
     "publish": ROLES["publish"].colour,
     "other": _OTHER,
 }
 """The colour of each phase of a step: that of the same work on the timeline."""
-_LABELS = {name: role.title for name, role in ROLES.items()} | {kind: work[0] for kind, work in _OTHER_WORK.items()}
-_COLOURS = {name: role.colour for name, role in ROLES.items()} | {kind: work[1] for kind, work in _OTHER_WORK.items()}
 _SAME = {role.fields[0]: name for name, role in DEDICATED.items() if role.model}
 
 
@@ -254,8 +252,8 @@ def headline(stats: StepStats) -> str:
 def names_shown(spans: Spans) -> dict[str, int]:
     """The legend: what each colour in the picture means."""
     kinds = {_kind(span) for members in spans.values() for span in members}
-    known = sorted((kind for kind in _LABELS if kind in kinds), key=_colour)
-    return {_LABELS.get(kind, kind): _colour(kind) for kind in [*known, *sorted(kinds - set(known))]}
+    known = sorted((kind for kind in _WORK if kind in kinds), key=_colour)
+    return dict(_WORK.get(kind, (kind, _OTHER)) for kind in [*known, *sorted(kinds - set(known))])
 
 
 def step_picture(spans: Spans, stats: StepStats) -> str:
@@ -340,4 +338,4 @@ def _kind(span: WorkSpan) -> str:
 
 
 def _colour(kind: str) -> int:
-    return _COLOURS.get(kind, _OTHER)
+    return _WORK.get(kind, (kind, _OTHER))[1]
