@@ -118,9 +118,10 @@ def fitted(folder: str | Path, shape: Shape) -> Recorded:
     unknown: list[str] = []
     residuals: dict[str, float] = {}
     passes = tuple(sorted({span.name for span in spans[ACTOR]} & set(MODEL_FIELDS)))
+    seconds = [value for name in passes for value in _seconds(spans, ACTOR, name)[1:]]
     costs = Costs(
         **_generation(steps, shape, residuals, unknown),
-        **_training(steps, shape, passes, spans, residuals, unknown),
+        **_training(steps, shape, seconds, residuals, unknown),
         **_fixed(steps, spans),
     )
     lengths = _lengths(Path(folder), steps, shape, unknown)
@@ -246,20 +247,14 @@ def _rounds(dropped: float, groups: int) -> float:
 
 
 def _training(
-    steps: Sequence[Step],
-    shape: Shape,
-    passes: Sequence[str],
-    spans: Mapping[str, Sequence[WorkSpan]],
-    residuals: dict[str, float],
-    unknown: list[str],
+    steps: Sequence[Step], shape: Shape, seconds: Sequence[float], residuals: dict[str, float], unknown: list[str]
 ) -> dict[str, float]:
-    """The parameters of the trainer."""
+    """The parameters of the trainer. seconds: of each pass."""
     shares = [step.tokens / shape.ranks for step in steps]
     fit = least_squares([(1.0, share) for share in shares], [step.times["update"] for step in steps], FIXED_SHARE)
     residuals["update"] = fit.residual
     if not fit.is_told:
         unknown.append("a fixed part of an update: noise leaves it open, and all in proportion to tokens is expected")
-    seconds = [value for name in passes for value in _seconds(spans, ACTOR, name)[1:]]
     forward = median(seconds) / fmean(shares) if seconds else 0.0
     if seconds:
         residuals["passes"] = _spread(seconds)

@@ -88,13 +88,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
     """Mean over a window centred at each value, cut short symmetrically at both ends. ``window`` is odd."""
-    half = window // 2
-    smooth = []
-    for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        part = values[i - reach : i + reach + 1]
-        smooth.append(sum(part) / len(part))
-    return smooth
+    reaches = [min(window // 2, i, len(values) - 1 - i) for i in range(len(values))]
+    return [sum(values[i - reach : i + reach + 1]) / (2 * reach + 1) for i, reach in enumerate(reaches)]
 
 
 def draw_curves(curves: Curves, title: str) -> Figure:

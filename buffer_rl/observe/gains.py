@@ -36,16 +36,11 @@ class EvalGain:
 
 def eval_gains(records: Iterable[Mapping[str, Any]]) -> list[EvalGain]:
     """First against last evaluation, one entry an evaluation set that was evaluated, in the order first seen."""
-    return [
-        EvalGain(
-            name=name,
-            first_step=series.steps[0],
-            before=series.values[0],
-            last_step=series.steps[-1],
-            after=series.values[-1],
-        )
-        for name, series in curves_of(records).evals.items()
-    ]
+    gains = []
+    for name, series in curves_of(records).evals.items():
+        steps, values = series.steps, series.values
+        gains.append(EvalGain(name=name, first_step=steps[0], before=values[0], last_step=steps[-1], after=values[-1]))
+    return gains
 
 
 def gain_table(gains: Iterable[EvalGain], title: str = "Mean reward on evaluation prompts") -> Table:

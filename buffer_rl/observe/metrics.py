@@ -171,11 +171,8 @@ def reward_with_dropped(metrics: Mapping[str, float]) -> float | None:
 
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
     """Mean reward of each evaluation set, from ``eval/NAME``; finer metrics (``eval/NAME/...``) are left out."""
-    return {
-        name.removeprefix("eval/"): float(value)
-        for name, value in metrics.items()
-        if name.startswith("eval/") and name.count("/") == 1 and value is not None
-    }
+    scores = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+    return {name: float(value) for name, value in scores.items() if "/" not in name and value is not None}
 
 
 class TensorBoardLogger:

@@ -247,12 +247,8 @@ def _figures(board: Board) -> Table:
     if board.evals:
         scores = "  ".join(f"{name} {score:.3f}" for name, score in board.evals.items())
         grid.add_row("eval", Text(printable(f"{scores}  (after {board.eval_step} steps)")))
-    training = [
-        f"{label} {metrics[name]:.3f}"
-        for label, name in (("loss", "train/loss"), ("entropy", "train/entropy"), ("grad norm", "train/grad_norm"))
-        if name in metrics
-    ]
-    if training:
+    named = {"loss": "train/loss", "entropy": "train/entropy", "grad norm": "train/grad_norm"}
+    if training := [f"{label} {metrics[name]:.3f}" for label, name in named.items() if name in metrics]:
         grid.add_row("train", Text("  ".join(training)))
     if speed := _speed(metrics, "s a step"):
         grid.add_row("speed", Text("  ".join(speed)))

@@ -102,17 +102,13 @@ class PulseRecorder:
     def calls(self) -> tuple[CallPulse, ...]:
         """The methods with calls under way."""
         with self._lock:
-            now = self._now()
-            return tuple(
-                CallPulse(
-                    method=name,
-                    idle_s=now - each.marked,
+            now, found = self._now(), []
+            for name, each in self._methods.items():
+                if each.num_begun:
                     # Several calls of a method wait only if each of them does.
-                    waits=each.waits[-1] if len(each.waits) >= each.num_begun else Waits.NOT,
-                )
-                for name, each in self._methods.items()
-                if each.num_begun
-            )
+                    waits = each.waits[-1] if len(each.waits) >= each.num_begun else Waits.NOT
+                    found.append(CallPulse(method=name, idle_s=now - each.marked, waits=waits))
+            return tuple(found)
 
     def gaps(self) -> dict[str, float]:
         """As ``Pulse.gaps``."""

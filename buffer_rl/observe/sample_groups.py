@@ -163,12 +163,7 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _group(
-    records: Sequence[Mapping[str, Any]],
-    scale: Scale,
-    key: str,
-    *,
-    supervised: bool = False,
-    most: int = MAX_PER_STEP,
+    records: Sequence[Mapping[str, Any]], scale: Scale, key: str, *, supervised: bool = False, most: int = MAX_PER_STEP
 ) -> PromptGroup:
     """The samples of one prompt in one step, of which at most ``most`` are shown; the mean is over all."""
     first, kind = records[0], str(records[0].get("kind", ""))
@@ -217,13 +212,8 @@ def chosen_samples(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
     by_kind: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for record in records:
         by_kind.setdefault(str(record.get("kind", "")), {}).setdefault(_step(record), []).append(record)
-    chosen = [
-        (step, kind, sample)
-        for kind, rollouts in by_kind.items()
-        for step in spread(sorted(rollouts), MAX_STEPS)
-        for sample in rollouts[step][:MAX_PER_STEP]
-    ]
-    return [sample for _, _, sample in sorted(chosen, key=lambda entry: (-entry[0], entry[1]))]
+    chosen = [(-step, kind) for kind, rollouts in by_kind.items() for step in spread(sorted(rollouts), MAX_STEPS)]
+    return [sample for step, kind in sorted(chosen) for sample in by_kind[kind][-step][:MAX_PER_STEP]]
 
 
 def _step(record: Mapping[str, Any]) -> int:

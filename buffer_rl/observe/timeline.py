@@ -147,7 +147,10 @@ class TraceFile:
         """Add spans of a role, as complete events; spans at the same time get lanes of their own."""
         assert self._file is not None, "the trace is not open"
         if role not in self._rows:
-            self._name_row(role)
+            row = self._rows[role] = len(self._rows) + 1
+            order = _ORDER.index(role) if role in ROLES else len(ROLES) + row
+            self._write({"ph": "M", "name": "process_name", "pid": row, "args": {"name": role}})
+            self._write({"ph": "M", "name": "process_sort_index", "pid": row, "args": {"sort_index": order}})
         for span in sorted(spans, key=lambda span: span.start):
             start = round(span.start * _MICROSECONDS)
             if self._offset is None:
@@ -158,12 +161,6 @@ class TraceFile:
             event = {"ph": "X", "name": span.name, "cat": role, "ts": begin, "dur": duration}
             self._write({**event, **place, "args": facts})
         self._file.flush()
-
-    def _name_row(self, role: str) -> None:
-        row = self._rows[role] = max(self._rows.values(), default=0) + 1
-        order = _ORDER.index(role) if role in ROLES else len(ROLES) + row
-        self._write({"ph": "M", "name": "process_name", "pid": row, "args": {"name": role}})
-        self._write({"ph": "M", "name": "process_sort_index", "pid": row, "args": {"sort_index": order}})
 
     def _lane(self, role: str, start: int, end: int) -> int:
         """A lane (from 1) of the role's row that is free: the format wants no partial overlap within one."""
@@ -210,14 +207,10 @@ def read_trace(path: str | Path) -> dict[str, list[WorkSpan]]:
 
 
 def _span_of(event: Mapping[str, Any]) -> WorkSpan:
-    start, facts = event["ts"] / _MICROSECONDS, event["args"]
-    return WorkSpan(
-        name=str(event["name"]),
-        rollout_id=int(facts["rollout_id"]),
-        start=start,
-        end=start + event["dur"] / _MICROSECONDS,
-        num_rows=int(facts.get("rows", 0)),
-    )
+    start, facts, name = event["ts"] / _MICROSECONDS, event["args"], str(event["name"])
+    rollout_id, num_rows = int(facts["rollout_id"]), int(facts.get("rows", 0))
+    end = start + event["dur"] / _MICROSECONDS
+    return WorkSpan(name=name, rollout_id=rollout_id, start=start, end=end, num_rows=num_rows)
 
 
 def in_order(roles: Iterable[str]) -> list[str]:
