@@ -157,10 +157,10 @@ def _section_line(slug: str, count: int, section: type[Section]) -> str:
 
 def add_option(group: argparse._ActionsContainer, name: str, field: FieldInfo) -> None:
     """Add the flag of one option."""
-    wanted = option_type(field)
-    flag = flag_of(name)
+    wanted, flag = option_type(field), flag_of(name)
     flags = [flag, *short_flag(field)]
-    common: dict[str, Any] = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": help_text(field)}
+    text = f"{field.description} (default: {default_text(field)})".replace("%", "%%")  # argparse reads it as a format
+    common: dict[str, Any] = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": text}
     if wanted.base is bool and not wanted.many:
         group.add_argument(*flags, nargs="?", const="true", metavar="BOOL", **common)
         common["help"] = argparse.SUPPRESS
@@ -175,11 +175,6 @@ def short_flag(field: FieldInfo) -> list[str]:
     """The option's one-letter flag, if it has one."""
     short = declared(field, "short")
     return [short] if short else []
-
-
-def help_text(field: FieldInfo) -> str:
-    """The option's sentence and its default, for argparse (which reads ``%`` as a format)."""
-    return f"{field.description} (default: {default_text(field)})".replace("%", "%%")
 
 
 def default_text(field: FieldInfo) -> str:

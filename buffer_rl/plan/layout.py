@@ -66,13 +66,8 @@ class Layout:
 
     def topology(self, rank: int, *, in_step: bool = False, shares: bool = False) -> Topology:
         """The rank's place as a trainer declares it. shares: every rank has the tensors of ``Trainer.export``."""
-        return Topology(
-            dp_rank=self.coordinates(rank)["dp"],
-            dp_size=self.dp_size,
-            is_head=self.is_head(rank),
-            in_step=in_step,
-            share=(rank, self.world_size) if shares else None,
-        )
+        dp, share = self.coordinates(rank)["dp"], (rank, self.world_size) if shares else None
+        return Topology(dp_rank=dp, dp_size=self.dp_size, is_head=self.is_head(rank), in_step=in_step, share=share)
 
 
 def layout_of(world_size: int, *, tp_size: int = 1, pp_size: int = 1, cp_size: int = 1) -> Layout:

@@ -66,7 +66,12 @@ def run(ns: argparse.Namespace) -> int:
     """Returns the exit status, 1 where a loss or an estimator fails a property; raises PluginError for a reference that
     cannot be used, ConfigError for a file that cannot be written."""
     if ns.action == "new":
-        return _new(ns.kind, ns.name, Path(ns.output))
+        plugin, test = write_plugin(ns.kind, ns.name, Path(ns.output))
+        row = KINDS[ns.kind]
+        say(f"{plugin}: {row.signature}\n{test}: its test")
+        say(f"  try it:  python -m pytest {test}")
+        say(f"  use it:  {row.flags[0]} {plugin.resolve()}:{object_name(row, ns.name)}")
+        return 0
     registry = PluginRegistry.from_flags(ns.plugin)
     if ns.action == "check":
         return _check(registry, ns)
@@ -75,15 +80,6 @@ def run(ns: argparse.Namespace) -> int:
         say(json.dumps([{**asdict(row), "does": first_sentence(row)} for row in rows], indent=2, ensure_ascii=False))
     else:
         _print_table(rows)
-    return 0
-
-
-def _new(kind: str, name: str, folder: Path) -> int:
-    plugin, test = write_plugin(kind, name, folder)
-    row = KINDS[kind]
-    say(f"{plugin}: {row.signature}\n{test}: its test")
-    say(f"  try it:  python -m pytest {test}")
-    say(f"  use it:  {row.flags[0]} {plugin.resolve()}:{object_name(row, name)}")
     return 0
 
 

@@ -45,13 +45,9 @@ def check_limits() -> None:
     refuse(sys.flags.optimize > 1, no_docstrings, "unset PYTHONOPTIMIZE, and start Python without -OO")
     for option, number, unit, least, what in LIMITS:
         limit = resource.getrlimit(number)[0]
-        given = limit // unit
-        refuse(
-            limit != resource.RLIM_INFINITY and given < least,
-            f"ulimit {option}: a process may have {given} {what}",
-            f"raise the limit before the run: ulimit {option} {'unlimited' if option == '-v' else 4096}",
-            f"at least {least}",
-        )
+        scarce = limit != resource.RLIM_INFINITY and limit // unit < least
+        hint = f"raise the limit before the run: ulimit {option} {'unlimited' if option == '-v' else 4096}"
+        refuse(scarce, f"ulimit {option}: a process may have {limit // unit} {what}", hint, f"at least {least}")
 
 
 def check_folders(args: Args) -> None:

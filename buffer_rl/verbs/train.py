@@ -66,7 +66,7 @@ options that exclude each other, such as --rm-type and --custom-rm-path.
 
 
 def add_parser(
-    subparsers: argparse._SubParsersAction[Any],
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
     argv: Sequence[str],
     *,
     name: str = "train",

@@ -115,11 +115,8 @@ class Mlflow:
             run = self._client.create_run(self._experiment(start), run_name=start.name)
         self.run_id = str(run.info.run_id)
         self.place = f"run {self.run_id} in {mask_url(uri)}"
-        params = [
-            Param(name, str(value)[:LONGEST_PARAM])
-            for name, value in start.config.items()
-            if name not in run.data.params
-        ]
+        new = {name: str(value) for name, value in start.config.items() if name not in run.data.params}
+        params = [Param(name, text[:LONGEST_PARAM]) for name, text in new.items()]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self.run_id, params=params[first : first + MOST_PARAMS])
 

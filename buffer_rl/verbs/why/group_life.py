@@ -32,10 +32,7 @@ _REASONS = {
     "generate_failed": "the generate function gave it the status failed",
 }
 """Why the framework rejects groups. Other reasons are those of a filter, or of the user's rollout function."""
-_REOPENED = {
-    "restart": "the Buffer began again with the ledger",
-    "restore": "the run went back to a checkpoint",
-}
+_REOPENED = {"restart": "the Buffer began again with the ledger", "restore": "the run went back to a checkpoint"}
 _SPELLING = (
     "uids are spelled as in the run's messages, samples.jsonl and quarantine.jsonl; evaluations have "
     "NAME@SOURCE:ROW:EPOCH; a number alone is a step"
