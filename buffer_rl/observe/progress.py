@@ -122,9 +122,7 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._mode == "rich":
             self._startup.silence()
-            self._live = Live(
-                get_renderable=self.render, console=self._console, refresh_per_second=_REFRESH_HZ, transient=False
-            )
+            self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=_REFRESH_HZ)
             self._live.start()
         elif not self._startup.times:
             self._say(self._board.title)

@@ -98,10 +98,7 @@ def _write(report: Report, folder: Path, target: Path) -> Path:
 
 
 def run_report(
-    run_dir: str | Path,
-    console: Console | None = None,
-    title: str = "Learning curve",
-    ledger: LedgerFacts | None = None,
+    run_dir: str | Path, console: Console | None = None, ledger: LedgerFacts | None = None
 ) -> list[EvalGain]:
     """Print what the run in ``run_dir`` learned and where its files are, draw its picture and write its page.
 
@@ -111,7 +108,7 @@ def run_report(
     report = read_report(run_dir, ledger=ledger)
     records = report.metrics
     gains = eval_gains(records)
-    write_curve(run_dir, title)
+    write_curve(run_dir)
     _write(report, Path(run_dir), Path(run_dir, REPORT_FILE))
     out.print()
     if gains:

@@ -114,13 +114,10 @@ class TraceFile:
         self._end = 0
         self._offset: int | None = 0
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept: dict[str, list[WorkSpan]] = {}
         if (step := self._resume_step) is None:
             set_aside(self._path)
-        else:
-            kept = {
-                role: [span for span in spans if span.step < step] for role, spans in read_trace(self._path).items()
-            }
+        earlier = {} if step is None else read_trace(self._path)
+        kept = {role: [span for span in spans if span.step < (step or 0)] for role, spans in earlier.items()}
         temporary = self._path.with_name(f".{TRACE_FILE}.tmp")
         temporary.write_text("[", encoding="utf-8")
         temporary.replace(self._path)

@@ -69,10 +69,8 @@ def needs(args: Args, other: str, what: str, *names: str, hint: str = "") -> Non
 def given(args: Args, *names: str) -> str:
     """The flag of the first of these options that has another value than its default; empty if all have theirs."""
     fields = type(args).model_fields
-    return next(
-        (flag_of(name) for name in names if getattr(args, name) != fields[name].get_default(call_default_factory=True)),
-        "",
-    )
+    defaults = {name: fields[name].get_default(call_default_factory=True) for name in names}
+    return next((flag_of(name) for name in names if getattr(args, name) != defaults[name]), "")
 
 
 def first(conditions: Mapping[str, object]) -> str:

@@ -51,9 +51,8 @@ def role_args(args: Args, role: str) -> Any:
     if role != CRITIC:
         return args
     lr = args.lr if args.critic_lr is None else args.critic_lr
-    return args.model_copy(
-        update={"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters, "kl_target": None, "lora_rank": 0}
-    )
+    own = {"lr": lr, "lr_warmup_iters": args.critic_lr_warmup_iters, "kl_target": None, "lora_rank": 0}
+    return args.model_copy(update=own)
 
 
 def is_supervised(args: Args) -> bool:

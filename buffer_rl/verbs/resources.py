@@ -154,8 +154,7 @@ def _processes(args: Args) -> dict[str, int]:
 
 
 def _core_notices(args: Args, needs: Needs) -> list[str]:
-    busiest = max(needs.processes.values(), default=0)
-    if args.ray_address is not None or busiest <= needs.cores:
+    if args.ray_address is not None or max(needs.processes.values(), default=0) <= needs.cores:
         return []
     turns = f"{needs.text} on {needs.cores} core{'' if needs.cores == 1 else 's'}: they take turns"
     hint = "fewer are quicker here; --ray-address joins a cluster"
