@@ -109,8 +109,11 @@ def check_vocabulary(args: Args, tokenizer: Any, trial: Trial) -> None:
         used = [(number, token) for number, token in beyond if number not in special]
         where = f"{flag_of(name)} {folder}"
         if used:
-            such = f"such as {used[0][1]!r} with {used[0][0]}"
-            what = f"{len(used)} tokens of the tokenizer have ids that the model does not have, {such}"
+            number, token = used[0]
+            what = (
+                f"{len(used)} tokens of the tokenizer have ids that the model does not have, such as {token!r} with "
+                f"{number}"
+            )
             expected = f"ids below {rows}, the vocab_size in config.json"
             hint = "the tokenizer of another model; or tokens were added and the embedding was not resized"
             raise ConfigError(what, where=where, expected=expected, hint=hint)
