@@ -43,8 +43,8 @@ def whole(exchanges: Sequence[Exchange], request: Request, tokenizer: Any) -> di
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": None, **dialect.answer_of(each).message, "refusal": None},
-            "finish_reason": dialect.answer_of(each).finish_reason,
+            "message": {"role": "assistant", "content": None, **each.reply.message, "refusal": None},
+            "finish_reason": each.reply.finish_reason,
             "logprobs": _logprobs(each, request, tokenizer),
         }
         for index, each in enumerate(exchanges)
@@ -57,12 +57,12 @@ def events(exchanges: Sequence[Exchange], request: Request, tokenizer: Any) -> l
     head: Event = _head(exchanges, "chat.completion.chunk")
     found: list[Event] = []
     for index, each in enumerate(exchanges):
-        delta = {"role": "assistant", **dialect.answer_of(each).message}
+        delta = {"role": "assistant", **each.reply.message}
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
         logprobs = _logprobs(each, request, tokenizer)
         first = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": dialect.answer_of(each).finish_reason}
+        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": each.reply.finish_reason}
         found += [{**head, "choices": [first]}, {**head, "choices": [last]}]
     if (request.body.get("stream_options") or {}).get("include_usage"):
         found.append({**head, "choices": [], "usage": _usage(exchanges)})

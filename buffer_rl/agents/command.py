@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -122,7 +122,8 @@ class WatchedProcess:
         """The exit status, once it is there, and the rest of the output is read. 128 and the number of the signal if
         it was killed."""
         status = await self._process.wait()
-        self._kill(status < 0)
+        if status < 0:  # what watches the command cannot end the rest of it
+            self._signal(signal.SIGKILL)
         await asyncio.wait(self._readers, timeout=READ_S)
         return status if status >= 0 else 128 - status
 
@@ -131,12 +132,13 @@ class WatchedProcess:
         try:
             if self._process.returncode is None:
                 self._signal(signal.SIGTERM)
-                await self._gone(TERM_S)
+                await self._gone()
         finally:  # also if it is cancelled once more
             self.release()
         if self._process.returncode is None:
-            await self._gone(TERM_S)
-        self._kill(self._process.returncode is None)
+            await self._gone()
+        if self._process.returncode is None:
+            self._signal(signal.SIGKILL)
         self._process._transport.close()  # type: ignore[attr-defined]  # its pipes, of which some is unread
 
     def release(self) -> None:
@@ -147,14 +149,9 @@ class WatchedProcess:
         for reader in self._readers:
             reader.cancel()
 
-    async def _gone(self, timeout_s: float) -> None:
+    async def _gone(self) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), timeout_s)
-
-    def _kill(self, is_unwatched: bool) -> None:
-        """Kill the group if what watches it cannot."""
-        if is_unwatched:
-            self._signal(signal.SIGKILL)
+            await asyncio.wait_for(self._process.wait(), TERM_S)
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -226,20 +223,13 @@ class Commands:
     async def _started(self, session: Session, handle: SessionHandle, prompt: Sample) -> AsyncIterator[WatchedProcess]:
         file = self._file(sample_json(prompt, handle.base_url, handle.api_key, evaluation=session.evaluation))
         environ = session_variables(handle.base_url, handle.api_key, self._args, os.environ)
-        try:
+        async with AsyncExitStack() as left:
+            left.callback(file.unlink, missing_ok=True)
             process = await started(self._words, {**environ, SAMPLE_VARIABLE: str(file)}, file=str(file))
-        except BaseException:
-            file.unlink(missing_ok=True)
-            raise
-        self._running.add(process)
-        try:
+            self._running.add(process)
+            left.callback(self._running.discard, process)
+            left.push_async_callback(process.stop)
             yield process
-        finally:
-            try:
-                await process.stop()
-            finally:
-                self._running.discard(process)
-                file.unlink(missing_ok=True)
 
     def _file(self, content: Mapping[str, Any]) -> Path:
         """A file that its owner alone can read, in a folder that is so too."""

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from buffer_rl.agents.messages import (
@@ -111,10 +112,7 @@ class Conversation:
         self._held: dict[str, list[_Held]] = {}
 
     def prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Tools | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> NextPrompt:
         """The ids to send for a request, in OpenAI's form. Nothing is recorded.
 
@@ -123,7 +121,7 @@ class Conversation:
         tokenizer refuses them.
         """
         check_messages(messages)
-        given = {**self._template_kwargs, **(template_kwargs or {}), "tools": list(tools or [])}
+        given = {**self._template_kwargs, **(template_kwargs or {}), "tools": list(tools)}
         variables = self._renderer.quoted(given)
         chain = _chain(messages, given)
         answers = [n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"]
@@ -228,10 +226,8 @@ class Conversation:
 
 def _chain(messages: Sequence[Mapping[str, Any]], variables: Variables) -> list[str]:
     """For each message a digest of tools and template arguments, and of all messages up to it."""
-    links = [hashlib.sha256(json.dumps(variables, sort_keys=True, default=str).encode()).hexdigest()]
-    for message in messages:
-        links.append(_link(links[-1], message))
-    return links[1:]
+    first = hashlib.sha256(json.dumps(variables, sort_keys=True, default=str).encode()).hexdigest()
+    return list(accumulate(messages, _link, initial=first))[1:]
 
 
 def _link(before: str, message: Mapping[str, Any]) -> str:

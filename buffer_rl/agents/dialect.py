@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from buffer_rl.agents.messages import Answer, Message
+from buffer_rl.agents.messages import Message
 from buffer_rl.agents.session import Exchange, SessionEndedError, TooLongError, UnknownRepeatError
 from buffer_rl.errors import BufferRLError, DataError, EngineError
 
@@ -184,9 +184,3 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
     """A tool in OpenAI's chat form."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
-
-
-def answer_of(exchange: Exchange) -> Answer:
-    """The answer of a recorded chat."""
-    assert exchange.answer is not None
-    return exchange.answer

@@ -259,9 +259,7 @@ async def _call_tools(stage: _Stage, session: Session, messages: list[Message], 
 
 
 async def _asked(session: Session, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Message:
-    answer = (await session.chat(messages, tools)).answer
-    assert answer is not None
-    return answer.message
+    return (await session.chat(messages, tools)).reply.message
 
 
 def _takes_args(factory: Callable[..., Any]) -> bool:

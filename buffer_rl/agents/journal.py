@@ -34,6 +34,7 @@ import sqlite3
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,23 +169,16 @@ class Journal:
     def record(self, sample: str, play: int, turn: Turn, version: int) -> None:
         """Write a turn of one weight version; see the module."""
         spans = [(span.start, span.end) for span in turn.spans]
-        kept, experts = None, turn.experts
+        ending: list[Any] = [turn.finish_reason, turn.matched, spans]
+        kept = experts = None
         if turn.kept is not None:
             kept = array("q", map(len, turn.kept)).tobytes() + b"".join(turn.kept)
-        self._write(
-            _WRITE,
-            sample,
-            play,
-            bytes.fromhex(turn.digest),
-            turn.ordinal,
-            version,
-            self._start.name,
-            array("I", turn.output_ids).tobytes(),
-            array("d", turn.log_probs).tobytes(),
-            kept,
-            None if experts is None else experts.tobytes(),
-            json.dumps([turn.finish_reason, turn.matched, spans, *(() if experts is None else _form(turn, experts))]),
-        )
+        if turn.experts is not None:
+            experts = turn.experts.tobytes()
+            ending += [turn.experts.dtype.str, turn.experts.shape, turn.experts_start]
+        identity = (sample, play, bytes.fromhex(turn.digest), turn.ordinal, version, self._start.name)
+        sampled = (array("I", turn.output_ids).tobytes(), array("d", turn.log_probs).tobytes())
+        self._write(_WRITE, *identity, *sampled, kept, experts, json.dumps(ending))
         if self._has_old:
             interval = self._save_interval
             saved = self._newest - self._newest % interval if interval else self._newest
@@ -272,16 +266,9 @@ def turn_of(prompt_ids: Sequence[int], digest: str, ordinal: int, values: tuple[
     )
 
 
-def _form(turn: Turn, experts: np.ndarray) -> tuple[str, tuple[int, ...], int]:
-    return experts.dtype.str, experts.shape, turn.experts_start
-
-
 def _split(kept: bytes, count: int) -> tuple[bytes, ...]:
-    sizes, place, found = array("q", kept[: 8 * count]), 8 * count, []
-    for size in sizes:
-        found.append(kept[place : place + size])
-        place += size
-    return tuple(found)
+    ends = accumulate(array("q", kept[: 8 * count]), initial=8 * count)
+    return tuple(kept[start:end] for start, end in pairwise(ends))
 
 
 @dataclass(slots=True, kw_only=True)

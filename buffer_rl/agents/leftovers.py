@@ -54,7 +54,7 @@ class Mark:
                 if bits != self.bits or pid == os.getpid():
                     continue
                 if state in "ZX":
-                    _reap(pid)
+                    os.waitpid(pid, os.WNOHANG)  # raises OSError if it is another's child
                     continue
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     command = file.read(4096)
@@ -103,8 +103,3 @@ def _status(pid: int) -> tuple[str, str, int]:
         raise ValueError(f"the status of process {pid} is incomplete")
     name, state = fields[b"Name"].decode(errors="replace").strip(), fields[b"State"].decode()[:1]
     return name, state, int(fields[b"SigBlk"], 16) >> (FIRST_SIGNAL - 1) & ALL_MARKS
-
-
-def _reap(pid: int) -> None:
-    with suppress(OSError):  # it is another's child
-        os.waitpid(pid, os.WNOHANG)

@@ -143,7 +143,7 @@ def _answer(blocks: Sequence[Any], where: str) -> list[Message]:
 
 def _blocks(exchange: Exchange, request: Request) -> list[dict[str, Any]]:
     """The content of an answer: its reasoning only if the client asked for it."""
-    message, blocks = dialect.answer_of(exchange).message, []
+    message, blocks = exchange.reply.message, []
     thinking = _object(request.body, "thinking")
     wants = thinking.get("type") in ("enabled", "adaptive") and thinking.get("display") != "omitted"
     if wants and (reasoning := reasoning_of(message)):
@@ -170,7 +170,7 @@ def _in_pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
 
 
 def _ending(exchange: Exchange, request: Request) -> dict[str, Any]:
-    reason, matched = dialect.answer_of(exchange).finish_reason, exchange.turn.matched
+    reason, matched = exchange.reply.finish_reason, exchange.turn.matched
     if reason == "stop" and matched in request.stop:
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
     return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}

@@ -224,9 +224,7 @@ class Agents:
             raise AgentFailedError(str(error), where=where, expected="None, a number or a mapping") from error
 
     def _overflow(self) -> Outcome:
-        if self._args.agent_overflow == "give-up":
-            return Outcome(end=End.OVERFLOW, gave_up=End.OVERFLOW)
-        return Outcome(end=End.OVERFLOW)
+        return Outcome(end=End.OVERFLOW, gave_up=End.OVERFLOW if self._args.agent_overflow == "give-up" else "")
 
     def _count(self, lease: Lease, session: Session, played: Sample, outcome: Outcome) -> None:
         if session.end is End.STOPPED:

@@ -15,6 +15,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,10 +225,8 @@ class Leases:
             if (left := until - clock()) <= 0 or self._closed:
                 return Response(status_code=204)
             self._offered.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._offered.wait(), min(left, LOOK_S))
-            except TimeoutError:
-                continue
 
     def _next(self) -> _Offer | None:
         """The offer that waits longest."""

@@ -62,7 +62,7 @@ def read(body: dict[str, Any], exchanges: Sequence[Exchange] = ()) -> Request:
 def whole(exchanges: Sequence[Exchange], request: Request, tokenizer: Any) -> dict[str, Any]:
     """See ``Dialect``."""
     (exchange,) = exchanges
-    turn, cut = exchange.turn, dialect.answer_of(exchange).finish_reason == "length"
+    turn, cut = exchange.turn, exchange.reply.finish_reason == "length"
     return {
         **_head(exchange, request),
         "status": "incomplete" if cut else "completed",
@@ -162,7 +162,7 @@ def _head(exchange: Exchange, request: Request) -> dict[str, Any]:
 
 def _items(exchange: Exchange, request: Request) -> list[dict[str, Any]]:
     """Reasoning, text and calls of an answer, each an item."""
-    message, items = dialect.answer_of(exchange).message, []
+    message, items = exchange.reply.message, []
     custom = {tool.get("name") for tool in dialect.listed(request.body, "tools") if tool.get("type") == "custom"}
     if reasoning := reasoning_of(message):
         content = [{"type": "reasoning_text", "text": reasoning}]

@@ -107,6 +107,12 @@ class Exchange:
     messages: list[Message] = field(default_factory=list)
     answer: Answer | None = None
 
+    @property
+    def reply(self) -> Answer:
+        """The answer of ``chat``."""
+        assert self.answer is not None
+        return self.answer
+
     def is_meant_by(self, name: str | Mapping[str, Any]) -> bool:
         """Whether ``name`` is its id, as a client got it, or its message."""
         if isinstance(name, str):
@@ -420,9 +426,7 @@ class SessionHandle:
         self._session.reward(check_turn_reward(number), answer)
 
     async def _message(self, messages: Any, tools: Any, **options: Unpack[TurnOptions]) -> Message:
-        exchange = await self._session.chat(messages, tools, **options)
-        assert exchange.answer is not None
-        return exchange.answer.message
+        return (await self._session.chat(messages, tools, **options)).reply.message
 
     async def _turn(self, input_ids: Sequence[int], **options: Unpack[TurnOptions]) -> Turn:
         return (await self._session.generate(input_ids, **options)).turn

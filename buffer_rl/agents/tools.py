@@ -36,7 +36,8 @@ class ToolAgent:
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
         self._tools: dict[str, Callable[..., Any]] = {}
         self._schemas, self._faults = [], ToolFaults()
-        for tool in _flat(tools):
+        flat = [each for tool in tools for each in (tool if isinstance(tool, list | tuple) else [tool])]
+        for tool in flat:  # a reference may name a function, or a list of them
             schema = schema_of(tool, where="--tools-path")
             name = schema["function"]["name"]
             if name in self._tools:
@@ -147,18 +148,13 @@ def messages_of(prompt: Any) -> list[dict[str, Any]]:
 
 def called_by(message: Any) -> list[tuple[str, dict[str, Any]]]:
     """The calls of an answer: the id of each, and its ``name`` and ``arguments``."""
-    calls = [{"name": call["name"], "arguments": call["arguments"]} for _, call in calls_of(message)]
-    return [(each["id"], call) for each, call in zip(message.get("tool_calls") or (), calls, strict=True)]
+    given = message.get("tool_calls") or ()
+    return [(each["id"], call) for each, (_, call) in zip(given, calls_of(message), strict=True)]
 
 
 def result_message(call_id: str, content: str) -> dict[str, Any]:
     """The message with the result of a call."""
     return {"role": "tool", "tool_call_id": call_id, "content": content}
-
-
-def _flat(tools: Iterable[Any]) -> list[Callable[..., Any]]:
-    """A reference may name a function, or a list of them."""
-    return [each for tool in tools for each in (tool if isinstance(tool, list | tuple) else [tool])]
 
 
 def schema_of(tool: Callable[..., Any], *, where: str) -> dict[str, Any]:
