@@ -318,11 +318,9 @@ class EngineControlClient:
         """Send the engines at the URLs ``serialized`` a bucket of weights: a handle for each tensor-parallel rank.
 
         load_format: how the handles are to be read. version: what the weights are called, with the last bucket."""
-        common = {
-            "load_format": load_format,
-            "flush_cache": False,  # the publisher has flushed; at a real server it would fail after the weights changed
-            "weight_version": None if version is None else str(version),
-        }
+        name = None if version is None else str(version)
+        # The publisher has flushed; at a real server it would fail after the weights changed.
+        common = {"load_format": load_format, "flush_cache": False, "weight_version": name}
         bodies = {url: {"serialized_named_tensors": list(own), **common} for url, own in serialized.items()}
         self.post("/update_weights_from_tensor", each=bodies)
 

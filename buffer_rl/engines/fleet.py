@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, cast
 
 from buffer_rl.args import Args
@@ -21,7 +20,7 @@ from buffer_rl.engines.registry import EngineEvent, EngineRegistry, EngineState,
 from buffer_rl.engines.supervisor import Heartbeat, Supervisor
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError, WorkerDiedError
 from buffer_rl.kinds.engine import EngineLauncher, EngineProcess, RouterLauncher, RouterProcess
-from buffer_rl.plugin.calls import Guarded, call, returned
+from buffer_rl.plugin.calls import Guarded, call, in_thread, returned
 from buffer_rl.plugin.registry import PluginRegistry
 
 _REQUIRED = ("wait_ready", "check", "stop")
@@ -219,27 +218,16 @@ class EngineFleet:
 def _wait_for_all(servers: Sequence[EngineProcess], deadline: float) -> None:
     """Return once all are ready. Raises the error of the first that fails, while others still load; where time is up,
     that of the first in their order."""
-    answers: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
 
-    def wait(place: int, server: EngineProcess) -> None:
-        try:
-            server.wait_ready(max(deadline - time.monotonic(), 0.0))
-        except BaseException as error:  # fault boundary: engines are plugins
-            answers.put((place, error))
-        else:
-            answers.put((place, None))
+    def wait(server: EngineProcess) -> None:
+        server.wait_ready(max(deadline - time.monotonic(), 0.0))
 
-    for place, server in enumerate(servers):
-        threading.Thread(target=wait, args=(place, server), name=f"start-{place}", daemon=True).start()
-    late: dict[int, BaseException] = {}
-    for _ in servers:
-        place, error = answers.get()
-        if isinstance(error, DeadlineError):
-            late[place] = error
-        elif error is not None:
-            raise error
-    if late:
-        raise late[min(late)]
+    answers = [in_thread(f"start-{place}", wait, server)[0] for place, server in enumerate(servers)]
+    for answer in as_completed(answers):
+        if not isinstance(answer.exception(), DeadlineError):
+            answer.result()
+    for answer in answers:
+        answer.result()
 
 
 def named_launcher(launcher: EngineLauncher, reference: str) -> EngineLauncher:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -268,8 +269,4 @@ def placed_launcher(placement: Placement, notice: Callable[[str], None] | None =
     ``placement``.
 
     notice: called with a line, from any thread, while no node has room for an engine."""
-
-    def launch(args: Args, index: int, log_path: str) -> EngineProcess:
-        return PlacedEngine(args, index, log_path, placement, notice)
-
-    return launch
+    return partial(PlacedEngine, placement=placement, notice=notice)

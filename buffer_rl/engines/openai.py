@@ -149,12 +149,9 @@ def _count(body: dict[str, Any], name: str, default: int) -> int:
 
 
 def _params(body: dict[str, Any], max_new_tokens: Any) -> dict[str, Any]:
-    params = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    params["max_new_tokens"] = max_new_tokens
-    for ours, name in (("sampling_seed", "seed"), ("min_new_tokens", "min_tokens")):
-        if body.get(name) is not None:
-            params[ours] = body[name]
-    return params
+    names = {**{name: name for name in _SAMPLING}, "sampling_seed": "seed", "min_new_tokens": "min_tokens"}
+    params = {ours: body[name] for ours, name in names.items() if body.get(name) is not None}
+    return {**params, "max_new_tokens": max_new_tokens}
 
 
 def _generate(body: dict[str, Any], prompt: dict[str, Any], params: dict[str, Any], reply: Reply) -> dict[str, Any]:
@@ -219,16 +216,12 @@ def response(rows: list[dict[str, Any]], prompts: list[Sequence[int]], n: int, r
     for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         text = (reply.decode(prompt) if reply.echo else "") + row["text"]
         content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if reply.chat else {"text": text}
-        choice = {
-            "index": index,
-            **content,
-            "logprobs": log_probs(row["meta_info"], reply),
-            **_ending(row["meta_info"]),
-        }
+        meta = row["meta_info"]
+        choice = {"index": index, **content, "logprobs": log_probs(meta, reply), **_ending(meta)}
         if reply.token_ids:
             choice |= {"prompt_token_ids": prompt, _ids_name(reply): row["output_ids"]}
         if reply.meta_info:
-            choice["meta_info"] = row["meta_info"]
+            choice["meta_info"] = meta
         choices.append(choice)
     kind = "chat.completion" if reply.chat else "text_completion"
     metadata = {name: rows[0]["meta_info"][name] for name in ("weight_version", "weight_versions")}

@@ -113,15 +113,11 @@ class TextCodec:
         return self._decode_batch([_shown(request) for request in requests], skip_special_tokens=skip)
 
 
-def _trimmed(request: Request) -> int | str | None:
-    """The token or the string that stopped the answer, where its text leaves it out."""
-    return None if request.params.no_stop_trim else (request.finish_reason or {}).get("matched")
-
-
 def _shown(request: Request) -> list[int]:
     """The tokens of the answer's text, where no stop string is cut from it."""
     ids = request.output_ids
-    return ids[:-1] if ids and ids[-1] == _trimmed(request) else ids
+    is_trimmed = ids and not request.params.no_stop_trim and ids[-1] == (request.finish_reason or {}).get("matched")
+    return ids[:-1] if is_trimmed else ids
 
 
 def _batch_decoder(tokenizer: Any | None) -> Callable[..., list[str]] | None:
