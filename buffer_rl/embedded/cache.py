@@ -8,7 +8,7 @@ follows from its own length alone; deterministic decoding rests on that.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -160,10 +160,9 @@ class SlotCache:
 
     def reserve(self, joining: Iterable[tuple[Prefix, int]]) -> None:
         """Have room for so many rows behind each prefix, so that memory grows once for all of them."""
-        needed: dict[SlotPool, int] = {}
+        needed: Counter[SlotPool] = Counter()
         for prefix, num_rows in joining:
-            pool = self.pool_for(prefix.length)
-            needed[pool] = needed.get(pool, 0) + num_rows
+            needed[self.pool_for(prefix.length)] += num_rows
         for pool, num_rows in needed.items():
             pool.reserve(num_rows)
 
@@ -219,7 +218,7 @@ class PrefixCache:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self._entries: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
-        self._pins: dict[tuple[int, ...], int] = {}
+        self._pins: Counter[tuple[int, ...]] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -243,14 +242,12 @@ class PrefixCache:
 
     def pin(self, key: tuple[int, ...]) -> None:
         """Count one more request that will need ``key``."""
-        self._pins[key] = self._pins.get(key, 0) + 1
+        self._pins[key] += 1
 
     def unpin(self, key: tuple[int, ...]) -> None:
         """Count one fewer; at zero the prefix may be evicted."""
-        left = self._pins[key] - 1
-        if left:
-            self._pins[key] = left
-        else:
+        self._pins[key] -= 1
+        if not self._pins[key]:
             del self._pins[key]
             self._evict()
 

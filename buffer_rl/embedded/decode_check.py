@@ -108,11 +108,8 @@ def _checked_model(module: Any, context_length: int) -> Any:
     if unreached:
         raise unsupported(module.config, f"{reason}, and no short row passes {', '.join(unreached)}")
     if module.dtype != torch.float32:
-        raise unsupported(
-            module.config,
-            f"{reason}, and {module.dtype} is too coarse for one of itself",
-            hint="--engine-dtype float32",
-        )
+        what = f"{reason}, and {module.dtype} is too coarse for one of itself"
+        raise unsupported(module.config, what, hint="--engine-dtype float32")
     return module
 
 

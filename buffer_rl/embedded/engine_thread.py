@@ -74,13 +74,9 @@ class EngineThread:
         """Queue requests, all before the same step; ``on_finished`` gets them back."""
         self._inbox.put(requests)
 
-    async def call(self, function: Callable[[], T], *, when_drained: bool = False) -> T:
+    def call(self, function: Callable[[], T], *, when_drained: bool = False) -> asyncio.Future[T]:
         """Run ``function`` in the thread, between steps; ``when_drained``: only once nothing is running, unless the
-        engine is paused. Returns its result or raises its exception."""
-        return await self.tell(function, when_drained=when_drained)
-
-    def tell(self, function: Callable[[], T], *, when_drained: bool = False) -> asyncio.Future[T]:
-        """As ``call``, which need not be awaited."""
+        engine is paused. The future, which need not be awaited, has its result or its exception."""
         assert self._loop is not None
         reply: asyncio.Future[T] = self._loop.create_future()
         if self.failure is not None:
@@ -91,7 +87,7 @@ class EngineThread:
     async def answer_or_progress(self, function: Callable[[], T]) -> T:
         """``call``, or the result of ``function`` in this loop once the thread is seen to compute: a step may take
         minutes. It waits for a thread that neither answers nor computes."""
-        reply = self.tell(function)
+        reply = self.call(function)
         while True:
             before = self._cpu_s()
             await asyncio.wait([reply], timeout=PROGRESS_S)

@@ -53,11 +53,8 @@ class FallbackDecoder:
         config = module.config.get_text_config(decoder=True)
         if problem := length_problem(vars(config), context_length):
             reason, limit = problem
-            raise unsupported(
-                module.config,
-                f"{reason}; the context is {context_length} tokens",
-                hint=f"--engine-context-length {limit} or less (--context-length of the engine's own command)",
-            )
+            hint = f"--engine-context-length {limit} or less (--context-length of the engine's own command)"
+            raise unsupported(module.config, f"{reason}; the context is {context_length} tokens", hint=hint)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if others := kinds - {"full_attention", "sliding_attention"}:
             raise unsupported(module.config, f"layers of kind {sorted(others)} are not supported")

@@ -16,6 +16,7 @@ from buffer_rl.embedded.protocol import GenerateCall, meta_info
 from buffer_rl.embedded.service import EngineService
 from buffer_rl.embedded.streams import Piece
 from buffer_rl.engines import openai
+from buffer_rl.engines.http_server import json_response
 from buffer_rl.engines.protocol import BadRequestError
 from buffer_rl.errors import EngineError
 
@@ -110,15 +111,12 @@ class OpenAIRoutes:
         return json_response(openai.model_list(self.model, self.service.limits.context_length))
 
     async def chat(self, request: HttpRequest) -> Response:
-        limit = self.service.limits.longest_sequence
-        return await self._answer(
-            request, lambda body: openai.read_chat(body, self.service.codec.tokenizer, limit, self.model)
-        )
+        limit, tokenizer = self.service.limits.longest_sequence, self.service.codec.tokenizer
+        return await self._answer(request, lambda body: openai.read_chat(body, tokenizer, limit, self.model))
 
     async def completions(self, request: HttpRequest) -> Response:
-        return await self._answer(
-            request, lambda body: openai.read_completion(body, self.service.codec.tokenizer, self.model)
-        )
+        tokenizer = self.service.codec.tokenizer
+        return await self._answer(request, lambda body: openai.read_completion(body, tokenizer, self.model))
 
     async def _answer(self, request: HttpRequest, read: Any) -> Response:
         done = asyncio.Event()
@@ -187,11 +185,6 @@ async def _done_before_disconnect(done: asyncio.Event, request: HttpRequest) -> 
         for task in waits:
             task.cancel()
     return done.is_set()
-
-
-def json_response(content: Any, status: int = 200) -> Response:
-    """JSON by orjson; numbers that are not finite become null."""
-    return Response(orjson.dumps(content), status, media_type="application/json")
 
 
 def _event(content: Any) -> bytes:

@@ -73,25 +73,17 @@ class EmbeddedLauncher:
             ]
             if args.engine_context_length is not None:
                 command += ["--context-length", str(args.engine_context_length)]
-            if args.deterministic:
-                command.append("--deterministic")
-            if args.replay_kept_tokens:
-                command.append("--return-kept-tokens")
-            if args.replay_routed_experts:
-                command.append("--return-routed-experts")
-            if args.trust_remote_code:
-                command.append("--trust-remote-code")
-            process = ChildProcess(
-                f"embedded engine {index}",
-                command,
-                log_path,
-                env={
-                    "OMP_NUM_THREADS": str(args.engine_num_threads),
-                    "TOKENIZERS_PARALLELISM": "false",
-                    **key_environment(args.engine_api_key),
-                },
-                pass_fds=[listener.fileno()],
-            )
+            switches = {
+                "--deterministic": args.deterministic,
+                "--return-kept-tokens": args.replay_kept_tokens,
+                "--return-routed-experts": args.replay_routed_experts,
+                "--trust-remote-code": args.trust_remote_code,
+            }
+            command += [flag for flag, is_on in switches.items() if is_on]
+            env = {"OMP_NUM_THREADS": str(args.engine_num_threads), "TOKENIZERS_PARALLELISM": "false"}
+            env |= key_environment(args.engine_api_key)
+            name, fds = f"embedded engine {index}", [listener.fileno()]
+            process = ChildProcess(name, command, log_path, env=env, pass_fds=fds)
         return EmbeddedEngine(url, process)
 
 

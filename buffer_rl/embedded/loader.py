@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,27 +56,22 @@ def load_module(path: str, device: str, dtype: str, *, trust_remote_code: bool) 
 
     if not Path(path, "config.json").is_file():
         raise EngineError("no model folder (config.json is missing)", where=path)
-    load: Any = AutoModelForCausalLM.from_pretrained
-    trust = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    module, info = _loaded(lambda: load(path, **trust, **_how(dtype)), path)
-    _require_none(sorted(info["missing_keys"]), "missing", path)
+    how: Any = {"dtype": DTYPES[dtype], "local_files_only": True, "trust_remote_code": trust_remote_code}
+    module, _ = _loaded(partial(AutoModelForCausalLM.from_pretrained, path, **how), path)
     return _prepared(module, device)
 
 
-def _how(dtype: str) -> dict[str, Any]:
-    return {"dtype": DTYPES[dtype], "output_loading_info": True}
-
-
-def _loaded(load: Callable[[], Any], where: str) -> Any:
+def _loaded(load: Callable[..., Any], where: str) -> Any:
     from transformers.utils import logging as transformers_logging
 
     quiet: Any = transformers_logging.disable_progress_bar  # a log file is no place for one
     quiet()
     try:
-        module, info = load()
+        module, info = load(output_loading_info=True)
     except Exception as error:  # fault boundary: many libraries raise many types while reading a model
         raise EngineError(f"cannot load the model: {error}", where=where) from error
     _require_none(sorted(str(key) for key in info["mismatched_keys"]), "of the wrong shape", where)
+    _require_none(sorted(info["missing_keys"]), "missing", where)
     return module, info
 
 
@@ -137,9 +134,8 @@ class LoadedModel:
         limit = context_limit(module.config, options.context_length)
         self.decoder: FastDecoder | FallbackDecoder
         if options.returns_experts and ExpertSizes.of(text_config(module.config.to_dict())) is None:
-            raise EngineError(
-                "the model is no mixture of experts", where=f"--return-routed-experts, {options.model_path}"
-            )
+            where = f"--return-routed-experts, {options.model_path}"
+            raise EngineError("the model is no mixture of experts", where=where)
         if FastDecoder.supports(module.config):
             self.decoder = FastDecoder(module, limit, deterministic=options.deterministic)
         else:
@@ -159,7 +155,7 @@ class LoadedModel:
     def replace_weights(self, path: str) -> None:
         """Take the weights in ``path``. Raises EngineError, with the old weights still in place, if they cannot be
         read or are of another model."""
-        self._replacement(path).serve()
+        self.replacement(path).serve()
 
     def replace_tensors(
         self, tensors: Mapping[str, torch.Tensor], digest: str | None = None, base: str | None = None
@@ -167,33 +163,26 @@ class LoadedModel:
         """Take weights under the names of a Hugging Face checkpoint, all of them, or a delta of the version whose
         digest is ``base``. Raises EngineError, with the old weights still in place, if a tensor is missing, unknown or
         of the wrong shape, or if the version has another digest than ``digest``; without one, none is kept."""
-        self._replacement(tensors, digest, base).serve()
+        self.replacement(tensors, digest, base).serve()
 
     def serving(self) -> Serving:
         """What serves now; call it in the thread that replaces it."""
         return Serving(copy(self.decoder), self._digest)
 
-    def prepared(
-        self,
-        serving: Serving,
-        source: str | Mapping[str, torch.Tensor],
-        digest: str | None = None,
-        base: str | None = None,
-    ) -> Replacement:
-        """What serves the weights in the folder ``source``, or the tensors, as ``replace_weights`` and
-        ``replace_tensors`` do. What can be done while ``serving`` serves is done here, in any thread: all but a swap if
-        the fast decoder takes the weights itself. Otherwise transformers loads a model, which changes settings of the
-        whole process, and has to wait. Raises EngineError if the weights are not those of ``digest``."""
-        return self._replacement(source, digest, base, serving)
-
-    def _replacement(
+    def replacement(
         self,
         source: str | Mapping[str, torch.Tensor],
         digest: str | None = None,
         base: str | None = None,
         beside: Serving | None = None,
     ) -> Replacement:
-        """beside: leave it as it is, and prepare others. None: they are to be served at once."""
+        """What serves the weights in the folder ``source``, or the tensors, as ``replace_weights`` and
+        ``replace_tensors`` do.
+
+        beside: what serves, and is left as it is. What can be done meanwhile is done here, in any thread: all but a
+        swap if the fast decoder takes the weights itself. Otherwise transformers loads a model, which changes settings
+        of the whole process, and has to wait. None: the weights are to be served at once. Raises EngineError if they
+        are not those of ``digest``."""
         with self._lock:
             if isinstance(source, str):
                 if (steps := steps_to(Path(source), self.kept.digest)) is None:
@@ -226,12 +215,11 @@ class LoadedModel:
                     raise
                 self._digest = digest
 
-        if beside is not None and changes is not None and base == beside.digest:
-            fresh = beside.decoder
-            if isinstance(fresh, FastDecoder):
-                fresh.copy_weights()
-                if fresh.patch(self.kept.tensors, changes):
-                    return self._swap(fresh, digest)
+        fresh = None if beside is None or base != beside.digest else beside.decoder
+        if changes is not None and isinstance(fresh, FastDecoder):
+            fresh.copy_weights()
+            if fresh.patch(self.kept.tensors, changes):
+                return self._swap(fresh, digest)
         return self._swap_of(self.kept.tensors, beside, digest) or Replacement(in_place)
 
     def _swap_of(
@@ -264,11 +252,8 @@ class LoadedModel:
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         if shapes != self._shapes or module.config.model_type != self.config.model_type:
             names = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))
-            raise EngineError(
-                f"the weights are of another model: {', '.join(names[:5]) or module.config.model_type}",
-                where=path,
-                expected=f"the names and shapes of {self.options.model_path}",
-            )
+            what = f"the weights are of another model: {', '.join(names[:5]) or module.config.model_type}"
+            raise EngineError(what, where=path, expected=f"the names and shapes of {self.options.model_path}")
         self.decoder.load(module)
         self._digest = None
 
@@ -281,12 +266,9 @@ class LoadedModel:
         shapes = self.checkpoint_shapes
         wrong = [n for n, tensor in tensors.items() if shapes.get(n, tensor.shape) != tuple(tensor.shape)]
         _require_none(sorted(wrong), "of the wrong shape", where)
-        how = _how(self.options.dtype)
         state = {name: tensor.clone() if copies else tensor for name, tensor in tensors.items()}
-        module, info = _loaded(
-            lambda: self._module_class.from_pretrained(None, config=self.config, state_dict=state, **how), where
-        )
-        _require_none(sorted(info["missing_keys"]), "missing", where)
+        how = {"config": self.config, "state_dict": state, "dtype": DTYPES[self.options.dtype]}
+        module, info = _loaded(partial(self._module_class.from_pretrained, None, **how), where)
         _require_none(sorted(info["unexpected_keys"]), "of another model", where)
         self.decoder.load(_prepared(module, self.options.device))
 
@@ -355,10 +337,8 @@ def _eos_token_ids(path: str, config: Any) -> frozenset[int]:
     generation = Path(path, "generation_config.json")
     if generation.is_file():
         found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
-    ids: set[int] = set()
-    for value in found:
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(ids)
+    ids = [value if isinstance(value, list) else [value] for value in found if value is not None]
+    return frozenset(chain.from_iterable(ids))
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
@@ -371,10 +351,8 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
 def checksum_answer(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     """The answer of ``/weights_checker``: ``per_engine_checksum`` over all tensors, in order of their names."""
     checksums = {name: tensor_checksum(tensor) for name, tensor in named}
-    digest = hashlib.sha256()
-    for name in sorted(checksums):
-        digest.update(f"{name}={checksums[name]}\n".encode())
-    whole = digest.hexdigest()
+    lines = "".join(f"{name}={checksums[name]}\n" for name in sorted(checksums))
+    whole = hashlib.sha256(lines.encode()).hexdigest()
     return {
         "success": True,
         "message": f"Checksums of {len(checksums)} tensors.",

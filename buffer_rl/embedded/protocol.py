@@ -29,22 +29,19 @@ _IGNORED_FIELDS = frozenset(
         "return_sampling_mask",  # --return-kept-tokens sends them with every answer
     )
 )
-# Fields that this engine does not implement, with the values that change nothing; None, False and what is empty change
-# nothing either. The router sends most of them with every request.
-_NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("input_embeds", "positional_embed_overrides", "require_reasoning"),
-            *("image_data", "video_data", "audio_data", "modalities", "use_audio_in_video"),
-            *("max_dynamic_patch", "min_dynamic_patch"),
-            *("image_max_dynamic_patch", "video_max_dynamic_patch", "multi_item_delimiter_indices"),
-            *("return_text_in_logprobs", "return_hidden_states", "return_indexer_topk"),
-            *("return_bytes", "return_entropy", "lora_id", "custom_logit_processor", "session_params"),
-            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
-        ),
-        (),
-    ),
-}
+# Fields that this engine does not implement; None, False and what is empty change nothing. The router sends most of
+# them with every request.
+_UNSUPPORTED_FIELDS = frozenset(
+    (
+        *("input_embeds", "positional_embed_overrides", "require_reasoning"),
+        *("image_data", "video_data", "audio_data", "modalities", "use_audio_in_video"),
+        *("max_dynamic_patch", "min_dynamic_patch"),
+        *("image_max_dynamic_patch", "video_max_dynamic_patch", "multi_item_delimiter_indices"),
+        *("return_text_in_logprobs", "return_hidden_states", "return_indexer_topk"),
+        *("return_bytes", "return_entropy", "lora_id", "custom_logit_processor", "session_params"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+    )
+)
 _FIELDS = (
     *("rid", "input_ids", "text", "sampling_params", "stream", "lora_path"),
     *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
@@ -124,9 +121,9 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
     for name, value in body.items():
         if name in _FIELDS or name in _IGNORED_FIELDS or value is None or not limits.refuses:
             continue
-        if name not in _NEUTRAL_FIELDS:
+        if name not in _UNSUPPORTED_FIELDS:
             raise BadRequestError(f"field {name!r} is unknown to the embedded engine")
-        if not is_neutral(value, _NEUTRAL_FIELDS[name]):
+        if not is_neutral(value, ()):
             raise BadRequestError(f"field {name!r} is not supported by the embedded engine, got {value!r:.80}")
     prompts, batched = _prompts(body, codec, limits)
     wanted = _wanted(body.get("return_logprob"), len(prompts))
@@ -163,13 +160,8 @@ def parse_generate(body: Any, codec: TextCodec, limits: Limits) -> GenerateCall:
         Request(rid=rid, prompt_ids=prompt, params=own, seed=seed, adapter=adapter, details=more, experts_start=start)
         for rid, prompt, own, seed, more in zip(rids, prompts, params, seeds, details, strict=True)
     ]
-    return GenerateCall(
-        requests=requests,
-        as_list=batched,
-        return_logprob=wanted,
-        left=len(requests),
-        stream=bool(body.get("stream")),
-    )
+    stream, left = bool(body.get("stream")), len(requests)
+    return GenerateCall(requests=requests, as_list=batched, return_logprob=wanted, left=left, stream=stream)
 
 
 def _experts_start(body: dict[str, Any], prompts: list[tuple[int, ...]], limits: Limits) -> int:
@@ -266,18 +258,13 @@ def _rids(raw: Any, count: int, batched: bool) -> list[str]:
 def _fitted(prompt: tuple[int, ...], params: SamplingParams, limits: Limits) -> SamplingParams:
     """``params`` with no more new tokens than fit ``longest_sequence``."""
     if len(prompt) > limits.longest_prompt:
-        raise BadRequestError(
-            f"the input ({len(prompt)} tokens) is longer than the model's context length "
-            f"({limits.context_length} tokens) allows",
-            code=CONTEXT_LENGTH_EXCEEDED,
-        )
+        what = f"the input ({len(prompt)} tokens) is longer than the model's context length"
+        raise BadRequestError(f"{what} ({limits.context_length} tokens) allows", code=CONTEXT_LENGTH_EXCEEDED)
     total = len(prompt) + params.max_new_tokens
     if total > limits.context_length:
-        raise BadRequestError(
-            f"{len(prompt)} input tokens and {params.max_new_tokens} new tokens are {total}, more than the "
-            f"context length of {limits.context_length}; lower max_new_tokens or shorten the prompt",
-            code=CONTEXT_LENGTH_EXCEEDED,
-        )
+        what = f"{len(prompt)} input tokens and {params.max_new_tokens} new tokens are {total}"
+        most, hint = f"the context length of {limits.context_length}", "lower max_new_tokens or shorten the prompt"
+        raise BadRequestError(f"{what}, more than {most}; {hint}", code=CONTEXT_LENGTH_EXCEEDED)
     if total <= limits.longest_sequence:
         return params
     fits = limits.longest_sequence - len(prompt)
@@ -288,10 +275,8 @@ def _details(
     body: dict[str, Any], prompts: list[tuple[int, ...]], wanted: list[bool], limits: Limits
 ) -> list[LogProbDetails | None]:
     """What each row wants besides the log-probabilities of its drawn tokens."""
-    count = len(prompts)
-    if not any(body.get(name) for name in ("top_logprobs_num", "token_ids_logprob")) and body.get(
-        "logprob_start_len", -1
-    ) in (None, -1):
+    count, start_len = len(prompts), body.get("logprob_start_len", -1)
+    if start_len in (None, -1) and not (body.get("top_logprobs_num") or body.get("token_ids_logprob")):
         return [None] * count
     raw_ids = body.get("token_ids_logprob") or []
     if not isinstance(raw_ids, list):
@@ -330,15 +315,14 @@ def _seeds(rids: list[str], params: list[SamplingParams], is_shared: bool, limit
         return [secrets.randbits(64) for _ in rids]
     if is_shared and limits.mixes_seeds and params[0].sampling_seed is not None:
         return row_seeds(params[0].sampling_seed, len(params))
-    seeds = []
-    for rid, own in zip(rids, params, strict=True):
-        if own.sampling_seed is not None:
-            seeds.append(own.sampling_seed)
-        elif limits.deterministic:
-            seeds.append(int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "little"))
-        else:
-            seeds.append(secrets.randbits(64))
-    return seeds
+
+    def unseeded(rid: str) -> int:
+        if not limits.deterministic:
+            return secrets.randbits(64)
+        return int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "little")
+
+    pairs = zip(rids, params, strict=True)
+    return [unseeded(rid) if own.sampling_seed is None else own.sampling_seed for rid, own in pairs]
 
 
 def weight_version(body: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,21 +19,16 @@ def find_routers(model: torch.nn.Module) -> tuple[str, ...]:
     module without parts that returns, for each token, a number for each expert, the experts that were chosen and as
     many weights. A pass of a few tokens finds them."""
     found: list[str] = []
-    handles = [
-        part.register_forward_hook(lambda _module, _args, output, name=name: _note(found, name, output))
-        for name, part in model.named_modules()
-        if not any(True for _ in part.children())
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, part in model.named_modules():
+            if not any(True for _ in part.children()):
+                hooks.enter_context(part.register_forward_hook(partial(_note, found, name)))
         device = next(model.parameters()).device
         model(input_ids=torch.arange(NUM_TOKENS, device=device)[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     return tuple(found) if len(set(found)) == len(found) else ()
 
 
-def _note(found: list[str], name: str, output: Any) -> None:
+def _note(found: list[str], name: str, _module: Any, _args: Any, output: Any) -> None:
     if not isinstance(output, tuple) or not all(isinstance(part, torch.Tensor) for part in output):
         return
     shapes = [(part.is_floating_point(), *part.shape) for part in output if part.ndim == 2]
@@ -50,9 +46,7 @@ def recorded_experts(model: torch.nn.Module, routers: Sequence[str]) -> Iterator
     def note(_module: Any, _args: Any, output: tuple[torch.Tensor, ...]) -> None:
         chosen.append(next(part for part in output if not part.is_floating_point()))
 
-    handles = [model.get_submodule(name).register_forward_hook(note) for name in routers]
-    try:
+    with ExitStack() as hooks:
+        for name in routers:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(note))
         yield chosen
-    finally:
-        for handle in handles:
-            handle.remove()

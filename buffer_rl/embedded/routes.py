@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from buffer_rl.cluster.process import auth_headers
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.embedded import metrics
-from buffer_rl.embedded.generation_routes import GenerateRoute, OpenAIRoutes, json_response
+from buffer_rl.embedded.generation_routes import GenerateRoute, OpenAIRoutes
 from buffer_rl.embedded.protocol import weight_version
 from buffer_rl.embedded.service import EngineService
-from buffer_rl.engines.http_server import Front
+from buffer_rl.engines.http_server import Front, json_response
 from buffer_rl.engines.protocol import CACHE, WEIGHTS, BadRequestError
 from buffer_rl.errors import EngineError
 
@@ -165,15 +165,10 @@ class _Handlers:
         path, version = body.get("model_path"), weight_version(body)
         if not isinstance(path, str) or not path:
             raise BadRequestError("'model_path' must be a folder")
-        held = await self.service.update_weights(
-            path,
-            version,
-            flush_cache=bool(body.get("flush_cache", True)),
-            abort_all=bool(body.get("abort_all_requests", False)),
-        )
-        return json_response(
-            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": held}
-        )
+        flush, abort = bool(body.get("flush_cache", True)), bool(body.get("abort_all_requests", False))
+        held = await self.service.update_weights(path, version, flush_cache=flush, abort_all=abort)
+        answer = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": held}
+        return json_response(answer)
 
     async def begin_weight_update(self, request: HttpRequest) -> Response:
         body = await _object(request)
@@ -185,12 +180,9 @@ class _Handlers:
 
     async def update_weights_from_tensor(self, request: HttpRequest) -> Response:
         body = await _object(request)
-        self.service.staged.add(
-            body.get("serialized_named_tensors"),
-            body.get("load_format"),
-            weight_version(body),
-            flush_cache=bool(body.get("flush_cache", True)),
-        )
+        handles, load_format = body.get("serialized_named_tensors"), body.get("load_format")
+        flush = bool(body.get("flush_cache", True))
+        self.service.staged.add(handles, load_format, weight_version(body), flush_cache=flush)
         await self.service.part_arrived()
         return json_response({"success": True, "message": "Staged until the end of the update."})
 

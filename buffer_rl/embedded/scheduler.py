@@ -84,10 +84,6 @@ class Request:
             self.finished = time.perf_counter()
 
 
-PauseMode = str  # "abort", "in_place" or "retract"
-StopCheck = Callable[[Request], str | None]
-
-
 class Decoder(Protocol):
     """What the scheduler needs of a model; ``FastDecoder`` and ``FallbackDecoder`` are the two there are."""
 
@@ -124,7 +120,7 @@ class Scheduler:
         *,
         max_running_requests: int,
         eos_token_ids: Iterable[int] = (),
-        stop_string: StopCheck | None = None,
+        stop_string: Callable[[Request], str | None] | None = None,
         version: str = "0",
         return_kept: bool = False,
     ) -> None:
@@ -178,9 +174,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """``step`` would do something."""
-        return (
-            not self.paused and not self.lacks and (bool(self._running) or (bool(self._waiting) and not self.draining))
-        )
+        admits = bool(self._waiting) and not self.draining
+        return not self.paused and not self.lacks and (bool(self._running) or admits)
 
     # ------------------------------------------------------------------ commands, between steps
 
@@ -218,7 +213,7 @@ class Scheduler:
             request.finish({"type": "abort", "message": message, "status_code": None, "err_type": None})
         return gone
 
-    def pause(self, mode: PauseMode) -> list[Request]:
+    def pause(self, mode: str) -> list[Request]:
         """Stop stepping. ``in_place`` keeps running requests and their memory; ``retract`` sends them back to the
         queue with their tokens, to be run through the model again; ``abort`` finishes everything and returns it."""
         self.paused = True
@@ -382,10 +377,10 @@ class Scheduler:
 
     def _finish_reason(self, request: Request, token: int) -> dict[str, object] | None:
         params, count = request.params, len(request.output_ids)
-        if params.stop and self._stop_string is not None:  # before the tokens, as SGLang: ``<eos>`` may be both
-            matched = self._stop_string(request)
-            if matched is not None:
-                return {"type": "stop", "matched": matched}
+        # Before the tokens, as SGLang: ``<eos>`` may be both.
+        matched = self._stop_string(request) if params.stop and self._stop_string is not None else None
+        if matched is not None:
+            return {"type": "stop", "matched": matched}
         if not params.ignore_eos and (token in self.eos_token_ids or token in params.stop_token_ids):
             return {"type": "stop", "matched": token}
         if count >= params.max_new_tokens:

@@ -35,10 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context-length", type=int, help="most tokens of a sequence; the model's limit where absent")
     parser.add_argument("--weight-version", default="0", help="what the initial weights are called")
     parser.add_argument(
-        "--weight-update-timeout-s",
-        type=float,
-        default=600.0,
-        help="deadline of joining a group or receiving a bucket",
+        "--weight-update-timeout-s", type=float, default=600.0, help="deadline of joining a group or receiving a bucket"
     )
     parser.add_argument(
         "--deterministic", action="store_true", help="a request's answer does not depend on who shares the batch"

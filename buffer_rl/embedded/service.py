@@ -17,14 +17,7 @@ from buffer_rl.embedded.engine_thread import EngineThread
 from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.embedded.loader import LoadedModel, Replacement, Serving, checksum_answer
 from buffer_rl.embedded.metrics import PREFIX, Counts, Metric, render
-from buffer_rl.embedded.protocol import (
-    GenerateCall,
-    Limits,
-    answers,
-    has_long_text,
-    meta_info,
-    parse_generate,
-)
+from buffer_rl.embedded.protocol import GenerateCall, Limits, answers, has_long_text, meta_info, parse_generate
 from buffer_rl.embedded.scheduler import Request, Scheduler
 from buffer_rl.embedded.staged_update import StagedUpdate
 from buffer_rl.embedded.streams import Piece, Stream
@@ -151,13 +144,8 @@ class EngineService:
         if piece.done:
             meta = meta_info(request, version, call.return_logprob[piece.row], return_kept)
         else:
-            meta = {
-                "id": request.rid,
-                "finish_reason": None,
-                "prompt_tokens": len(request.prompt_ids),
-                "completion_tokens": piece.end,
-                "weight_version": version,
-            }
+            lengths = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": piece.end}
+            meta = {"id": request.rid, "finish_reason": None, **lengths, "weight_version": version}
         return {"text": text, "output_ids": request.output_ids[: piece.end], "meta_info": meta}
 
     def watch(self, call: GenerateCall) -> Stream:
@@ -210,7 +198,7 @@ class EngineService:
             await self._abort_soon(chosen)
 
     def _abort_soon(self, chosen: Callable[[Request], bool]) -> Awaitable[Any]:
-        return self._thread.tell(lambda: self._thread.post_finished(self.scheduler.abort(chosen)))
+        return self._thread.call(lambda: self._thread.post_finished(self.scheduler.abort(chosen)))
 
     async def pause(self, mode: str) -> dict[str, int]:
         """Stop decoding; new requests queue. Returns ``retracted_tokens``. Raises BadRequestError for an unknown
@@ -223,8 +211,7 @@ class EngineService:
             self._thread.post_finished(self.scheduler.pause(mode))
             return {"retracted_tokens": retracted}
 
-        answer: dict[str, int] = await self._thread.call(run)
-        return answer
+        return await self._thread.call(run)
 
     async def resume(self) -> None:
         """End a pause. An update that was begun and not ended is discarded: its sender has failed."""
@@ -327,7 +314,7 @@ class EngineService:
             self._free_spare()
             serving = await self._thread.call(self._serving)
             source = update if path is None else path
-            prepared = await in_thread(lambda: self.model.prepared(serving, source, digest, base), yields=True)
+            prepared = await in_thread(lambda: self.model.replacement(source, digest, base, serving), yields=True)
             if not self.staged.is_sealed(update):
                 raise EngineError("the update was begun again while it was prepared")
         except BaseException as error:
@@ -392,10 +379,8 @@ class EngineService:
         """In the engine thread: new weights under a new name, or the old ones under the old. collects: a model that was
         loaded may be in cycles."""
         if flush_cache and self.scheduler.paused and self.scheduler.num_running:
-            raise EngineError(
-                "cannot flush the cache: requests are paused in place",
-                hint="pause with mode 'retract', or update with flush_cache false",
-            )
+            hint = "pause with mode 'retract', or update with flush_cache false"
+            raise EngineError("cannot flush the cache: requests are paused in place", hint=hint)
         self._require_no_adapter()
         if WEIGHTS[0] in self.scheduler.lacks:
             raise EngineError("the memory of the weights was released", hint="/resume_memory_occupation first")

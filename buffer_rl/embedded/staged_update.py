@@ -97,10 +97,8 @@ class StagedUpdate:
 
 def _opened(serialized: Any, load_format: Any) -> dict[str, torch.Tensor]:
     if load_format != LOAD_FORMAT:
-        raise EngineError(
-            f"load_format {load_format!r} is not supported: the embedded engine unpickles nothing",
-            expected=f"{LOAD_FORMAT!r}, with JSON handles of shared memory",
-        )
+        what = f"load_format {load_format!r} is not supported: the embedded engine unpickles nothing"
+        raise EngineError(what, expected=f"{LOAD_FORMAT!r}, with JSON handles of shared memory")
     if not isinstance(serialized, list) or len(serialized) != 1 or not isinstance(serialized[0], str):
         raise EngineError("'serialized_named_tensors' must be a list of one string", hint="the engine is one rank")
     return open_bucket(serialized[0])

@@ -9,13 +9,13 @@ is checked against the model before memory is allocated for it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from buffer_rl.embedded.protocol import weight_version
 from buffer_rl.embedded.staged_update import StagedUpdate
 from buffer_rl.engines.protocol import BadRequestError
 from buffer_rl.errors import EngineError
+from buffer_rl.plugin import calls
 from buffer_rl.weights.delta import GAPS, VALUES
 from buffer_rl.weights.process_group import FLATTENED, WeightGroup, join
 from buffer_rl.weights.shared_bucket import DTYPES
@@ -79,20 +80,10 @@ class WeightGroups:
         rank = _number(body, "rank_offset", 1, world_size - 1)
         self._drop(name)
         member = self._members[name] = _Member()
-
-        def run() -> WeightGroup:
-            return join(
-                address,
-                port,
-                name=name,
-                rank=rank,
-                world_size=world_size,
-                timeout_s=min(self._timeout_s, JOIN_TIMEOUT_S),
-                is_cancelled=lambda: member.dropped,
-            )
-
+        timeout_s = min(self._timeout_s, JOIN_TIMEOUT_S)
+        joining = partial(join, address, port, name=name, rank=rank, world_size=world_size, timeout_s=timeout_s)
         try:
-            group = await in_thread(run)
+            group = await in_thread(partial(joining, is_cancelled=lambda: member.dropped))
         except BaseException:
             self._forget(name, member)
             raise
@@ -157,9 +148,8 @@ class WeightGroups:
     def _expected(self, body: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.Size]]:
         names, dtypes, shapes = (_list(body, key) for key in ("names", "dtypes", "shapes"))
         if not len(names) == len(dtypes) == len(shapes) or not names:
-            raise BadRequestError(
-                "'names', 'dtypes' and 'shapes' must have one entry for each tensor, and at least one"
-            )
+            what = "'names', 'dtypes' and 'shapes' must have one entry for each tensor, and at least one"
+            raise BadRequestError(what)
         expected: dict[str, tuple[torch.dtype, torch.Size]] = {}
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             own = str(name).removesuffix(GAPS).removesuffix(VALUES) if self._staged.base is not None else name
@@ -182,26 +172,15 @@ class WeightGroups:
 async def in_thread(function: Callable[[], T], *, yields: bool = False) -> T:
     """The function's answer, from a daemon thread. Not from asyncio's pool, whose threads a process waits for. yields:
     what decodes goes before it on a processor."""
-    loop = asyncio.get_running_loop()
-    reply: asyncio.Future[T] = loop.create_future()
 
-    def answered(set_reply: Callable[[Any], None], value: Any) -> None:
-        if not reply.done():
-            set_reply(value)
-
-    def run() -> None:
+    def run() -> T:
         if yields and sys.platform == "linux":  # where a thread has a priority of its own
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
-        try:
-            outcome: tuple[Callable[[Any], None], Any] = (reply.set_result, function())
-        except Exception as error:  # fault boundary: the request that waits gets it
-            outcome = (reply.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-            loop.call_soon_threadsafe(answered, *outcome)
+        return function()
 
-    threading.Thread(target=run, name="weight-group", daemon=True).start()
-    return await reply
+    answer, _ = calls.in_thread("weight-group", run)
+    return await asyncio.wrap_future(answer)
 
 
 def _group_name(body: Mapping[str, Any]) -> str:

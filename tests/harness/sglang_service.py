@@ -128,7 +128,7 @@ class SGLangService(EngineService):
         """Stop the engine thread, or let it go on."""
         if self._go_on is None:
             self._go_on = threading.Event()
-            self._thread.tell(self._go_on.wait)
+            self._thread.call(self._go_on.wait)
         else:
             self._go_on.set()
             self._go_on = None

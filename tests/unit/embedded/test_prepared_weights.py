@@ -78,12 +78,14 @@ def prepared_in(form: str, model: LoadedModel, versions: list[Weights], folder: 
     """A replacement, and the weights that it has."""
     first, second = versions[:2]
     if form == "folder":
-        return model.prepared(model.serving(), folder), read(folder)
+        return model.replacement(folder, beside=model.serving()), read(folder)
     if form == "tensors":
-        return model.prepared(model.serving(), dict(second)), second
+        return model.replacement(dict(second), beside=model.serving()), second
     if form == "kept":
-        return model.prepared(model.serving(), second, weights_digest(second)), second
-    return model.prepared(model.serving(), delta(first, second), weights_digest(second), weights_digest(first)), second
+        return model.replacement(second, weights_digest(second), beside=model.serving()), second
+    return model.replacement(
+        delta(first, second), weights_digest(second), weights_digest(first), beside=model.serving()
+    ), second
 
 
 @pytest.mark.parametrize("form", ["folder", "tensors", "kept", "delta"])
@@ -113,11 +115,11 @@ def test_a_delta_of_what_was_prepared_and_never_served_makes_a_whole_version(
 ) -> None:
     model, versions = start(architecture)
     digests = [weights_digest(version) for version in versions]
-    model.prepared(model.serving(), delta(*versions[:2]), digests[1], digests[0])
+    model.replacement(delta(*versions[:2]), digests[1], digests[0], beside=model.serving())
     assert model.kept.digest == digests[1]
     parts = delta(*versions[1:])
     if prepares:
-        model.prepared(model.serving(), parts, digests[2], digests[1]).serve()
+        model.replacement(parts, digests[2], digests[1], beside=model.serving()).serve()
     else:
         model.replace_tensors(parts, digests[2], digests[1])
     assert served(model) == served_whole(model.options, versions[2])
@@ -126,8 +128,8 @@ def test_a_delta_of_what_was_prepared_and_never_served_makes_a_whole_version(
 def test_what_waits_for_the_pause_is_refused_once_another_version_is_kept(start: Any) -> None:
     model, versions = start("gemma3")
     digests, before = [weights_digest(version) for version in versions], served(model)
-    first = model.prepared(model.serving(), versions[1], digests[1])
-    second = model.prepared(model.serving(), versions[2], digests[2])
+    first = model.replacement(versions[1], digests[1], beside=model.serving())
+    second = model.replacement(versions[2], digests[2], beside=model.serving())
     with pytest.raises(EngineError, match="another version has been kept"):
         first.serve()
     assert served(model) == before
@@ -185,14 +187,14 @@ async def test_an_engine_that_is_not_paused_frees_them_at_once(
 async def test_of_an_update_that_is_being_prepared_no_part_comes_and_no_end_and_requests_are_answered(
     service: EngineService, model_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began, goes_on, prepared = threading.Event(), threading.Event(), service.model.prepared
+    began, goes_on, replacement = threading.Event(), threading.Event(), service.model.replacement
 
     def slow(*arguments: Any) -> Replacement:
         began.set()
         assert goes_on.wait(DEADLINE_S)
-        return prepared(*arguments)
+        return replacement(*arguments)
 
-    monkeypatch.setattr(service.model, "prepared", slow)
+    monkeypatch.setattr(service.model, "replacement", slow)
     preparing = asyncio.ensure_future(service.prepare_weight_update(model_folder("qwen3", 1), None, "7"))
     assert await asyncio.to_thread(began.wait, DEADLINE_S)
     done = asyncio.Event()
