@@ -36,11 +36,9 @@ class ServiceClient:
         if not url:
             raise ConfigError("it is not given", where="--rollout-service-url", expected="http://HOST:PORT")
         if not token:
-            raise ConfigError(
-                "there is no token for the rollout service",
-                where="BUFFER_RL_ROLLOUT_SERVICE_TOKEN",
-                expected="that of the service, which says at its start which file has it",
-            )
+            what, where = "there is no token for the rollout service", "BUFFER_RL_ROLLOUT_SERVICE_TOKEN"
+            expected = "that of the service, which says at its start which file has it"
+            raise ConfigError(what, where=where, expected=expected)
         self._url = url.rstrip("/")
         self._token = token
         self._session: aiohttp.ClientSession | None = None
@@ -110,15 +108,13 @@ class ServiceClient:
                 raise ConfigError(f"it is no address: {error}", where="--rollout-service-url") from error
             except (aiohttp.ClientError, OSError) as error:  # also of the deadline
                 problem = error
+            place, why = f"{mask_url(self._url)}{path}", str(problem) or type(problem).__name__
             if loop.time() + RETRY_S > deadline:
-                raise DeadlineError(
-                    f"the call was not done within {timeout_s:g} s: {problem or type(problem).__name__}",
-                    where=f"{mask_url(self._url)}{path}",
-                    hint="is it running? python -m buffer_rl_rollout_service --help",
-                ) from problem
+                what = f"the call was not done within {timeout_s:g} s: {problem}"
+                hint = "is it running? python -m buffer_rl_rollout_service --help"
+                raise DeadlineError(what, where=place, hint=hint) from problem
             if not is_told:
-                is_told, place = True, f"{mask_url(self._url)}{path}"
-                why = str(problem) or type(problem).__name__
+                is_told = True
                 _log.warning("%s: %s; it is tried again for up to %.1f s", place, why, deadline - loop.time())
             await asyncio.sleep(RETRY_S)
 

@@ -64,7 +64,6 @@ class ServiceRollout:
     uses_engine = True
 
     def __init__(self, args: ServiceArgs) -> None:
-        self._args = args
         self._given = Given()
 
     async def __call__(
@@ -258,13 +257,9 @@ def to_sample(trajectory: Trajectory, uid: GroupUid, index: int, context: Rollou
     """Sample number ``index`` of group ``uid``. A conversation is rendered by the chat template, and masked as
     ``--loss-mask-type`` says. Raises DataError for one that the run's model cannot be trained on."""
     given = trajectory.finish_reason or trajectory.extra_info.get("finish_reason")
-    sample = Sample(
-        uid=uid,
-        sample_index=index,
-        reward=trajectory.reward,
-        status=Status.TRUNCATED if given == "length" else Status.COMPLETED,
-        metadata={**trajectory.extra_info, "instance_id": trajectory.instance_id},
-    )
+    status = Status.TRUNCATED if given == "length" else Status.COMPLETED
+    metadata = {**trajectory.extra_info, "instance_id": trajectory.instance_id}
+    sample = Sample(uid=uid, sample_index=index, reward=trajectory.reward, status=status, metadata=metadata)
     if trajectory.turns is not None:
         return _sample_of_turns(sample, trajectory, context)
     if trajectory.messages is not None:
@@ -298,11 +293,8 @@ def _check_tokens(row: Sample, context: RolloutContext) -> None:
     if (largest := max(row.tokens)) >= size:
         raise DataError(f"the token {largest} is unknown", where=f"row {row.row_id}", expected=f"0 to {size - 1}")
     if longest is not None and len(row.tokens) > longest:
-        raise DataError(
-            f"the trajectory has {len(row.tokens)} tokens",
-            where=f"row {row.row_id}",
-            expected=f"at most --rollout-max-context-len {longest}",
-        )
+        what, expected = f"the trajectory has {len(row.tokens)} tokens", f"at most --rollout-max-context-len {longest}"
+        raise DataError(what, where=f"row {row.row_id}", expected=expected)
 
 
 def _fill_from_messages(sample: Sample, trajectory: Trajectory, context: RolloutContext) -> None:

@@ -164,10 +164,8 @@ class Service:
             if groups or left <= 0:
                 return json_response({"store": self._store.store_id, "groups": [_as_json(group) for group in groups]})
             async with self._ready:  # a group that is ready by now is seen at the next tick
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ready.wait(), min(left, 2 * TICK_S))
-                except TimeoutError:
-                    continue
 
     async def _acknowledge(self, request: Request) -> Response:
         asked = await self._body(request, AckRequest)
@@ -219,13 +217,9 @@ class Service:
             return refusal(status, "the body is too large", where=where, expected=most)
         if status != 401:
             return refusal(status, what, where=where)
-        answer = refusal(
-            status,
-            "the token is missing or wrong",
-            where=where,
-            expected="the header Authorization: Bearer TOKEN",
-            hint="the service prints at its start which file has the token",
-        )
+        expected = "the header Authorization: Bearer TOKEN"
+        hint = "the service prints at its start which file has the token"
+        answer = refusal(status, "the token is missing or wrong", where=where, expected=expected, hint=hint)
         answer.headers["WWW-Authenticate"] = 'Basic realm="rollout service"' if scope["path"] == "/" else "Bearer"
         return answer
 
@@ -234,12 +228,8 @@ class Service:
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             field = ".".join(str(part) for part in first["loc"])[:200] or "the body"
-            return refusal(
-                422,
-                f"{field}: {first['msg']}",
-                where=where,
-                expected="the fields of plugins/buffer_rl_rollout_service/README.md",
-            )
+            expected = "the fields of plugins/buffer_rl_rollout_service/README.md"
+            return refusal(422, f"{field}: {first['msg']}", where=where, expected=expected)
         if isinstance(error, JSONError):
             if error.is_deep:
                 return refusal(422, f"the body is nested too deeply: {error}", where=where, expected="fewer levels")

@@ -111,11 +111,8 @@ class Store:
             self._open()
         except (sqlite3.Error, TypeError) as error:
             self._db.close()
-            raise ConfigError(
-                f"the store cannot be opened: {error}",
-                where=str(path),
-                expected=f"a store of this service, version {VERSION}, that no other process has, or no file",
-            ) from error
+            expected = f"a store of this service, version {VERSION}, that no other process has, or no file"
+            raise ConfigError(f"the store cannot be opened: {error}", where=str(path), expected=expected) from error
 
     def _open(self) -> None:
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -133,9 +130,8 @@ class Store:
             # The time that the service was down counts for no time-out: nothing could be written or acknowledged.
             self._db.execute("UPDATE groups SET changed = ? WHERE state = 'open'", (now,))
             self._db.execute("UPDATE groups SET lease_end = ? WHERE state = 'leased'", (now + self.rules.lease_s,))
-            self._db.execute(
-                "UPDATE groups SET state = 'ready' WHERE state = 'open' AND size >= ?", (self.rules.group_size,)
-            )
+            complete = "UPDATE groups SET state = 'ready' WHERE state = 'open' AND size >= ?"
+            self._db.execute(complete, (self.rules.group_size,))
         self.store_id: str = self._one("SELECT value FROM about WHERE name = 'store'")
 
     def close(self) -> None:
@@ -146,19 +142,15 @@ class Store:
         """Add a trajectory to the open group of its problem; one that was written before changes nothing. It is on disk
         when this returns. Raises FullError if it would begin a group that there is no room for."""
         with self._transaction() as now:
-            known = self._db.execute(
-                "SELECT g.number, g.size, g.state FROM items i JOIN groups g ON g.number = i.member_of"
-                " WHERE i.instance_id = ? AND i.uid = ?",
-                (instance_id, uid),
-            ).fetchone()
+            of_items = "SELECT g.number, g.size, g.state FROM items i JOIN groups g ON g.number = i.member_of"
+            by_name = f"{of_items} WHERE i.instance_id = ? AND i.uid = ?"
+            known = self._db.execute(by_name, (instance_id, uid)).fetchone()
             if known:
                 self._count("duplicates")
                 return Written(group=known[0], size=known[1], complete=known[2] != "open", duplicate=True)
             number = self._open_group(instance_id, now)
-            item = self._db.execute(
-                "INSERT INTO items (instance_id, uid, member_of, written, reward) VALUES (?, ?, ?, ?, ?)",
-                (instance_id, uid, number, now, reward),
-            ).lastrowid
+            add = "INSERT INTO items (instance_id, uid, member_of, written, reward) VALUES (?, ?, ?, ?, ?)"
+            item = self._db.execute(add, (instance_id, uid, number, now, reward)).lastrowid
             self._db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (item, number, body))
             self._db.execute("UPDATE groups SET size = size + 1, changed = ? WHERE number = ?", (now, number))
             size: int = self._one("SELECT size FROM groups WHERE number = ?", number)
@@ -172,12 +164,9 @@ class Store:
             return int(found)
         live = self._one(f"SELECT COUNT(*) FROM groups WHERE state IN {LIVE}")
         if live >= self.rules.capacity:
-            raise FullError(
-                f"there are {live} groups that no reader has taken",
-                where=f"instance_id {instance_id!r}",
-                expected=f"fewer than {self.rules.capacity} groups",
-                hint="write it again later; members of groups that are open are still taken",
-            )
+            what, where = f"there are {live} groups that no reader has taken", f"instance_id {instance_id!r}"
+            hint = "write it again later; members of groups that are open are still taken"
+            raise FullError(what, where=where, expected=f"fewer than {self.rules.capacity} groups", hint=hint)
         made = self._db.execute("INSERT INTO groups (instance_id, changed) VALUES (?, ?)", (instance_id, now))
         return int(made.lastrowid or 0)
 
@@ -203,29 +192,19 @@ class Store:
         with self._transaction() as now:
             self._forget("reader = ? AND position < ?", reader, keep_from)
             lease_end = now + self.rules.lease_s
-            for number in have:
-                self._db.execute(
-                    f"UPDATE groups SET state = 'leased', lease_end = ? WHERE number = ? AND reader = ? AND {ENDABLE}",
-                    (lease_end, number, reader),
-                )
+            held = f"UPDATE groups SET state = 'leased', lease_end = ? WHERE number = ? AND reader = ? AND {ENDABLE}"
+            self._db.executemany(held, [(lease_end, number, reader) for number in have])
             again = [] if again_from is None else self._given_since(reader, again_from, set(have))
             numbers = again[:num_groups]
             numbers += self._numbers("state = 'ready' ORDER BY number LIMIT ?", num_groups - len(numbers))
-            for number in numbers:
-                self._db.execute(
-                    "UPDATE groups SET state = 'leased', changed = ?, reader = ?, position = ?, lease_end = ?"
-                    " WHERE number = ?",
-                    (now, reader, position, lease_end, number),
-                )
+            lease = "UPDATE groups SET state = 'leased', changed = ?, reader = ?, position = ?, lease_end = ?"
+            given = [(now, reader, position, lease_end, number) for number in numbers]
+            self._db.executemany(f"{lease} WHERE number = ?", given)
             return [self._group(number) for number in numbers]
 
     def _given_since(self, reader: str, position: int, have: set[int]) -> list[int]:
-        numbers = self._numbers(
-            "reader = ? AND position >= ? AND has_bodies = 1 AND state IN ('leased', 'delivered')"
-            " ORDER BY position, number",
-            reader,
-            position,
-        )
+        where = "reader = ? AND position >= ? AND has_bodies = 1 AND state IN ('leased', 'delivered')"
+        numbers = self._numbers(f"{where} ORDER BY position, number", reader, position)
         return [number for number in numbers if number not in have]
 
     def acknowledge(self, reader: str, delivered: Sequence[int], dropped: Mapping[int, str]) -> None:
@@ -233,13 +212,11 @@ class Store:
 
         Raises BufferStateError, with nothing changed, for groups that the reader does not have."""
         with self._transaction() as now:
-            lost = [number for number in (*delivered, *dropped) if not self._has(reader, number)]
-            if lost:
-                raise BufferStateError(
-                    f"the groups {lost} are not leased by this reader",
-                    where=f"reader {reader!r}",
-                    expected=f"groups that it read, acknowledged within {self.rules.lease_s:g} s",
-                )
+            has = "number = ? AND reader = ? AND state != 'open'"
+            if lost := [number for number in (*delivered, *dropped) if not self._numbers(has, number, reader)]:
+                what = f"the groups {lost} are not leased by this reader"
+                expected = f"groups that it read, acknowledged within {self.rules.lease_s:g} s"
+                raise BufferStateError(what, where=f"reader {reader!r}", expected=expected)
             end = f"UPDATE groups SET state = ?, reason = ?, changed = ? WHERE number = ? AND {ENDABLE}"
             for number in delivered:
                 self._db.execute(end, ("delivered", None, now, number))
@@ -247,10 +224,6 @@ class Store:
             for number, reason in dropped.items():
                 self._db.execute(end, ("dropped", reason, now, number))
                 self._forget("number = ? AND state = 'dropped'", number)
-
-    def _has(self, reader: str, number: int) -> bool:
-        where = "number = ? AND reader = ? AND state != 'open'"
-        return bool(self._numbers(where, number, reader))
 
     def peek(self, num_groups: int) -> list[StoredGroup]:
         """The groups that a reader would get next. Nothing changes."""
@@ -261,12 +234,8 @@ class Store:
         """Groups and trajectories by state, dropped trajectories by reason, repeated writes, leases that expired, mean
         reward of what was written, and how long the oldest group has waited for its next member, in seconds."""
         with self._transaction() as now:
-            by_state = {
-                row[0]: row[1:]
-                for row in self._db.execute(
-                    "SELECT state, COUNT(*), SUM(size), SUM(partial) FROM groups GROUP BY state"
-                )
-            }
+            counted = self._db.execute("SELECT state, COUNT(*), SUM(size), SUM(partial) FROM groups GROUP BY state")
+            by_state = {state: counts for state, *counts in counted}
             dropped = self._db.execute("SELECT reason, SUM(size) FROM groups WHERE state = 'dropped' GROUP BY reason")
             written, reward = self._db.execute("SELECT COUNT(*), AVG(reward) FROM items").fetchone()
             oldest = self._one("SELECT MIN(changed) FROM groups WHERE state = 'open'")
@@ -328,10 +297,8 @@ class Store:
     def _end_overdue(self, now: float) -> None:
         rules = self.rules
         late = "state = 'open' AND changed <= ?"
-        self._db.execute(
-            f"UPDATE groups SET state = 'ready', partial = 1, changed = ? WHERE {late} AND size >= ?",
-            (now, now - rules.timeout_s, rules.min_group_size),
-        )
+        partial = f"UPDATE groups SET state = 'ready', partial = 1, changed = ? WHERE {late} AND size >= ?"
+        self._db.execute(partial, (now, now - rules.timeout_s, rules.min_group_size))
         for number in self._numbers(late, now - rules.timeout_s):
             end = "UPDATE groups SET state = 'dropped', reason = ?, changed = ? WHERE number = ?"
             self._db.execute(end, (TIMED_OUT, now, number))
@@ -347,22 +314,18 @@ class Store:
             self._db.execute("UPDATE groups SET has_bodies = 0 WHERE number = ?", (number,))
 
     def _group(self, number: int) -> StoredGroup:
-        instance_id, partial = self._db.execute(
-            "SELECT instance_id, partial FROM groups WHERE number = ?", (number,)
-        ).fetchone()
-        bodies = self._db.execute("SELECT body FROM bodies WHERE member_of = ? ORDER BY item", (number,))
-        return StoredGroup(
-            number=number, instance_id=instance_id, partial=bool(partial), bodies=[body for (body,) in bodies]
-        )
+        group = self._db.execute("SELECT instance_id, partial FROM groups WHERE number = ?", (number,))
+        instance_id, partial = group.fetchone()
+        found = self._db.execute("SELECT body FROM bodies WHERE member_of = ? ORDER BY item", (number,))
+        bodies = [body for (body,) in found]
+        return StoredGroup(number=number, instance_id=instance_id, partial=bool(partial), bodies=bodies)
 
     def _numbers(self, where: str, *values: Any) -> list[int]:
         return [number for (number,) in self._db.execute(f"SELECT number FROM groups WHERE {where}", values)]
 
     def _count(self, name: str, by: int = 1) -> None:
-        self._db.execute(
-            "INSERT INTO counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
-            (name, by),
-        )
+        count = "INSERT INTO counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
+        self._db.execute(count, (name, by))
 
     def _one(self, query: str, *values: Any) -> Any:
         row = self._db.execute(query, values).fetchone()

@@ -155,10 +155,8 @@ class Trajectory(BaseModel):
         ordinals: Counter[str] = Counter()
         records = self.turns or []
         if self.weight_version is not None:
-            records = [
-                each.model_copy(update={"version": self.weight_version if each.version is None else each.version})
-                for each in records
-            ]
+            own = {"version": self.weight_version}
+            records = [each.model_copy(update=own) if each.version is None else each for each in records]
         return [record.turn(ordinals) for record in records]
 
     def spans(self, response_length: int) -> list[VersionSpan]:
