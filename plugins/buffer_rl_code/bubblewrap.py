@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -62,12 +62,9 @@ class Bubblewrap:
         """Raises ConfigError if bwrap is missing, does not work here, or lets the probe through."""
         where = "--code-sandbox bubblewrap"
         if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
-            raise ConfigError(
-                f"bubblewrap does not run on {sys.platform} {platform.machine()}",
-                where=where,
-                expected=f"Linux on {' or '.join(ARCHITECTURES)}",
-                hint="name a sandbox server: --code-sandbox URL",
-            )
+            what = f"bubblewrap does not run on {sys.platform} {platform.machine()}"
+            expected, hint = f"Linux on {' or '.join(ARCHITECTURES)}", "name a sandbox server: --code-sandbox URL"
+            raise ConfigError(what, where=where, expected=expected, hint=hint)
         if shutil.which("bwrap") is None:
             raise ConfigError("bwrap is not installed", where=where, hint=INSTALL)
         began = time.monotonic()
@@ -114,12 +111,10 @@ class Bubblewrap:
         candidates = [os.path.realpath(sys._base_executable), shutil.which("python3", path="/usr/bin") or ""]  # type: ignore[attr-defined]
         found = next((path for path in candidates if path and _reaches(path)), None)
         if found is None:
-            raise ConfigError(
-                f"the user that programs run as cannot read the interpreter {candidates[0]}",
-                where="--code-sandbox bubblewrap",
-                expected="a Python that every user can read",
-                hint="apt-get install python3, or start the run as a user who is not root",
-            )
+            what = f"the user that programs run as cannot read the interpreter {candidates[0]}"
+            where, expected = "--code-sandbox bubblewrap", "a Python that every user can read"
+            hint = "apt-get install python3, or start the run as a user who is not root"
+            raise ConfigError(what, where=where, expected=expected, hint=hint)
         return str(os.path.realpath(found))
 
     @cached_property
@@ -212,7 +207,10 @@ class _Watched:
         return ProgramRun(ended=ended, exit_code=code, stdout=stdout, stderr=stderr)
 
     def _watch(self) -> Ended:
-        streams = {self._child.stdout: self._read_stdout, self._child.stderr: self._read_stderr}
+        streams = {
+            self._child.stdout: partial(_read, self._child.stdout, self._stdout, self._program.output_bytes + 1),
+            self._child.stderr: partial(_read, self._child.stderr, self._stderr, STDERR_BYTES),
+        }
         with selectors.DefaultSelector() as selector:
             for stream, act in (*streams.items(), (self._child.stdin, self._write)):
                 assert stream is not None
@@ -251,12 +249,6 @@ class _Watched:
         except OSError:
             return False  # it does not read on
         return bool(self._unsent)
-
-    def _read_stdout(self) -> bool:
-        return _read(self._child.stdout, self._stdout, self._program.output_bytes + 1)
-
-    def _read_stderr(self) -> bool:
-        return _read(self._child.stderr, self._stderr, STDERR_BYTES)
 
 
 def _read(stream: IO[bytes] | None, kept: bytearray, limit: int) -> bool:

@@ -48,9 +48,7 @@ def code_of(answer: str) -> str:
     """The last block between ``` lines, one of Python if there is one; without blocks, the whole answer."""
     blocks = _FENCED.findall(answer)
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
-    if python or blocks:
-        return str(python[-1] if python else blocks[-1][1])
-    return answer
+    return str((python or [body for _, body in blocks] or [answer])[-1])
 
 
 def _share(args: Any, sample: Sample) -> float:
@@ -73,11 +71,8 @@ def answers_to(
     nonce = secrets.token_hex(16)
     given = json.dumps({"nonce": nonce, "code": code, **tests.task}).encode()
     program = Program(code=_driver(), stdin=given, timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES)
-    lines = [
-        line.removeprefix(f"{nonce} ")
-        for line in sandbox.run(program).stdout.decode(errors="replace").splitlines()
-        if line.startswith(f"{nonce} ")
-    ]
+    printed, mark = sandbox.run(program).stdout.decode(errors="replace").splitlines(), f"{nonce} "
+    lines = [line.removeprefix(mark) for line in printed if line.startswith(mark)]
     if not lines or lines[0] != "ready":
         return None
     answers: list[Mapping[str, Any]] = []

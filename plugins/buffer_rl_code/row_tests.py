@@ -57,9 +57,8 @@ def tests_of(metadata: Mapping[str, Any], *, where: str) -> Tests:
         raise RewardError(f"the row has no list of 1 to {MAX_TESTS} tests", where=where, expected=EXPECTED)
     if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in tests):
         if all(isinstance(test[name], str) for test in tests for name in ("input", "output")):
-            return Tests(
-                task={"inputs": [test["input"] for test in tests]}, expected=[test["output"] for test in tests]
-            )
+            inputs, outputs = ([test[name] for test in tests] for name in ("input", "output"))
+            return Tests(task={"inputs": inputs}, expected=outputs)
         raise RewardError("input and output of a test are not text", where=where, expected=EXPECTED)
     calls, expected = [], []
     for number, test in enumerate(tests):

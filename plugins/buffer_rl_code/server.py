@@ -99,9 +99,8 @@ class SandboxServer:
             raise _BusyError(f"SandboxError: {answer.get('message')!s:.200}")
         run = answer.get("run_result") if isinstance(answer, Mapping) else None
         if not isinstance(run, Mapping) or run.get("status") not in ENDED:
-            raise RewardError(
-                f"the sandbox server answered {data[:200]!r}", where=self._place, expected="an answer of /run_code"
-            )
+            what = f"the sandbox server answered {data[:200]!r}"
+            raise RewardError(what, where=self._place, expected="an answer of /run_code")
         stdout = str(run.get("stdout") or "").encode(errors="replace")
         ended = ENDED[run["status"]] if len(stdout) <= program.output_bytes else Ended.OUTPUT
         return ProgramRun(

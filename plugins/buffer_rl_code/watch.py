@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,14 +33,12 @@ def usage_of(root: int, folders: Sequence[str] = ()) -> Usage:
     for pid in descendants(root):
         files = max(files, sum(_held_by(pid, name) for name in folders))
         folder = Path("/proc", str(pid))
-        try:
+        with suppress(OSError, IndexError, ValueError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             pages = int((folder / "statm").read_text().split()[1])
             cpu += sum(map(int, fields[11:15]))  # user and system time, its own and that of children it waited for
             memory += pages * _PAGE
             waits = waits and fields[0] != "R"
-        except (OSError, IndexError, ValueError):
-            continue
     return Usage(cpu_s=cpu / _TICKS, waits=waits, memory_bytes=memory + files)
 
 
@@ -74,17 +73,13 @@ def has_ended(child: int) -> bool:
 def end_tree(root: int) -> None:
     """Kill a child of this process with the first process of its namespace, and so with all that is in it."""
     for pid in [*_children(root), root]:  # root is not reaped yet: its number, and those below it, are not used again
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    try:
+    with suppress(OSError):
         for task in os.scandir(f"/proc/{pid}/task"):
             found += map(int, Path(task.path, "children").read_text().split())
-    except OSError:
-        return found
     return found
