@@ -117,9 +117,8 @@ class Pairwise(Judge):
         steps = range(1, min(args.judge_opponents, number - 1) + 1)
         pairs = sorted({(min(i, j), max(i, j)) for i in range(number) for j in ((i + step) % number for step in steps)})
         if not pairs:
-            raise RewardError(
-                "one response cannot be compared", where=str(group.uid), expected="several for each prompt"
-            )
+            expected = "several for each prompt"
+            raise RewardError("one response cannot be compared", where=str(group.uid), expected=expected)
         results = await asyncio.gather(*(self._compare(args, group[i], group[j]) for i, j in pairs))
         found: list[list[float]] = [[] for _ in group]
         for (i, j), share in zip(pairs, results, strict=True):
@@ -191,9 +190,8 @@ def rubric_of(metadata: Mapping[str, Any], *, where: str) -> list[tuple[str, flo
     found: list[tuple[str, float]] = []
     rubric = metadata.get("rubric")
     for entry in rubric if isinstance(rubric, Sequence) and not isinstance(rubric, str) else ():
-        text, weight = (
-            (entry.get("criterion"), entry.get("weight", 1.0)) if isinstance(entry, Mapping) else (entry, 1.0)
-        )
+        given = entry if isinstance(entry, Mapping) else {"criterion": entry}
+        text, weight = given.get("criterion"), given.get("weight", 1.0)
         if isinstance(text, str) and type(weight) in (int, float) and math.isfinite(weight) and weight:
             found.append((" ".join(text.split()), float(weight)))
     if not found or len(found) != len(rubric or ()):

@@ -104,33 +104,25 @@ def _check_kept_tokens(args: SglangArgs) -> None:
     if not args.replay_kept_tokens:
         return
     most = int(args.sglang_args.get("sampling_mask_max_tokens", MASK_TOKENS))
+    what = "SGLang sends the tokens that sampling kept for a bounded number of them alone"
+    both, more = "--replay-kept-tokens and", "--sglang-sampling-mask-max-tokens raises the bound"
     if not 1 < args.rollout_top_k <= most:
-        raise ConfigError(
-            "SGLang sends the tokens that sampling kept for a bounded number of them alone",
-            where=f"--replay-kept-tokens and --rollout-top-k {args.rollout_top_k}",
-            expected=f"--rollout-top-k 2 to {most}, with or without --rollout-top-p and --rollout-min-p",
-            hint=f"add --rollout-top-k {most}; --sglang-sampling-mask-max-tokens raises the bound",
-        )
-    for where, top_k in _eval_top_ks(args):
+        where = f"{both} --rollout-top-k {args.rollout_top_k}"
+        expected = f"--rollout-top-k 2 to {most}, with or without --rollout-top-p and --rollout-min-p"
+        raise ConfigError(what, where=where, expected=expected, hint=f"add --rollout-top-k {most}; {more}")
+    for flag, top_k in _eval_top_ks(args):
         if top_k > most:
-            raise ConfigError(
-                "SGLang sends the tokens that sampling kept for a bounded number of them alone, and is asked for them "
-                "by evaluations too",
-                where=f"--replay-kept-tokens and {where} {top_k}",
-                expected=f"at most {most}, or -1 for all tokens, of which none are sent",
-                hint=f"lower it to {most}; --sglang-sampling-mask-max-tokens raises the bound",
-            )
+            what, where = f"{what}, and is asked for them by evaluations too", f"{both} {flag} {top_k}"
+            expected = f"at most {most}, or -1 for all tokens, of which none are sent"
+            raise ConfigError(what, where=where, expected=expected, hint=f"lower it to {most}; {more}")
     _check_router(args, "--replay-kept-tokens", "return_sampling_mask")
 
 
 def _check_router(args: SglangArgs, flag: str, field: str) -> None:
     """Raises ConfigError if the router drops ``field``, by which SGLang is asked for what ``flag`` replays."""
     if not passes_fields(args):
-        raise ConfigError(
-            f"this router drops {field}, by which SGLang is asked for what is replayed",
-            where=f"{flag} and --router {args.router}",
-            hint="add --router smg",
-        )
+        what = f"this router drops {field}, by which SGLang is asked for what is replayed"
+        raise ConfigError(what, where=f"{flag} and --router {args.router}", hint="add --router smg")
 
 
 def _eval_top_ks(args: SglangArgs) -> Iterator[tuple[str, int]]:
@@ -185,9 +177,8 @@ def context_length(args: SglangArgs) -> int | None:
     if args.engine_context_length is not None:
         return int(args.engine_context_length)
     with contextlib.suppress(OSError, ValueError):
-        return max_positions(
-            json.loads(Path(required(args.hf_checkpoint, "hf_checkpoint"), "config.json").read_text(encoding="utf-8"))
-        )
+        config = Path(required(args.hf_checkpoint, "hf_checkpoint"), "config.json")
+        return max_positions(json.loads(config.read_text(encoding="utf-8")))
     return None
 
 

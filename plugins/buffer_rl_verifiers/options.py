@@ -126,10 +126,9 @@ def _listed(config: VerifiersArgs, taskset: str, limit: int | None, where: str) 
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         rows = Path(temporary, "rows.jsonl")
         words = [*command(config), "rows", taskset, str(rows), *([] if limit is None else ["--limit", str(limit)])]
+        variables = {**os.environ, **environ(config)}
         try:
-            done = subprocess.run(
-                words, env={**os.environ, **environ(config)}, capture_output=True, text=True, timeout=LIST_S
-            )
+            done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=LIST_S)
         except OSError as error:
             raise ConfigError(f"it cannot be run: {error}", where=f"--verifiers-python {words[0]}") from error
         except subprocess.TimeoutExpired as error:

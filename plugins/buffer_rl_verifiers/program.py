@@ -140,9 +140,8 @@ class Relay:
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         lane = self.lanes[int(request.match_info["lane"])]
         if not lane.base_url:
-            return web.json_response(
-                {"error": {"message": "the session has ended", "code": "session_ended"}}, status=410
-            )
+            error = {"message": "the session has ended", "code": "session_ended"}
+            return web.json_response({"error": error}, status=410)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in OWN_HEADERS}
         headers["Authorization"] = f"Bearer {lane.api_key}"
         url, body = f"{lane.base_url}/{request.match_info['path']}", await request.read()
