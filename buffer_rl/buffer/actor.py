@@ -33,7 +33,7 @@ from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
 from buffer_rl.cluster.hangs import ReplacementWatch
 from buffer_rl.data.source import EvalSource, PromptDataSource
-from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError
+from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError, raised_as
 from buffer_rl.observe.memory import PeakMemory
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.schedule import Schedule
@@ -168,22 +168,19 @@ class BufferActor:
         """Write the Buffer's state and ledger into ``folder``."""
         self._ledger.backup(Path(folder) / FILE_NAME)
         path = Path(folder) / STATE_FILE
-        try:
-            with path.open("wb") as file:
-                file.write(orjson.dumps(self._state.state_dict()))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise CheckpointError(f"the Buffer's state cannot be written: {error}", where=str(path)) from error
+        failed = raised_as(CheckpointError, "the Buffer's state cannot be written", OSError, where=str(path))
+        with failed, path.open("wb") as file:
+            file.write(orjson.dumps(self._state.state_dict()))
+            file.flush()
+            os.fsync(file.fileno())
 
     @mutates
     def load(self, folder: str) -> None:
         """Continue from the state in ``folder``."""
         path = Path(folder) / STATE_FILE
-        try:
+        caught = (OSError, orjson.JSONDecodeError)
+        with raised_as(CheckpointError, "the Buffer's state cannot be read", caught, where=str(path)):
             state = orjson.loads(path.read_bytes())
-        except (OSError, orjson.JSONDecodeError) as error:
-            raise CheckpointError(f"the Buffer's state cannot be read: {error}", where=str(path)) from error
         self._state.load_state_dict(state, lambda: self._ledger.restore(Path(folder) / FILE_NAME))
         self._sign()
 

@@ -131,14 +131,14 @@ class LocalFeed(Feed):
     def open_ticket(self, number: int, end: int) -> None:
         if self._ledger is None:
             return
-        self._source.set_rewards(self._ledger.new_rewards(end))
+        self._source.set_rewards(self._ledger.rewards.new(end))
         counts = self._source.pool_counts()
         self._metrics = {ticket: known for ticket, known in self._metrics.items() if ticket >= end}
         self._metrics[number] = {f"rollout/pool_{pool}": float(count) for pool, count in counts.items()}
 
     def recover(self) -> None:
         if self._ledger is not None:
-            self._ledger.forget_read_rewards()
+            self._ledger.rewards.read_until = None
             self._source.take_rows(self._ledger.rows_of)
 
     def metrics_of(self, ticket: int) -> dict[str, float]:

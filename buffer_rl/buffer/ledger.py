@@ -51,7 +51,7 @@ from buffer_rl.buffer.ledger_tables import (
     selected,
     trained,
 )
-from buffer_rl.errors import BufferStateError, CheckpointError
+from buffer_rl.errors import BufferStateError, CheckpointError, raised_as
 from buffer_rl.records.groups import GroupUid
 from buffer_rl.records.utf8 import encodable
 
@@ -86,8 +86,9 @@ class Ledger:
         self.path = Path(path)
         self._db = open_ledger_file(self.path, connection)
         self._tables = LedgerTables(self._db, self.path)
-        self._rewards = RewardTable(self._db)
-        self._token = ""
+        self.rewards = RewardTable(self._db)
+        # Names this ledger from its opening, or its last replacement, on: how often that was, and a random part.
+        self.fencing_token = ""
         try:
             with self._tables.atomic():
                 self._check_run(run)
@@ -107,11 +108,6 @@ class Ledger:
         self._db.close()
 
     @property
-    def fencing_token(self) -> str:
-        """Names this ledger from its opening, or its last replacement, on: how often that was, and a random part."""
-        return self._token
-
-    @property
     def opening(self) -> int:
         """How often the file was opened or replaced."""
         return self._tables.opening
@@ -129,7 +125,7 @@ class Ledger:
             yield
             return
         with self._tables.atomic():
-            if self._tables.fact(_TOKEN) != self._token:
+            if self._tables.fact(_TOKEN) != self.fencing_token:
                 raise BufferStateError(
                     "another Buffer has opened the ledger; this one is out of date", where=str(self.path)
                 )
@@ -187,8 +183,8 @@ class Ledger:
                 self._tables.write(uid, admitted, entry, after)
             if chosen:
                 self._tables.record_commit(rollout_id, step, len(chosen))
-            if self._rewards.is_kept:
-                self._rewards.settle([admitted for admitted, _ in found], rollout_id)
+            if self.rewards.is_kept:
+                self.rewards.settle([admitted for admitted, _ in found], rollout_id)
 
     def entry(self, uid: GroupUid) -> LedgerEntry:
         """The facts of one group; ``pending`` with attempt 0 where it was never leased."""
@@ -245,21 +241,13 @@ class Ledger:
     def keep_rewards(self) -> None:
         """Keep the rewards that ``note_reward`` names; without it they are ignored."""
         with self.transaction():
-            self._rewards.create()
+            self.rewards.create()
 
     def note_reward(self, uid: GroupUid, mean: float | None, number: int | None = None) -> None:
         """Note the mean reward of a leased, finished or rejected group, in the transaction of the block. number: of the
         ticket that rejected it."""
-        if self._rewards.is_kept and mean is not None and (admitted := self.number(uid)) is not None:
-            self._rewards.note(admitted, mean, number)
-
-    def new_rewards(self, end: int) -> list[tuple[str, int, float]]:
-        """See ``RewardTable.new``."""
-        return self._rewards.new(end)
-
-    def forget_read_rewards(self) -> None:
-        """``new_rewards`` begins with the first ones again."""
-        self._rewards.read_until = None
+        if self.rewards.is_kept and mean is not None and (admitted := self.number(uid)) is not None:
+            self.rewards.note(admitted, mean, number)
 
     def rows_of(self, source: str, epoch: int) -> list[int]:
         """The rows of an epoch that were leased or passed over."""
@@ -280,10 +268,8 @@ class Ledger:
         after the copy was made is pending again, because the copy says so. Raises CheckpointError for a copy that is
         damaged; nothing is changed then."""
         with local_copy(Path(path), self.path) as copy:
-            try:
+            with raised_as(CheckpointError, "the copy of the ledger cannot be read", sqlite3.Error, where=str(path)):
                 self._db.execute("ATTACH DATABASE ? AS copy", (str(copy),))
-            except sqlite3.Error as error:
-                raise CheckpointError(f"the copy of the ledger cannot be read: {error}", where=str(path)) from error
             try:
                 self._replace_by_copy()
             finally:
@@ -292,17 +278,17 @@ class Ledger:
     # -- inside --------------------------------------------------------------------------------------
 
     def _replace_by_copy(self) -> None:
-        before = (self._tables.opening, self._token)
+        before = (self._tables.opening, self.fencing_token)
         try:
             with self.transaction():
                 for table in TABLES:
                     kept = f" WHERE key NOT IN ('run', 'restarts', '{_TOKEN}')" if table == "facts" else ""
                     self._db.execute(f"DELETE FROM {table}{kept}")
                     self._db.execute(f"INSERT INTO {table} SELECT * FROM copy.{table}{kept}")
-                self._rewards.replace_by_copy()
+                self.rewards.replace_by_copy()
                 self.returned = self._renew_token("restore", keep_selected=False)
         except BaseException:
-            self._tables.opening, self._token = before
+            self._tables.opening, self.fencing_token = before
             raise
         finally:
             self._tables.read_sources()
@@ -322,9 +308,9 @@ class Ledger:
         """Returns how many groups went back to pending."""
         number = int(self._tables.fact("restarts") or 0) + 1
         self._tables.opening = number
-        self._token = f"{number}-{uuid.uuid4().hex}"
+        self.fencing_token = f"{number}-{uuid.uuid4().hex}"
         self._tables.set_fact("restarts", str(number))
-        self._tables.set_fact(_TOKEN, self._token)
+        self._tables.set_fact(_TOKEN, self.fencing_token)
         return self._return_leases(reason, keep_selected)
 
     def _return_leases(self, reason: str, keep_selected: bool) -> int:
@@ -397,10 +383,8 @@ class RunRecord:
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge JSON values into the notes; lone surrogates become escapes. Raises BufferStateError for what is
         not JSON."""
-        try:
+        with raised_as(BufferStateError, "metadata is not JSON", (TypeError, RecursionError)):
             merged = self._metadata | orjson.loads(orjson.dumps(encodable(dict(metadata))))
-        except (TypeError, RecursionError) as error:
-            raise BufferStateError(f"metadata is not JSON: {error}") from error
         self._ledger.remember(_METADATA, orjson.dumps(merged).decode())
         self._metadata = merged
 

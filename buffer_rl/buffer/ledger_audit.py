@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from buffer_rl.buffer.ledger_file import NOTE, open_for_reading, read_failed
 from buffer_rl.buffer.ledger_tables import COLUMNS, GroupState, LedgerEntry, entry_of
@@ -89,7 +90,7 @@ class EpochCounts:
     counts: dict[GroupState, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TicketCounts:
     """What became of the leases of one ticket. A group that it leased twice counts twice; one that it finished and that
     went back to the queue afterwards is ``finished`` and ``requeued``; a foreign group counts as leased."""
@@ -113,7 +114,7 @@ class SelectionFacts:
     tickets: list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Transition:
     """One line of a group's history. ``time`` is in seconds since 1970; ``incarnation`` says how often the ledger had
     been opened; ``rollout_id`` is the ticket's or selection's, of a group that is pending again the one that it left
@@ -144,13 +145,11 @@ class LedgerAudit:
     def facts(self) -> dict[str, str]:
         """The run, how often the ledger was opened (``restarts``), its fencing token (``incarnation``), and the notes
         (``note:KEY``)."""
-        with self._reading():
-            return dict(self._db.execute("SELECT key, value FROM facts"))
+        return dict(self._rows("SELECT key, value FROM facts"))
 
     def commits(self) -> list[tuple[int, int, int]]:
         """Rollout, step and number of groups of each commit."""
-        with self._reading():
-            return list(self._db.execute("SELECT rollout_id, step, num_groups FROM commits ORDER BY rollout_id"))
+        return self._rows("SELECT rollout_id, step, num_groups FROM commits ORDER BY rollout_id")
 
     def epochs(self) -> list[EpochCounts]:
         """The counts of every epoch that was begun, in the order in which they were, and then of the foreign groups."""
@@ -159,10 +158,9 @@ class LedgerAudit:
                    FROM groups JOIN sources s ON s.id = groups.source GROUP BY s.id, of, state
                    ORDER BY of IS NULL, abs(first)"""
         found: dict[tuple[str, int | None], EpochCounts] = {}
-        with self._reading():
-            for source, epoch, num_rows, state, number, _ in self._db.execute(query):
-                empty = EpochCounts(source=source, epoch=epoch, num_rows=num_rows, counts=dict.fromkeys(GroupState, 0))
-                found.setdefault((source, epoch), empty).counts[GroupState(state)] = number
+        for source, epoch, num_rows, state, number, _ in self._rows(query):
+            empty = EpochCounts(source=source, epoch=epoch, num_rows=num_rows, counts=dict.fromkeys(GroupState, 0))
+            found.setdefault((source, epoch), empty).counts[GroupState(state)] = number
         for row in found.values():
             if row.num_rows is not None:
                 row.counts[GroupState.PENDING] += row.num_rows - sum(row.counts.values())
@@ -170,33 +168,24 @@ class LedgerAudit:
 
     def tickets(self, limit: int = 10) -> list[TicketCounts]:
         """The newest tickets that leased anything, the newest first. Reads the whole history."""
-        with self._reading():
-            rows = list(self._db.execute(_TICKETS, (limit,)))
-        names = ("rollout_id", "leased", "finished", "requeued", "rejected", "quarantined")
-        return [TicketCounts(**dict(zip(names, row, strict=True))) for row in rows]
+        return [TicketCounts(*row) for row in self._rows(_TICKETS, limit)]
 
     def selections(self, limit: int = 10) -> list[SelectionFacts]:
         """The newest selections that are closed, trained on or not yet, the newest first. Reads the whole history."""
-        with self._reading():
-            rows = list(self._db.execute(_SELECTIONS, (limit,)))
         return [
             SelectionFacts(rollout_id=rollout_id, num_groups=number, step=step, tickets=sorted(map(int, of.split(","))))
-            for rollout_id, number, step, of in rows
+            for rollout_id, number, step, of in self._rows(_SELECTIONS, limit)
         ]
 
     def entry(self, uid: GroupUid) -> LedgerEntry | None:
         """One group's facts; None where it was never leased."""
         query = f"SELECT {COLUMNS} FROM groups JOIN sources s ON s.id = groups.source WHERE {_UID}"
-        with self._reading():
-            row = self._db.execute(query, (uid.source, uid.row, uid.epoch)).fetchone()
-        return None if row is None else entry_of(row)
+        return next(map(entry_of, self._rows(query, uid.source, uid.row, uid.epoch)), None)
 
     def states(self) -> list[tuple[GroupUid, GroupState]]:
         """Every group that was ever leased, in the order of admission."""
         query = "SELECT s.source, row, epoch, state FROM groups JOIN sources s ON s.id = groups.source"
-        with self._reading():
-            rows = list(self._db.execute(f"{query} ORDER BY admitted"))
-        return [(GroupUid(*row[:3]), GroupState(row[3])) for row in rows]
+        return [(GroupUid(*uid), GroupState(state)) for *uid, state in self._rows(f"{query} ORDER BY admitted")]
 
     def history(self, uid: GroupUid) -> list[Transition]:
         """What happened to one group, the oldest first."""
@@ -205,8 +194,7 @@ class LedgerAudit:
             " FROM groups JOIN sources s ON s.id = groups.source JOIN history h USING (admitted)"
             f" WHERE {_UID} ORDER BY h.id"
         )
-        with self._reading():
-            return [_transition(*row) for row in self._db.execute(query, (uid.source, uid.row, uid.epoch))]
+        return [_transition(*row) for row in self._rows(query, uid.source, uid.row, uid.epoch)]
 
     def of_rollout(self, rollout_id: int) -> list[tuple[GroupUid, Transition]]:
         """What happened to groups by the ticket, or the selection, of a rollout, the oldest first. Reads the whole
@@ -216,9 +204,7 @@ class LedgerAudit:
             " incarnation FROM history h CROSS JOIN groups USING (admitted) JOIN sources s ON s.id = groups.source"
             " WHERE h.rollout_id = ? ORDER BY h.id"
         )
-        with self._reading():
-            rows = list(self._db.execute(query, (rollout_id,)))
-        return [(GroupUid(*row[:3]), _transition(*row[3:])) for row in rows]
+        return [(GroupUid(*row[:3]), _transition(*row[3:])) for row in self._rows(query, rollout_id)]
 
     def faults(self, limit: int = 20) -> list[str]:
         """What contradicts the accounting, up to ``limit`` lines for each rule. Empty where all holds: the file is
@@ -229,6 +215,10 @@ class LedgerAudit:
             if pages != ["ok"]:
                 return [f"the file is damaged: {page}" for page in pages]
             return [str(row[0]) for rule in _RULES for row in self._db.execute(f"{rule} LIMIT {limit}")]
+
+    def _rows(self, query: str, *values: str | int) -> list[Any]:
+        with self._reading():
+            return list(self._db.execute(query, values))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -246,26 +236,8 @@ class LedgerAudit:
 _UID = "s.source = ? AND row = ? AND epoch = ?"
 
 
-def _transition(
-    time: float,
-    before: str,
-    after: str,
-    attempt: int,
-    rollout_id: int | None,
-    reason: str,
-    step: int | None,
-    incarnation: int,
-) -> Transition:
-    return Transition(
-        time=time,
-        before=GroupState(before),
-        after=GroupState(after),
-        attempt=attempt,
-        rollout_id=rollout_id,
-        reason=reason,
-        step=step,
-        incarnation=incarnation,
-    )
+def _transition(time: float, before: str, after: str, *facts: Any) -> Transition:
+    return Transition(time, GroupState(before), GroupState(after), *facts)
 
 
 def process_note(process: int) -> str | None:
@@ -284,10 +256,7 @@ def ledger_writer(path: Path) -> int | None:
     another process has its id by now."""
     if not path.exists():
         return None
-    audit = LedgerAudit(path)
-    try:
+    with closing(LedgerAudit(path)) as audit:
         note = audit.facts().get(f"{NOTE}{PID}", "")
-    finally:
-        audit.close()
     process = int(note.split()[0]) if note else 0
     return process if process > 0 and process_note(process) == note else None

@@ -18,12 +18,12 @@ import sqlite3
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError
+from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError, raised_as
 from buffer_rl.files.checkpoint import sync_path
 
 if TYPE_CHECKING:
@@ -101,14 +101,12 @@ def open_ledger_file(path: Path, connection: type[sqlite3.Connection]) -> sqlite
         _write_schema(db)
         return db
     check_local_disk(path)
-    try:
+    with raised_as(ConfigError, "the ledger cannot be opened", (sqlite3.Error, OSError), where=str(path)):
         if not path.exists():
             _create(path, connection)
         db = sqlite3.connect(
             path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, factory=connection
         )
-    except (sqlite3.Error, OSError) as error:
-        raise ConfigError(f"the ledger cannot be opened: {error}", where=str(path)) from error
     try:
         db.execute("PRAGMA cache_size=-4096")  # 4 MiB: the pages of an epoch or two, and no more in a long run
         check_sound(db, path)
@@ -225,12 +223,9 @@ def _file_system(path: Path, mount_lines: Iterable[str]) -> str:
 
 def _create(path: Path, connection: type[sqlite3.Connection]) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    db = sqlite3.connect(temporary, isolation_level=None, factory=connection)
     try:
-        try:
+        with closing(sqlite3.connect(temporary, isolation_level=None, factory=connection)) as db:
             _write_schema(db)
-        finally:
-            db.close()
         with suppress(FileExistsError):  # another process was faster
             os.link(temporary, path)
     finally:
@@ -274,7 +269,7 @@ def new_ledger(args: Args) -> LedgerPlace:
     flag = "--run-dir" if args.ledger_dir is None else "--ledger-dir"
     link = run_dir / FILE_NAME
     path = place_of(FILE_NAME, run_dir, args.ledger_dir)
-    try:
+    with raised_as(ConfigError, "the ledger cannot be made", OSError, where=flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_place(path, flag)
         _set_aside(path)
@@ -282,8 +277,6 @@ def new_ledger(args: Args) -> LedgerPlace:
             run_dir.mkdir(parents=True, exist_ok=True)
             _set_aside(link)
             link.symlink_to(path)
-    except OSError as error:
-        raise ConfigError(f"the ledger cannot be made: {error}", where=flag) from error
     return LedgerPlace(path=str(path), run=uuid.uuid4().hex)
 
 
@@ -331,12 +324,9 @@ def write_backup(db: sqlite3.Connection, path: Path, target: Path) -> None:
     local, temporary = _beside(path, "backup"), target.with_name(f"{target.name}.tmp")
     try:
         local.unlink(missing_ok=True)  # of a process that was killed
-        copy = sqlite3.connect(local, isolation_level=None)
-        try:
+        with closing(sqlite3.connect(local, isolation_level=None)) as copy:
             db.backup(copy)
             copy.execute("PRAGMA journal_mode=DELETE")
-        finally:
-            copy.close()
         shutil.copyfile(local, temporary)
         sync_path(temporary)
         os.replace(temporary, target)
@@ -372,29 +362,20 @@ def _beside(path: Path, what: str) -> Path:
 
 
 def _copy(source: Path, target: Path) -> None:
-    try:
+    with _reading(source):
         reading = source.open("rb")
-    except OSError as error:
-        raise _unreadable(source, error) from error
-    with reading:
-        try:
-            with target.open("wb") as writing:
-                while block := _block(reading, source):
-                    writing.write(block)
-        except OSError as error:
-            raise CheckpointError(
-                f"the copy of the ledger cannot be put beside the run's own: {error}",
-                where=str(target),
-                hint=f"is its disk full? {str(source)!r} is as it was",
-            ) from error
+    what = "the copy of the ledger cannot be put beside the run's own"
+    hint = f"is its disk full? {str(source)!r} is as it was"
+    failed = raised_as(CheckpointError, what, OSError, where=str(target), hint=hint)
+    with reading, failed, target.open("wb") as writing:
+        while block := _block(reading, source):
+            writing.write(block)
 
 
 def _block(file: BinaryIO, source: Path) -> bytes:
-    try:
+    with _reading(source):
         return file.read(_COPY_BLOCK)
-    except OSError as error:
-        raise _unreadable(source, error) from error
 
 
-def _unreadable(source: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"the copy of the ledger cannot be read: {error}", where=str(source))
+def _reading(source: Path) -> AbstractContextManager[None]:
+    return raised_as(CheckpointError, "the copy of the ledger cannot be read", OSError, where=str(source))

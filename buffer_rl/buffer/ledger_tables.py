@@ -47,7 +47,7 @@ class GroupState(StrEnum):
     QUARANTINED = "quarantined"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LedgerEntry:
     """One group's facts. ``reason`` belongs to rejected and quarantined groups, ``step`` to trained ones; ``selected``
     marks a finished group that the step of ``rollout_id`` trains on."""
@@ -63,14 +63,7 @@ class LedgerEntry:
 def entry_of(row: tuple[Any, ...]) -> LedgerEntry:
     """The entry whose ``COLUMNS`` are in the row."""
     state, attempt, rollout_id, reason, step, is_selected = row
-    return LedgerEntry(
-        state=GroupState(state),
-        attempt=attempt,
-        rollout_id=rollout_id,
-        reason=reason,
-        step=step,
-        selected=bool(is_selected),
-    )
+    return LedgerEntry(GroupState(state), attempt, rollout_id, reason, step, bool(is_selected))
 
 
 def leased(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:

@@ -36,7 +36,7 @@ class SameToken(Ledger):
         former = self._tables.fact("incarnation")
         returned = super()._renew_token(reason, keep_selected)
         if former is not None:
-            self._token = former
+            self.fencing_token = former
             self._tables.set_fact("incarnation", former)
         return returned
 
