@@ -136,7 +136,7 @@ class BufferClient:
     ) -> TrainBatch:
         """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
         plan = self.call(BufferState.plan_data, rollout_id, dp_rank, dp_size, num_steps, step, splitting, given, cost)
-        return self._assembled(plan)
+        return assemble(plan, self._resolve)
 
     def put_fields(
         self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None
@@ -188,14 +188,11 @@ class BufferClient:
 
     def _taken(self, answer: tuple[RowsMeta, BatchPlan | None]) -> tuple[RowsMeta, TrainBatch | None]:
         meta, plan = answer
-        return meta, None if plan is None else self._assembled(plan)
+        return meta, None if plan is None else assemble(plan, self._resolve)
 
     def get_progress(self) -> dict[str, Any]:
         """Counts for a display."""
         return self._answers.call(self.actor, BufferActor.get_progress)  # type: ignore[arg-type]
-
-    def _assembled(self, plan: BatchPlan) -> TrainBatch:
-        return assemble(plan, self._resolve)
 
     def _resolve(self, cells: Sequence[Cell]) -> Sequence[Column]:
         """Payloads from the object store, without a copy where they are on this machine."""

@@ -46,8 +46,9 @@ class RowSizes:
     trained: list[float]
 
     @classmethod
-    def of(cls, columns: Mapping[str, Column], num_rows: int) -> RowSizes:
+    def of(cls, columns: Mapping[str, Column | Cell], num_rows: int) -> RowSizes:
         """From the columns ``tokens`` and ``loss_mask``; 0 where there is none."""
+        columns = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
         zeros = [0] * num_rows
         tokens = [len(row) for row in columns["tokens"]] if "tokens" in columns else zeros
         masks = columns.get("loss_mask")
@@ -183,7 +184,7 @@ def assemble(plan: BatchPlan, resolve: Resolve | None = None) -> TrainBatch:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Stored:
+class StoredGroup:
     """One group. given: the fields that it came with. place: the position of each row, once it is asked for. partial:
     rows by position, of fields that lack some rows yet."""
 
@@ -202,7 +203,7 @@ class ColumnStore:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[GroupUid, _Stored] = {}
+        self._groups: dict[GroupUid, StoredGroup] = {}
 
     def put(
         self,
@@ -216,13 +217,11 @@ class ColumnStore:
 
         Raises BufferStateError if the group is there already."""
         self.require_new(uid)
-        if sizes is None:
-            inline = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
-            sizes = RowSizes.of(inline, len(row_ids))
+        sizes = sizes or RowSizes.of(columns, len(row_ids))
         cells = {name: column if isinstance(column, Cell) else Cell.of(column) for name, column in columns.items()}
         if "loss_mask" in cells:
             cells |= {name: Cell.of(column) for name, column in sample_sizes(row_ids, sizes).items()}
-        self._groups[uid] = _Stored(rows=list(row_ids), cells=cells, sizes=sizes, given=frozenset(cells))
+        self._groups[uid] = StoredGroup(rows=list(row_ids), cells=cells, sizes=sizes, given=frozenset(cells))
 
     def require_new(self, uid: GroupUid) -> None:
         """Raises BufferStateError if the group is there already."""
@@ -231,7 +230,7 @@ class ColumnStore:
 
     def check_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> None:
         """Raises what ``put_field`` would raise; changes nothing."""
-        group = self._group(uid)
+        group = self[uid]
         complete = group.cells.get(name)
         if complete is not None and complete.inline is None:
             raise BufferStateError(f"field {name!r} of group {uid} came with the group and is not derived")
@@ -246,7 +245,7 @@ class ColumnStore:
         """Add a derived field for some of the group's rows, by their position. Returns whether this completed it:
         all rows came. Raises BufferStateError if a row was written before with other content."""
         self.check_field(uid, name, rows)
-        group = self._group(uid)
+        group = self[uid]
         if name in group.cells:
             return False
         merged = group.partial.setdefault(name, {})
@@ -257,14 +256,6 @@ class ColumnStore:
         group.cells[name] = Cell.of([merged[position] for position in range(len(merged))])
         return True
 
-    def rows(self, uid: GroupUid) -> list[RowId]:
-        """The group's row ids, in the order of its cells."""
-        return self._group(uid).rows
-
-    def sizes(self, uid: GroupUid) -> RowSizes:
-        """Tokens of each row."""
-        return self._group(uid).sizes
-
     def position(self, row: RowId) -> int | None:
         """Where a row is in its group's cells; None if it is unknown."""
         group = self._groups.get(row.uid)
@@ -272,23 +263,11 @@ class ColumnStore:
             group.place = {known: position for position, known in enumerate(group.rows)}
         return None if group is None else group.place.get(row)
 
-    def cells(self, uid: GroupUid) -> Mapping[str, Cell]:
-        """The fields that all rows of the group have."""
-        return self._group(uid).cells
-
-    def given(self, uid: GroupUid) -> frozenset[str]:
-        """The fields that the group came with, from its producer."""
-        return self._group(uid).given
-
-    def oldest_version(self, uid: GroupUid) -> int | None:
-        """See ``oldest_version``, of the group's columns."""
-        return oldest_version(self._group(uid).cells)
-
     def drop(self, uid: GroupUid) -> None:
         """Forget a group; unknown uids are ignored."""
         self._groups.pop(uid, None)
 
-    def _group(self, uid: GroupUid) -> _Stored:
+    def __getitem__(self, uid: GroupUid) -> StoredGroup:
         group = self._groups.get(uid)
         if group is None:
             raise BufferStateError(

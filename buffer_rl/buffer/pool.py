@@ -2,7 +2,7 @@
 
 While its selection is open, finished groups are added, roles fill in derived fields, and each reading task gets every
 group in one deal, when its fields are there (``get_meta``). Once it is closed, with the groups that the step trains on,
-the whole batch can be read too (``plan``, ``share``).
+the whole batch can be read too (``share``).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class DataPool:
     @property
     def num_rows(self) -> int:
         """Rows of all groups."""
-        return sum(len(self._store.rows(uid)) for uid in self.selection.uids)
+        return sum(len(self._store[uid].rows) for uid in self.selection.uids)
 
     def pinned(self) -> set[GroupUid]:
         """Groups that the step must train on: a final reader got them."""
@@ -149,7 +149,7 @@ class DataPool:
         uids = reader.deal(request, self.selection.closed)
         return RowsMeta(
             task=self.task,
-            row_ids=RowIds(row for uid in uids or () if uid in self.selection for row in self._store.rows(uid)),
+            row_ids=RowIds(row for uid in uids or () if uid in self.selection for row in self._store[uid].rows),
             dealt=uids is not None,
             ended=uids is None and self.selection.closed and reader.is_done(len(self.selection)),
             generation=reader.generation,
@@ -164,7 +164,7 @@ class DataPool:
         if reader is None:
             return 0
         lost = [
-            uid for uid in reader.delivered() if reader.is_final or not reader.produces <= self._store.cells(uid).keys()
+            uid for uid in reader.delivered() if reader.is_final or not reader.produces <= self._store[uid].cells.keys()
         ]
         reader.requeue(lost)
         return len(lost)
@@ -186,17 +186,6 @@ class DataPool:
 
     # -- reading when it is closed -------------------------------------------------------------------
 
-    def plan(self, num_steps: int = 1, step: int = 0) -> BatchPlan:
-        """The rows of the task, with the fields that every group has by now.
-
-        num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the
-        groups are dealt, in uid order, one to each mini-batch in turn, so the first ones have one more where the
-        number does not divide, and each has its share of every source. Raises BufferStateError if there is no such
-        mini-batch, or while the rollout still runs.
-        """
-        uids = self._mini_batch(num_steps, step)
-        return self._plan([(uid, self._positions(uid)) for uid in uids], self._common_fields(uids))
-
     def share(
         self,
         dp_rank: int,
@@ -207,12 +196,15 @@ class DataPool:
         given: bool = False,
         cost: RowCost | None = None,
     ) -> BatchPlan:
-        """The rows of one data-parallel replica in mini-batch ``step`` of ``num_steps`` (see ``plan``), balanced by
-        ``cost``, or by tokens if it is None. The first call fixes the assignment; repeats return the same rows,
-        whatever their ``cost``.
+        """The rows of one data-parallel replica, with the fields that every group has by now, balanced by ``cost``, or
+        by tokens if it is None. The first call fixes the assignment; repeats return the same rows, whatever their
+        ``cost``.
 
-        splitting: what goes to one replica as a whole. given: only the fields that the groups came with, without those
-        that roles added. Raises BufferStateError if there is less to split than replicas."""
+        num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the
+        groups are dealt, in uid order, one to each mini-batch in turn, so the first ones have one more where the
+        number does not divide, and each has its share of every source. splitting: what goes to one replica as a whole.
+        given: only the fields that the groups came with, without those that roles added. Raises BufferStateError if
+        there is no such mini-batch, while the rollout still runs, or if there is less to split than replicas."""
         if not 0 <= dp_rank < dp_size:
             raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
         uids = self._mini_batch(num_steps, step)
@@ -220,7 +212,7 @@ class DataPool:
         if key not in self._assignments:
             self._assignments[key] = self._assign(uids, dp_size, splitting, cost)
         mine = self._assignments[key][dp_rank]
-        names = [n for n in self._common_fields(uids) if not given or all(n in self._store.given(uid) for uid in uids)]
+        names = [n for n in self._common_fields(uids) if not given or all(n in self._store[uid].given for uid in uids)]
         return self._plan([(uid, mine[uid]) for uid in uids if uid in mine], names)
 
     # -- helpers -------------------------------------------------------------------------------------
@@ -255,19 +247,19 @@ class DataPool:
 
     def _loads(self, uid: GroupUid, cost: RowCost | None) -> list[int]:
         """Of each row of a group. Its trained tokens stand for those of its response, which only the payload has."""
-        sizes = self._store.sizes(uid)
+        sizes = self._store[uid].sizes
         if cost is None:
             return sizes.tokens
         return [cost.forward(*row) for row in zip(sizes.tokens, map(int, sizes.trained), strict=True)]
 
     def _positions(self, uid: GroupUid) -> list[int]:
-        return list(range(len(self._store.rows(uid))))
+        return list(range(len(self._store[uid].rows)))
 
     def _plan(self, slices: Sequence[tuple[GroupUid, list[int]]], names: Sequence[str]) -> BatchPlan:
         """Of each group the rows at these positions, with the fields ``names``, which it has."""
         parts = []
         for uid, positions in slices:
-            cells, rows = self._store.cells(uid), self._store.rows(uid)
+            cells, rows = self._store[uid].cells, self._store[uid].rows
             parts.append(
                 GroupSlice(
                     row_ids=[rows[position] for position in positions],
@@ -278,7 +270,7 @@ class DataPool:
         return BatchPlan(rollout_id=self.rollout_id, task=self.task, slices=parts)
 
     def _common_fields(self, uids: Sequence[GroupUid]) -> list[str]:
-        cells = [self._store.cells(uid) for uid in uids]
+        cells = [self._store[uid].cells for uid in uids]
         return [name for name in cells[0] if all(name in other for other in cells)] if cells else []
 
     def _position(self, row: RowId) -> int:
@@ -303,7 +295,7 @@ class DataPool:
         return reader
 
     def _mark_ready(self, uid: GroupUid) -> None:
-        there = self._store.cells(uid).keys()
+        there = self._store[uid].cells.keys()
         limit = self.selection.num_groups
         for reader in self._readers.values():
             if not reader.fields <= there:
@@ -312,7 +304,7 @@ class DataPool:
                 if limit is not None and uid not in self._reserved and len(self._reserved) >= limit:
                     continue
                 self._reserved.add(uid)
-            reader.mark_ready(uid, self._store.sizes(uid).tokens)
+            reader.mark_ready(uid, self._store[uid].sizes.tokens)
 
     def _mini_batch(self, num_steps: int, step: int) -> list[GroupUid]:
         if not self.selection.closed:
@@ -333,7 +325,7 @@ class DataPool:
     def require_equal_fields(self, uids: Sequence[GroupUid], foreign: Collection[GroupUid] = ()) -> None:
         """Raises BufferStateError if these groups have different fields from their producer; the ``foreign`` ones among
         them may have ``rollout_log_probs`` by themselves. Derived fields come later and one by one."""
-        given = {uid: self._store.given(uid) - DERIVED_FIELDS for uid in uids}
+        given = {uid: self._store[uid].given - DERIVED_FIELDS for uid in uids}
         outside = set(foreign)
         first = given[min(given, key=lambda uid: (uid in outside, uid))] if given else frozenset()
         either = {first, first | {"rollout_log_probs"}}
@@ -364,10 +356,7 @@ def check_group(
         lengths |= {"sizes": len(sizes.tokens), "trained sizes": len(sizes.trained)}
     if not row_ids or any(length != len(row_ids) for length in lengths.values()):
         raise BufferStateError(f"group {uid} has {len(row_ids)} rows and columns of lengths {lengths}")
-    if sizes is None:
-        here = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
-        sizes = RowSizes.of(here, len(row_ids))
-    return sizes
+    return sizes or RowSizes.of(columns, len(row_ids))
 
 
 def split_groups(

@@ -215,14 +215,9 @@ class Reader:
                 self._deal_to_one(request, closed)
         return made[request.deal] if request.deal < len(made) else None
 
-    @property
-    def num_marked(self) -> int:
-        """Groups that were marked ready, delivered or not."""
-        return len(self._marked)
-
     def is_done(self, num_groups: int) -> bool:
         """Whether there will be no further deal in a closed pool of ``num_groups``."""
-        return self.num_marked == num_groups and not self._ready
+        return len(self._marked) == num_groups and not self._ready
 
     def delivered(self) -> list[GroupUid]:
         """The groups of all deals, in that order."""

@@ -20,7 +20,7 @@ from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.queue import Admitted, GroupQueue, RequeueRule, oldest_version
 from buffer_rl.errors import BufferRestartedError, BufferStateError, PayloadLostError
-from buffer_rl.records.groups import GroupUid, QueueHeader, SampleGroup, Ticket
+from buffer_rl.records.groups import GroupUid, SampleGroup, Ticket
 
 QUARANTINED = "quarantined"
 """What drops are counted as that are quarantined; the ledger has each one's reason."""
@@ -166,10 +166,6 @@ class Rollouts:
         parts = [self._for_next_worker(replace(ticket, num_groups=size, num_parts=num_parts)) for size in sizes]
         rollout.missing = Counter({ticket.worker: 0, **{part.worker: part.num_groups for part in parts}})
         return parts
-
-    def headers(self) -> list[QueueHeader]:
-        """What a buffer filter sees: the queue's groups, the next one first."""
-        return self.queue.headers(self._rule)
 
     def lease(
         self, ticket: Ticket, num_samples: int, chosen: Sequence[GroupUid] | None, version: int

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, have_versions
+from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, have_versions, oldest_version
 from buffer_rl.buffer.ledger import RunRecord
 from buffer_rl.buffer.pool import DataPool
 from buffer_rl.buffer.rollouts import SURPLUS, TOO_OLD, Lease, Rollouts
@@ -343,7 +343,7 @@ class Selections:
         that were leased."""
         staleness = []
         for uid in chosen:
-            if (oldest := self._stores[False].oldest_version(uid)) is None:
+            if (oldest := oldest_version(self._stores[False][uid].cells)) is None:
                 continue
             staleness.append(step - oldest)
             if self._bound is not None and not self._rollouts.finished[uid].imported:
@@ -389,7 +389,7 @@ class Selections:
             for uid, lease in self._rollouts.finished.items()
             if lease.foreign
             and uid in self._window
-            and (self._stores[False].oldest_version(uid) or 0) < step - self._bound
+            and (oldest_version(self._stores[False][uid].cells) or 0) < step - self._bound
         ]
         if late:
             self._rollouts.reject_too_old(late)
@@ -430,8 +430,8 @@ def selection_metrics(store: ColumnStore, uids: Iterable[GroupUid], window: Wind
     values: dict[str, list[float]] = {}
     longest, zero_std, mixed, recomputed = 0.0, [], [], []
     for uid in uids:
-        cells = store.cells(uid)
-        samples = [row.sample_index for row in store.rows(uid)]
+        cells = store[uid].cells
+        samples = [row.sample_index for row in store[uid].rows]
         columns = {name: np.asarray(cells[name].inline) for name in _READ if _is_inline(cells.get(name))}
         for name in _MEANS.keys() & columns.keys():
             means = sample_means(samples, columns[name].astype(np.float64).tolist())

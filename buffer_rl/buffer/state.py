@@ -130,7 +130,7 @@ class BufferState:
     @reads
     def get_headers(self) -> list[QueueHeader]:
         """What a buffer filter sees: the queue's groups, the next one first."""
-        return self._rollouts.headers()
+        return self._rollouts.queue.headers(self._rule)
 
     @mutates
     def get_samples(

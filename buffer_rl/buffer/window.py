@@ -46,18 +46,13 @@ class Window:
         self._groups_per_step = groups_per_step
         self._size = size
         self._places: dict[GroupUid, _Place] = {}
-        self._num_finished = 0
+        self.num_finished = 0  # live groups that can be taken
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __contains__(self, uid: GroupUid) -> bool:
         return uid in self._places
-
-    @property
-    def num_finished(self) -> int:
-        """Live groups that can be taken."""
-        return self._num_finished
 
     @property
     def num_passed(self) -> int:
@@ -72,12 +67,12 @@ class Window:
     def finish(self, uid: GroupUid) -> None:
         """A live group can be taken."""
         self._places[uid].finished = True
-        self._num_finished += 1
+        self.num_finished += 1
 
     def leave(self, uid: GroupUid) -> None:
         """A group is rejected, requeued or lost; one that is not live is ignored."""
         if (place := self._places.pop(uid, None)) is not None:
-            self._num_finished -= place.finished
+            self.num_finished -= place.finished
 
     def certain(self) -> list[GroupUid]:
         """Finished groups with fewer than P live ones before them. Whatever comes, the next step takes them: a new
@@ -88,7 +83,7 @@ class Window:
         """The groups that the next step takes, oldest first; None if there are too few, or one would be passed too
         often. num_groups: how many, by default P; for a short step all that are live. Changes nothing."""
         wanted = self._groups_per_step if num_groups is None else num_groups
-        if self._num_finished < wanted:
+        if self.num_finished < wanted:
             return None
         chosen: list[GroupUid] = []
         for uid, place in self._places.items():

@@ -94,7 +94,7 @@ def pieces(pool: DataPool, way: str) -> Iterator[TrainBatch]:
     """The step's rows as one rank, as two ranks, or group by group."""
     if way == "streamed":
         for uid in reversed(pool.selection.uids):
-            rows = [row for row in assemble(pool.plan()).row_ids if row.uid == uid]
+            rows = [row for row in assemble(pool.share(0, 1)).row_ids if row.uid == uid]
             yield assemble(pool.plan_rows(rows))
         return
     ranks = 2 if way == "two ranks" else 1

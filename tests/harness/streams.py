@@ -75,7 +75,7 @@ class Store:
 
     def fields(self, name: str, selection: int = 0) -> list[float]:
         """The first value of the field of each row of a closed selection."""
-        return [float(np.ravel(row)[0]) for row in assemble(self.pools[f"train_{selection}"].plan()).columns[name]]
+        return [float(np.ravel(row)[0]) for row in assemble(self.pools[f"train_{selection}"].share(0, 1)).columns[name]]
 
     def take(self, task: str, request: ReadRequest, timeout_s: float) -> tuple[RowsMeta, TrainBatch | None]:
         pool = self.pools[task]

@@ -516,7 +516,7 @@ def test_a_group_without_a_lease_is_trained_on_within_the_bound_and_later_it_is_
     entry = run.state.ledger.entry(late)
     assert (entry.state, entry.reason) == (GroupState.REJECTED, "too_old")
     with pytest.raises(BufferStateError, match="no stored payload"):
-        run.state._selections._stores[False].rows(late)
+        run.state._selections._stores[False][late]
     assert run.state.ledger.entry(young[0]).state is GroupState.TRAINED
     assert run.state.get_pending([late, young[0], GroupUid("theirs", 70, 0)]) == [GroupUid("theirs", 70, 0)]
 

@@ -300,7 +300,7 @@ def test_whatever_the_order_of_events_all_ranks_agree_and_every_group_is_in_one_
         else:
             assert deal == ranks[who], "a deal that was made is not there"
     everything = [row for rows in answers.values() for row in rows]
-    assert sorted(everything) == sorted(row for uid in p.pool.selection.uids for row in p.store.rows(uid))
+    assert sorted(everything) == sorted(row for uid in p.pool.selection.uids for row in p.store[uid].rows)
     assert all(ends[replica, 0] == ends[replica, 1] for replica in range(num_replicas))
     if together:
         assert len(set(ends.values())) == 1

@@ -48,7 +48,7 @@ class Pool:
         return uid
 
     def put(self, uid: GroupUid, name: str, value: float = 0.0) -> None:
-        rows = self.plane.rows(uid)
+        rows = self.plane[uid].rows
         self.pool.put_fields(rows, {name: [np.full(2, value, dtype=np.float32) for _ in rows]})
 
     def read(self, reader: str, fields: frozenset[str] = SAMPLED, num_rows: int = 100, **more: Any) -> RowsMeta:
@@ -136,11 +136,11 @@ def test_what_a_lost_reader_had_and_did_not_write_is_handed_out_again_first() ->
     assert p.requeue("ref") == 2
     late = [np.full(2, 9.0, dtype=np.float32)]
     p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, Writer(reader="ref", generation=before.generation))
-    assert "ref_log_probs" not in p.plane.cells(uids[0]), "a replaced process still wrote"
+    assert "ref_log_probs" not in p.plane[uids[0]].cells, "a replaced process still wrote"
     after = p.read("ref")
     assert groups_in(after) == [0, 2, 3]
     p.pool.put_fields([RowId(uids[0], 0)], {"ref_log_probs": late}, Writer(reader="ref", generation=after.generation))
-    assert "ref_log_probs" in p.plane.cells(uids[0])
+    assert "ref_log_probs" in p.plane[uids[0]].cells
     assert p.pool.requeue_for_readers("nobody") == 0
 
 
@@ -263,7 +263,7 @@ def test_whatever_the_order_of_events_every_kept_row_reaches_every_task_once(
             )
         seen[reader] += meta.row_ids
         for uid in {row.uid for row in meta.row_ids}:
-            assert [row for row in meta.row_ids if row.uid == uid] == p.plane.rows(uid), "a prompt was cut in two"
+            assert [row for row in meta.row_ids if row.uid == uid] == p.plane[uid].rows, "a prompt was cut in two"
         return meta.ended
 
     while to_add or not p.pool.selection.closed:
@@ -286,7 +286,7 @@ def test_whatever_the_order_of_events_every_kept_row_reaches_every_task_once(
     pending_fields.clear()
     for _ in range(200):
         read("train")
-    expected = {row for uid in kept for row in p.plane.rows(uid)}
+    expected = {row for uid in kept for row in p.plane[uid].rows}
     for rows in seen.values():
         assert len(rows) == len(set(rows)), "a row was handed out twice"
         assert expected <= set(rows)
@@ -315,7 +315,7 @@ class RestartingReader:
         assert len(set(meta.row_ids)) == len(meta.row_ids)
         for uid in dict.fromkeys(row.uid for row in meta.row_ids):
             assert uid not in self.held, "a row was handed out twice"
-            assert [row for row in meta.row_ids if row.uid == uid] == self.pool.plane.rows(uid)
+            assert [row for row in meta.row_ids if row.uid == uid] == self.pool.plane[uid].rows
             self.held.add(uid)
             self.pending.append((uid, meta.generation))
         return meta.ended
@@ -323,19 +323,19 @@ class RestartingReader:
     def write(self) -> None:
         """Deliver one pending result, maybe of a process that was replaced since."""
         uid, generation = self.pending.pop(self.rng.randrange(len(self.pending)))
-        rows = self.pool.plane.rows(uid)
+        rows = self.pool.plane[uid].rows
         values = [np.full(2, row.uid.row, dtype=np.float32) for row in rows]
         self.pool.pool.put_fields(rows, {self.field: values}, Writer(reader=self.name, generation=generation))
 
     def restart(self) -> None:
-        lost = {uid for uid in self.held if self.field not in self.pool.plane.cells(uid)}
+        lost = {uid for uid in self.held if self.field not in self.pool.plane[uid].cells}
         # More of a reader with several ranks: what was dealt to ranks that did not ask for it yet.
         num_lost = self.pool.requeue(self.name)
         assert num_lost == len(lost) if self.ranks == 1 else num_lost >= len(lost)
         self.held -= lost
 
     def is_complete(self, uids: list[GroupUid]) -> bool:
-        return all(self.field in self.pool.plane.cells(uid) for uid in uids)
+        return all(self.field in self.pool.plane[uid].cells for uid in uids)
 
 
 @settings(max_examples=60)
@@ -393,15 +393,15 @@ def test_a_refused_write_changes_no_field_of_any_group() -> None:
     p = Pool()
     first, second = p.add(1), p.add(2)
     p.put(second, "ref_log_probs", 1.0)
-    rows = [*p.plane.rows(first), *p.plane.rows(second)]
+    rows = [*p.plane[first].rows, *p.plane[second].rows]
     zeros = [np.zeros(2, dtype=np.float32)] * 4
     with pytest.raises(BufferStateError, match="with other content"):
         p.pool.put_fields(rows, {"ref_log_probs": zeros})
     with pytest.raises(BufferStateError, match="has 1 rows for 4 ids"):
         p.pool.put_fields(rows, {"old_log_probs": zeros, "advantages": zeros[:1]})
     stored = SAMPLED | {"sample_total_tokens", "sample_parts"}
-    assert p.plane.cells(first).keys() == stored
-    assert p.plane.cells(second).keys() == stored | {"ref_log_probs"}
+    assert p.plane[first].cells.keys() == stored
+    assert p.plane[second].cells.keys() == stored | {"ref_log_probs"}
 
 
 def test_a_group_that_the_step_was_closed_without_is_left_out_of_what_a_reader_was_handed() -> None:

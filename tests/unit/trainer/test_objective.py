@@ -74,7 +74,7 @@ def test_a_sample_weighs_the_same_whatever_its_number_of_parts(
     mode: str, make_args: MakeArgs, pool: DataPool, exact: Any
 ) -> None:
     """The supervised loss and the policy loss, in micro-batches of one to three rows, which separate the parts."""
-    batch = assemble(pool.plan())
+    batch = assemble(pool.share(0, 1))
     assert sum(map(len, PARTS)) < len(batch)
 
     def likelihood(log_probs: torch.Tensor, ids: torch.Tensor, _row: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_the_entropy_carries_its_gradient_into_a_loss_of_ones_own(
 
     (tmp_path / "own.py").write_text(OWN)
     path = f"{tmp_path}/own.py:negative_entropy"
-    wanted = formula(exact, assemble(pool.plan()), "token-mean", negative_entropy)
+    wanted = formula(exact, assemble(pool.share(0, 1)), "token-mean", negative_entropy)
     for args in (make_args(custom_loss_function_path=path), make_args(loss_type=path)):
         trainer = make_trainer(args)
         for way in WAYS:

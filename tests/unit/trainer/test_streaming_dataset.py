@@ -286,7 +286,7 @@ class Reading:
         for uid in list(self.unwritten) if every else self.rng.sample(self.unwritten, min(1, len(self.unwritten))):
             self.unwritten.remove(uid)
             if uid in self.store.pool.selection:
-                rows = self.store.plane.rows(uid)
+                rows = self.store.plane[uid].rows
                 self.store.pool.put_fields(rows, {"ref_log_probs": [np.zeros(2, dtype=np.float32)] * len(rows)})
 
     def first_pass(self) -> list[list[TrainBatch]]:
@@ -325,7 +325,7 @@ def test_every_row_comes_once_in_each_pass_whenever_its_fields_become_ready(
             assert all(batch is before for batch, before in zip(dataset, batches, strict=True))
         assert (store.asked, len(store.ahead)) == asked
     rows = [row for batches in first for batch in batches for row in batch.row_ids]
-    expected = {row for uid in reading.kept for row in store.plane.rows(uid)}
+    expected = {row for uid in reading.kept for row in store.plane[uid].rows}
     assert len(rows) == len(set(rows)), "a row came twice"
     assert expected <= set(rows), "a row did not come"
     assert len(store.fields("score")) == len(expected)
