@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
-from buffer_rl.errors import BufferRLError, RolloutError, short_repr
+from buffer_rl.errors import BufferRLError, RolloutError, raised_as, short_repr
 from buffer_rl.files.hf_config import expert_sizes
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plan.algorithm import is_supervised
@@ -152,31 +152,21 @@ class GroupConverter:
 
     def _replay_columns(self, group: SampleGroup, samples: Sequence[Sample]) -> dict[str, Column]:
         """What the engine said about its tokens, whatever the user's conversion makes of them."""
-        columns = self._kept_columns(samples) | self._version_columns(samples)
+        columns: dict[str, Column] = {}
+        if self.args.replay_kept_tokens:
+            rows = [_kept(self.args, sample) for sample in samples]
+            columns["kept_tokens"] = [np.frombuffer(b"".join(row), dtype=np.int32) for row in rows]
+            columns["kept_counts"] = [np.array([len(ids) // 4 for ids in row], dtype=np.int32) for row in rows]
+        if self.mixes_versions:
+            newest = [max((span.version for span in s.weight_versions), default=NO_VERSION) for s in samples]
+            columns["weight_version"] = np.asarray([_oldest_version(s) for s in samples], dtype=np.int32)
+            columns["newest_weight_version"] = np.asarray(newest, dtype=np.int32)
         if self.experts is not None:
             foreign = group.foreign
             columns["routed_experts"] = [_experts(self.args, self.experts, sample, foreign) for sample in samples]
             recomputed = [sample.__dict__.get("experts_recomputed", 0) for sample in samples]
             columns["experts_recomputed"] = np.asarray(recomputed, dtype=np.int32)
         return columns
-
-    def _kept_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
-        if not self.args.replay_kept_tokens:
-            return {}
-        rows = [_kept(self.args, sample) for sample in samples]
-        return {
-            "kept_tokens": [np.frombuffer(b"".join(row), dtype=np.int32) for row in rows],
-            "kept_counts": [np.array([len(ids) // 4 for ids in row], dtype=np.int32) for row in rows],
-        }
-
-    def _version_columns(self, samples: Sequence[Sample]) -> dict[str, Column]:
-        if not self.mixes_versions:
-            return {}
-        newest = [max((span.version for span in s.weight_versions), default=NO_VERSION) for s in samples]
-        return {
-            "weight_version": np.asarray([_oldest_version(s) for s in samples], dtype=np.int32),
-            "newest_weight_version": np.asarray(newest, dtype=np.int32),
-        }
 
     def _raw_rewards(self, samples: Sequence[Sample]) -> np.ndarray:
         rewards = []
@@ -239,13 +229,11 @@ def checked_columns(answer: object, samples: Sequence[Sample], where: str) -> di
             what = short_repr(column) if rows is None else f"{rows} rows"
             raise RolloutError(f"column {name!r} has {what}", where=where, expected=f"{num_rows} rows")
     columns: dict[str, Column] = dict(answer)
-    try:
+    with raised_as(RolloutError, "a column holds no numbers", (TypeError, ValueError, OverflowError), where=where):
         columns["tokens"] = [np.asarray(row, dtype=np.int32) for row in answer["tokens"]]
         columns["response_length"] = np.asarray(answer["response_length"], dtype=np.int32)
         columns["loss_mask"] = [np.asarray(row, dtype=np.float32) for row in answer["loss_mask"]]
         columns["reward"] = np.asarray(answer["reward"], dtype=np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RolloutError(f"a column holds no numbers: {error}", where=where) from error
     if not np.isfinite(columns["reward"]).all():
         raise RolloutError("column 'reward' is not finite", where=where)
     for length, mask, tokens in zip(columns["response_length"], columns["loss_mask"], columns["tokens"], strict=True):
@@ -409,15 +397,20 @@ def _kept(args: Args, sample: Sample) -> list[bytes]:
     if kept is None and sample.remove_sample:
         return [b""] * sample.response_length
     if kept is None:
-        raise _unusable(
+        raise _not_replayed(
+            args,
             sample,
-            f"--replay-kept-tokens: it has no rollout_kept_tokens, of the engine {args.rollout_engine!r}"
-            + (f" at {args.router_url}" if args.router_url else ""),
+            "kept_tokens",
             "top_p_token_ids and top_p_token_offsets in the answers of /generate, as of the embedded engine (of one of "
             "your own, with its --return-kept-tokens), or output_token_sampling_mask, as of SGLang with --router smg; "
             "kept by the generate function",
         )
     return _one_each(sample, kept, "rollout_kept_tokens")
+
+
+def _not_replayed(args: Args, sample: Sample, name: str, expected: str) -> RolloutError:
+    what = f"--replay-{name.replace('_', '-')}: it has no rollout_{name}, of the engine {args.rollout_engine!r}"
+    return _unusable(sample, what + (f" at {args.router_url}" if args.router_url else ""), expected)
 
 
 def _experts(args: Args, sizes: ExpertSizes, sample: Sample, foreign: bool) -> np.ndarray:
@@ -426,10 +419,10 @@ def _experts(args: Args, sizes: ExpertSizes, sample: Sample, foreign: bool) -> n
     if experts is None and (foreign or sample.remove_sample):
         return sizes.none()
     if experts is None:
-        raise _unusable(
+        raise _not_replayed(
+            args,
             sample,
-            f"--replay-routed-experts: it has no rollout_routed_experts, of the engine {args.rollout_engine!r}"
-            + (f" at {args.router_url}" if args.router_url else ""),
+            "routed_experts",
             "routed_experts in the answers of /generate, as of the embedded engine (of one of your own, with its "
             "--return-routed-experts), or of SGLang with --router smg; kept by the generate function",
         )
@@ -449,7 +442,7 @@ def _experts(args: Args, sizes: ExpertSizes, sample: Sample, foreign: bool) -> n
 
 
 def _per_token(sample: Sample, values: Sequence[float], name: str) -> np.ndarray:
-    return _array(sample, _one_each(sample, values, name), name, lambda v: np.asarray(v, dtype=np.float32))
+    return _array(sample, _one_each(sample, values, name), name, np.float32)
 
 
 def _one_each(sample: Sample, values: Values, name: str) -> Values:
@@ -459,11 +452,9 @@ def _one_each(sample: Sample, values: Values, name: str) -> Values:
     return values
 
 
-def _array(
-    sample: Sample, values: Sequence[Any], name: str, make: Callable[[Sequence[Any]], np.ndarray] = np.asarray
-) -> np.ndarray:
+def _array(sample: Sample, values: Sequence[Any], name: str, dtype: Any = None) -> np.ndarray:
     try:
-        return make(values)
+        return np.asarray(values, dtype=dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise _unusable(sample, f"its {name} are no numbers: {error}", "numbers") from error
 

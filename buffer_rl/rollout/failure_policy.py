@@ -238,8 +238,9 @@ class Canary:
         return True
 
 
-def quarantine_record(group: SampleGroup, task: str, failure: AttemptFailure, attempts: int) -> dict[str, Any]:
-    """The line of one group: uid, the beginning of its prompt, and the end of its error.
+def write_record(run_dir: Path, group: SampleGroup, task: str, failure: AttemptFailure, attempts: int) -> None:
+    """Append the line of one group: uid, the beginning of its prompt, and the end of its error. Several workers may
+    write one file.
 
     attempts: how many attempts at it failed in this domain."""
     prompt = group[0].prompt
@@ -253,12 +254,6 @@ def quarantine_record(group: SampleGroup, task: str, failure: AttemptFailure, at
         "prompt": text[:EXCERPT_CHARS],
         "error": str(failure.error)[-ERROR_CHARS:],
     }
-    masked: dict[str, Any] = mask_secrets(record)
-    return masked
-
-
-def write_record(run_dir: Path, group: SampleGroup, task: str, failure: AttemptFailure, attempts: int) -> None:
-    """Append the group's line; several workers may write one file."""
-    line = json.dumps(quarantine_record(group, task, failure, attempts), ensure_ascii=False) + "\n"
+    line = json.dumps(mask_secrets(record), ensure_ascii=False) + "\n"
     with (run_dir / QUARANTINE_FILE).open("ab") as file:
         file.write(line.encode("utf-8", errors=SURROGATES))

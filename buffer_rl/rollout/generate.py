@@ -41,10 +41,7 @@ def sampling_params_for(args: Args, evaluation: bool) -> dict[str, Any]:
         return getattr(args, f"rollout_{name}") if value is None else value
 
     params: dict[str, Any] = {
-        "temperature": chosen("temperature"),
-        "top_p": chosen("top_p"),
-        "top_k": chosen("top_k"),
-        "min_p": chosen("min_p"),
+        **{name: chosen(name) for name in ("temperature", "top_p", "top_k", "min_p")},
         "max_new_tokens": chosen("max_response_len"),
         "skip_special_tokens": args.rollout_skip_special_tokens,
         "no_stop_trim": True,

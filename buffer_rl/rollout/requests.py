@@ -32,6 +32,8 @@ REPEAT_S = 0.5
 """A request may reach its engine after the abort did, so the abort is repeated until every answer is here."""
 GRACE_S = 30.0
 """An abort is answered at once; a generate function of the user that takes longer than this to end is cancelled."""
+Asked = tuple[list[int], dict[str, Any], str]
+"""What a row asks for: the ids of its prompt, its sampling parameters, and its ``routing_key``."""
 
 
 def shared_seed(run_seed: int, uid: GroupUid, sample_index: int, part: int = 0, number: int = 0) -> int:
@@ -115,7 +117,7 @@ async def answers_for(
     engine = _engine_of(lease, first)
     shared = SharedRequest(lease.requests or Requests(), lease, engine, first)
     with _naming(first):
-        results = await shared.results(input_ids, sampling_params, routing_key(first), len(samples))
+        results = await shared.results((input_ids, sampling_params, routing_key(first)), len(samples))
     return [_checked(sample, result) for sample, result in zip(samples, results, strict=False)]
 
 
@@ -160,7 +162,7 @@ async def _result(
     if params.get("sampling_seed") is None:
         if gather and number == 0:
             shared = requests.shared(lease, engine, sample)
-            if (result := await shared.join(sample.sample_index % ROWS, input_ids, params, key)) is not None:
+            if (result := await shared.join(sample.sample_index % ROWS, (input_ids, params, key))) is not None:
                 return result
         seed = sampling_seed(lease.context.seed, sample.row_id.uid, sample.sample_index, sample.part, number)
         params = {**params, "sampling_seed": seed}
@@ -234,9 +236,7 @@ class _Joined:
     """A sample that asks for a place in a shared request. answer: None where it has to ask alone."""
 
     position: int
-    input_ids: list[int]
-    params: dict[str, Any]
-    key: str
+    asked: Asked
     answer: asyncio.Future[GenerateResult | None]
 
 
@@ -254,13 +254,10 @@ class SharedRequest:
         self._joined: list[_Joined] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def join(
-        self, position: int, input_ids: list[int], params: dict[str, Any], key: str
-    ) -> GenerateResult | None:
-        """The answer to row ``position``; None if it has no place in the request. Raises what the request raised.
-        key: see ``routing_key``."""
+    async def join(self, position: int, asked: Asked) -> GenerateResult | None:
+        """The answer to row ``position``; None if it has no place in the request. Raises what the request raised."""
         answer: asyncio.Future[GenerateResult | None] = asyncio.get_running_loop().create_future()
-        self._joined.append(_Joined(position=position, input_ids=input_ids, params=params, key=key, answer=answer))
+        self._joined.append(_Joined(position=position, asked=asked, answer=answer))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -275,8 +272,7 @@ class SharedRequest:
         try:
             for joined in sorted(self._joined, key=lambda joined: joined.position):
                 first = rows[0] if rows else joined
-                is_equal = (joined.input_ids, joined.params, joined.key) == (first.input_ids, first.params, first.key)
-                if joined.position == len(rows) and is_equal and not joined.answer.done():
+                if joined.position == len(rows) and joined.asked == first.asked and not joined.answer.done():
                     rows.append(joined)
         except Exception:  # fault boundary: parameters are the user's, and may not compare; each shows its error alone
             rows = []
@@ -291,11 +287,9 @@ class SharedRequest:
 
     async def _ask(self, rows: list[_Joined]) -> None:
         waiting = [row.answer for row in rows]
-        first = rows[0]
+        results: Sequence[GenerateResult | None]
         try:
-            results: Sequence[GenerateResult | None] = await self.results(
-                first.input_ids, first.params, first.key, len(rows)
-            ) or [None] * len(rows)
+            results = await self.results(rows[0].asked, len(rows)) or [None] * len(rows)
         except Exception as error:  # fault boundary: every row raises it where it is awaited
             for answer in waiting:
                 if not answer.done():
@@ -308,10 +302,9 @@ class SharedRequest:
             for answer in waiting:  # what is not answered yet: this task is cancelled
                 answer.cancel()
 
-    async def results(
-        self, input_ids: list[int], params: dict[str, Any], key: str, num_rows: int
-    ) -> list[GenerateResult]:
+    async def results(self, asked: Asked, num_rows: int) -> list[GenerateResult]:
         """The answers to the rows; none if rows of one request would get equal tokens."""
+        input_ids, params, key = asked
         draw = await self._engine.row_seeds()
         if draw is RowSeeds.SHARED:
             return []

@@ -84,16 +84,16 @@ def main(socket_fd: int, answers_fd: int) -> None:
     keep_descendants()  # for the pool, which kills them
     for stream in (sys.stdout, sys.stderr):  # what user code prints is read while it runs, and after it was killed
         cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True, errors="backslashreplace")
-    with socket.socket(fileno=socket_fd) as channel:
+    with socket.socket(fileno=socket_fd) as channel, channel.makefile("rb") as messages:
         try:
-            _serve(channel, answers_fd)
+            _serve(channel, messages, answers_fd)
         except (EOFError, ConnectionError):
             return  # the parent has ended or has closed the pool
 
 
-def _serve(channel: socket.socket, answers_fd: int) -> None:
+def _serve(channel: socket.socket, messages: io.BufferedReader, answers_fd: int) -> None:
     try:
-        args = load_args(pickle.loads(_receive(channel)))
+        args = load_args(pickle.loads(_receive(messages)))
         registry = PluginRegistry.from_flags(args.plugin)
     except BufferRLError as error:
         _send(channel, {"error": str(error)})
@@ -101,7 +101,7 @@ def _serve(channel: socket.socket, answers_fd: int) -> None:
     _send(channel, {"ok": None})
     functions: dict[RewardTarget, Callable[..., Any]] = {}
     while True:
-        target, items = pickle.loads(_receive(channel))
+        target, items = pickle.loads(_receive(messages))
         if target not in functions:
             try:
                 functions[target] = target.resolve(registry)
@@ -174,19 +174,16 @@ def _copied(value: object) -> bytes | None:
         return None
 
 
-def _receive(channel: socket.socket) -> bytes:
-    (length,) = HEADER.unpack(_receive_exactly(channel, HEADER.size))
-    return _receive_exactly(channel, length)
+def _receive(messages: io.BufferedReader) -> bytes:
+    (length,) = HEADER.unpack(_read_exactly(messages, HEADER.size))
+    return _read_exactly(messages, length)
 
 
-def _receive_exactly(channel: socket.socket, length: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        block = channel.recv(min(length - len(parts), 1 << 20))
-        if not block:
-            raise EOFError
-        parts += block
-    return bytes(parts)
+def _read_exactly(messages: io.BufferedReader, length: int) -> bytes:
+    content = messages.read(length)
+    if len(content) < length:
+        raise EOFError
+    return content
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
@@ -31,12 +30,6 @@ if TYPE_CHECKING:
 
 MODEL = RewardTarget("--rm-model", registered=False)
 """Scores of the reward model."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Function:
-    call: Callable[..., Any]
-    is_async: bool
 
 
 def check_row_choice(args: Args, name: str, *, where: str) -> None:
@@ -81,8 +74,7 @@ class Scorer:
         self._args = args
         self.model = model
         self._registry = registry
-        self._functions: dict[RewardTarget, _Function] = {}
-        self._pool: RewardPool | None = None
+        self._functions: dict[RewardTarget, Callable[..., Any]] = {}
         self._not_json: set[tuple[str, str]] = set()
 
     async def score(self, samples: Sequence[Sample], *, of_set: str = "") -> list[RewardFailure]:
@@ -173,17 +165,14 @@ class Scorer:
 
     async def aclose(self) -> None:
         """Stop the reward processes."""
-        if self._pool is not None:
-            await self._pool.aclose()
+        if "pool" in self.__dict__:
+            await self.pool.aclose()
 
-    @property
+    @cached_property
     def pool(self) -> RewardPool:
         """The processes for synchronous rewards; none is started before it is needed."""
-        if self._pool is None:
-            self._pool = RewardPool(
-                dump_args(self._args), num_workers=self._args.rm_workers, timeout_s=self._args.rm_timeout_s
-            )
-        return self._pool
+        args = self._args
+        return RewardPool(dump_args(args), num_workers=args.rm_workers, timeout_s=args.rm_timeout_s)
 
     def scores(self, sample: Sample) -> bool:
         """Whether anything scores the sample."""
@@ -234,19 +223,18 @@ class Scorer:
                 raise ConfigError("no reward model runs here", where=MODEL.reference)
             return await self.model.score(cast("Sequence[Sample]", samples))
         if target not in self._functions:
-            call = target.resolve(self._registry)
-            self._functions[target] = _Function(call, is_async(call))
-        function = self._functions[target]
-        if is_at_once(function.call) and not function.is_async:
-            return self._called(function.call, samples)
-        if not function.is_async:
-            outcomes = await self.pool.score(target, samples)
-            for item, outcome in zip(samples, outcomes, strict=True):
-                if outcome.metadata:
-                    own = [item] if isinstance(item, Sample) else item
-                    self._take_metadata(target, own, outcome.metadata)
-            return outcomes
-        return await asyncio.gather(*(self._run_async(function.call, sample) for sample in samples))
+            self._functions[target] = target.resolve(self._registry)
+        call = self._functions[target]
+        if is_async(call):
+            return await asyncio.gather(*(self._run_async(call, sample) for sample in samples))
+        if is_at_once(call):
+            return self._called(call, samples)
+        outcomes = await self.pool.score(target, samples)
+        for item, outcome in zip(samples, outcomes, strict=True):
+            if outcome.metadata:
+                own = [item] if isinstance(item, Sample) else item
+                self._take_metadata(target, own, outcome.metadata)
+        return outcomes
 
     def _take_metadata(
         self, target: RewardTarget, samples: Sequence[Sample], changes: Sequence[Mapping[str, Any]]
