@@ -221,8 +221,10 @@ def missing_field(keys: RowKeys, what: Literal["input", "label"], fields: Iterab
     return f" (fields: {', '.join(map(repr, names)) or 'none'}){typo}", hint
 
 
-def build_row(record: dict[str, Any], keys: RowKeys, *, row: int, line: int) -> PromptRow:
+def build_row(record: dict[str, Any] | RowError, keys: RowKeys, *, row: int, line: int) -> PromptRow:
     """Validate one object. Raises RowError with the reason."""
+    if isinstance(record, RowError):
+        raise record
     if keys.prompt not in record:
         detail, hint = missing_field(keys, "input", record)
         raise RowError(f"no prompt: the field {keys.prompt!r} is missing", detail=detail, hint=hint)

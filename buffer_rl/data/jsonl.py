@@ -8,7 +8,7 @@ is not surely fine goes to ``parse_line``, which alone knows what is refused, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import orjson
@@ -116,19 +116,13 @@ class RowsOnAccess(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PromptRow, ...]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | tuple[PromptRow, ...]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[number] for number in range(*index.indices(len(self))))
         self.file.check()
         row = self._rows[index]
         ((line, record),) = self._table.records(row, row + 1, self._keys)
         try:
-            if isinstance(record, RowError):
-                raise record
             return build_row(record, self._keys, row=row - self._rows.start, line=line)
         except RowError as error:  # the file was changed in the same instant
             raise DataError(str(error), where=row_label(self.file.path, "line", line)) from error

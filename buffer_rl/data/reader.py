@@ -268,8 +268,6 @@ def _good_rows(
     for row_number, (part, number, record) in enumerate(_records(parts, first, last, keys), start=position):
         where = row_label(part.path, part.table.unit, number)
         try:
-            if isinstance(record, RowError):
-                raise record
             row = build_row(record, keys, row=row_number, line=number)
         except RowError as error:
             found.refuse(row_number, where, error)

@@ -109,7 +109,6 @@ class PromptDataSource:
         self.pool_weights = pool_weights(options)
         self._use(datasets)
         self._samples_per_group: int = args.n_samples_per_prompt
-        self._groups_per_rollout: int = args.rollout_batch_size
         self._group_index = 0
         self._index = 0
 
@@ -144,10 +143,6 @@ class PromptDataSource:
     def __len__(self) -> int:
         """Number of rows of all sources."""
         return sum(len(dataset) for dataset in self.datasets)
-
-    def get_num_rollout_per_epoch(self) -> int:
-        """Whole rollouts in as many groups as there are rows, at least 1."""
-        return max(1, len(self) // self._groups_per_rollout)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         """The next ``num_samples`` **groups**, in epoch order."""
@@ -217,6 +212,7 @@ class PromptDataSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, as JSON values; the same sources go on from it exactly."""
+        leased = [epochs.num_drawn for epochs in self._by_difficulty]
         return {
             "format": STATE_FORMAT,
             "sources": self.source_hashes,
@@ -227,7 +223,7 @@ class PromptDataSource:
             "cursors": [list(cursor) for cursor in self._order.cursors],
             "group_index": self._group_index,
             "index": self._index,
-            **({"order": "difficulty", "leased": leased} if (leased := self._num_leased()) else {}),
+            **({"order": "difficulty", "leased": leased} if leased else {}),
             "returned": [],  # groups that were given back, which the format has and no run writes
         }
 
@@ -262,9 +258,6 @@ class PromptDataSource:
         self._loaded = cursors
         for epochs, number in zip(self._by_difficulty, leased, strict=True):
             epochs.num_drawn = number
-
-    def _num_leased(self) -> list[int]:
-        return [epochs.num_drawn for epochs in self._by_difficulty]
 
     def _next(self) -> SampleGroup | GroupUid:
         """The next group, or the uid of a row that is passed over."""

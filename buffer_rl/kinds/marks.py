@@ -108,8 +108,7 @@ def rows_may_choose(reward: F) -> F:
     in a sandbox, opens no file that they name, and sends them to no address but one of the run's options. Rows may
     choose it by ``rm_type`` or ``rewards`` in their metadata if the run lists its name in ``--row-rm-types``.
     """
-    reward.rows_may_choose = True  # type: ignore[attr-defined]
-    return reward
+    return _marked(rows_may_choose=True)(reward)
 
 
 def at_once(reward: F) -> F:
@@ -119,8 +118,7 @@ def at_once(reward: F) -> F:
     It promises that its time grows with the length of its texts at most linearly, and that it never waits. Nothing ends
     a call: ``--rm-timeout-s`` does not apply.
     """
-    reward.at_once = True  # type: ignore[attr-defined]
-    return reward
+    return _marked(at_once=True)(reward)
 
 
 def is_at_once(reward: object) -> bool:

@@ -172,11 +172,8 @@ def test_state_of_other_data_or_damaged_state_is_refused_and_changes_nothing(
         source.load_state_dict({})
 
 
-def test_rollouts_per_epoch_are_whole_and_at_least_one(tmp_path: Path) -> None:
-    path = write(tmp_path, 7)
-    counts = {size: source_of(path, rollout_batch_size=size).get_num_rollout_per_epoch() for size in (1, 3, 7, 8)}
-    assert counts == {1: 7, 3: 2, 7: 1, 8: 1}
-    assert len(source_of(path)) == 7
+def test_a_source_is_as_long_as_its_rows(tmp_path: Path) -> None:
+    assert len(source_of(write(tmp_path, 7))) == 7
 
 
 def test_without_prompts_there_is_no_source() -> None:
