@@ -48,10 +48,10 @@ class RowSizes:
     @classmethod
     def of(cls, columns: Mapping[str, Column | Cell], num_rows: int) -> RowSizes:
         """From the columns ``tokens`` and ``loss_mask``; 0 where there is none."""
-        columns = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
+        inline = {name: column for name, column in columns.items() if not isinstance(column, Cell)}
         zeros = [0] * num_rows
-        tokens = [len(row) for row in columns["tokens"]] if "tokens" in columns else zeros
-        masks = columns.get("loss_mask")
+        tokens = [len(row) for row in inline["tokens"]] if "tokens" in inline else zeros
+        masks = inline.get("loss_mask")
         return cls(tokens=tokens, trained=[0.0] * num_rows if masks is None else _sums(masks))
 
 

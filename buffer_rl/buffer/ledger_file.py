@@ -113,11 +113,10 @@ def open_ledger_file(path: Path, connection: type[sqlite3.Connection]) -> sqlite
         if db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
             raise ConfigError("the file system cannot hold a ledger: SQLite refuses WAL mode", where=str(path))
         db.execute("PRAGMA synchronous=NORMAL")
-    except sqlite3.Error as error:
+    except BaseException as error:
         db.close()
-        raise read_failed(path, error) from error
-    except BaseException:
-        db.close()
+        if isinstance(error, sqlite3.Error):
+            raise read_failed(path, error) from error
         raise
     return db
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -107,7 +108,7 @@ class DataPool:
 
     def pinned(self) -> set[GroupUid]:
         """Groups that the step must train on: a final reader got them."""
-        return {uid for reader in self._readers.values() if reader.is_final for uid in reader.delivered()}
+        return {uid for reader in self._readers.values() if reader.request.is_final for uid in reader.delivered()}
 
     def put_fields(self, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None) -> None:
         """Add derived ragged fields (one array a row) for ``row_ids``, in any order. Rows of a group that the step was
@@ -164,7 +165,9 @@ class DataPool:
         if reader is None:
             return 0
         lost = [
-            uid for uid in reader.delivered() if reader.is_final or not reader.produces <= self._store[uid].cells.keys()
+            uid
+            for uid in reader.delivered()
+            if reader.request.is_final or not reader.request.produces <= self._store[uid].cells.keys()
         ]
         reader.requeue(lost)
         return len(lost)
@@ -174,14 +177,9 @@ class DataPool:
         the step was closed without are left out: their reader could not know.
 
         Raises BufferStateError for a row of another task."""
-        slices: list[tuple[GroupUid, list[int]]] = []
-        for row in row_ids:
-            if self.selection.is_withdrawn(row.uid):
-                continue
-            if slices and slices[-1][0] == row.uid:
-                slices[-1][1].append(self._position(row))
-            else:
-                slices.append((row.uid, [self._position(row)]))
+        kept = [row for row in row_ids if not self.selection.is_withdrawn(row.uid)]
+        runs = groupby(kept, key=lambda row: row.uid)
+        slices = [(uid, [self._position(row) for row in rows]) for uid, rows in runs]
         return self._plan(slices, self._common_fields([uid for uid, _ in slices]))
 
     # -- reading when it is closed -------------------------------------------------------------------
@@ -285,8 +283,8 @@ class DataPool:
             reader = self._readers[request.reader] = Reader(request, self._first_generation)
             for uid in self.selection.joined:
                 self._mark_ready(uid)
-        if request.kind != reader.kind:
-            shown = {name: sorted(v) if isinstance(v, frozenset) else v for name, v in reader.kind.items()}
+        if request.kind != reader.request.kind:
+            shown = {name: sorted(v) if isinstance(v, frozenset) else v for name, v in reader.request.kind.items()}
             raise BufferStateError(
                 f"the task {request.reader!r} asked for other fields, or as another kind of reader, before",
                 where=self.task,
@@ -298,9 +296,9 @@ class DataPool:
         there = self._store[uid].cells.keys()
         limit = self.selection.num_groups
         for reader in self._readers.values():
-            if not reader.fields <= there:
+            if not reader.request.fields <= there:
                 continue
-            if reader.is_final:  # all of them together get P groups
+            if reader.request.is_final:  # all of them together get P groups
                 if limit is not None and uid not in self._reserved and len(self._reserved) >= limit:
                     continue
                 self._reserved.add(uid)

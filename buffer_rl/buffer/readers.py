@@ -176,16 +176,13 @@ class Reader:
     """A named task that reads ``fields`` of every group, each group once, as soon as those fields are there, and adds
     ``produces`` to it.
 
-    kind: as in every request of it (see ``ReadRequest.kind``).
-    is_final: its groups are part of the step once they were dealt, because its effect cannot be undone.
+    request: its first one, whose ``kind`` all of them have. If it is ``is_final``, the reader's groups are part of the
+    step once they were dealt, because its effect cannot be undone.
     generation: grows when its processes are replaced.
     """
 
     def __init__(self, request: ReadRequest, generation: int) -> None:
-        self.fields = request.fields
-        self.produces = request.produces
-        self.is_final = request.is_final
-        self.kind = request.kind
+        self.request = request
         self.generation = generation
         self._deals: list[list[list[GroupUid]]] = [[] for _ in range(request.num_replicas)]
         self._marked: dict[GroupUid, list[int]] = {}  # tokens of each row
