@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 NO_VERSION = -1  # rows that no engine sampled, such as those of supervised fine-tuning
 INT32_MAX = int(np.iinfo(np.int32).max)
+# What a sample has for each token of its response, beside the tokens.
+_PER_TOKEN = (
+    *("loss_mask", "rollout_log_probs", "teacher_log_probs"),
+    *("rollout_kept_tokens", "rollout_routed_experts"),
+)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 Values = TypeVar("Values", bound=Sized)
 
@@ -276,16 +281,8 @@ def _with_a_token(sample: Sample) -> Sample:
     if not sample.remove_sample or sample.response_length != 0:
         return sample
     tokens = [*(sample.tokens or [0]), 0]
-    without: dict[str, Any] = {
-        "loss_mask": None,
-        "rollout_log_probs": None,
-        "teacher_log_probs": None,
-        "rollout_kept_tokens": None,
-        "rollout_routed_experts": None,
-        "weight_versions": [],
-        "turn_rewards": [],
-    }
-    return sample.changed(tokens=tokens, response_length=1, **without)
+    absent = dict.fromkeys(_PER_TOKEN)
+    return sample.changed(tokens=tokens, response_length=1, weight_versions=[], turn_rewards=[], **absent)
 
 
 def _turn_rewards(sample: Sample, scale: float) -> np.ndarray:

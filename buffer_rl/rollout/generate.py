@@ -12,7 +12,7 @@ prefix, and log-probabilities stay with the tokens that they were computed for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.engines.text import stop_window, text_before_stop, text_to_stop
@@ -131,18 +131,19 @@ def room_for(args: Args, sample: Sample, prompt_length: int, max_new_tokens: int
 def _fill(sample: Sample, prompt_ids: list[int], before: PartialResponse, result: GenerateResult) -> None:
     output_ids = list(result.output_ids)
     start = len(before)
-    spans = list(result.spans)
-    if start:
-        spans = [VersionSpan(span.version, span.start + start, span.end + start) for span in spans]
     sample.tokens = prompt_ids + before.ids + output_ids
     sample.response = result.text
     sample.response_length = start + len(output_ids)
     sample.rollout_log_probs = before.log_probs + list(result.log_probs)
     kept = getattr(result, "kept", None)
     sample.rollout_kept_tokens = None if kept is None else before.kept + kept
-    sample.weight_versions = before.spans + spans
+    sample.weight_versions = before.spans + _behind(start, result.spans)
     sample.loss_mask = None if before.loss_mask is None else before.loss_mask + [1] * len(output_ids)
     sample.status = STATUS_OF_REASON[result.finish_reason]
+
+
+def _behind(start: int, spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    return [VersionSpan(span.version, span.start + start, span.end + start) for span in spans]
 
 
 def _fix_end(tokenizer: Any, sample: Sample, start: int, params: dict[str, Any], matched: object) -> None:
@@ -286,8 +287,7 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, An
     params, known = {**sampling_params, "max_new_tokens": room}, num_experts_known(sample)
     answer = await answer_for(sample, sample.tokens, params, lease=lease, experts_start=known)
     add_experts(sample, answer, lease)
-    start = sample.response_length
-    sample.weight_versions += [replace(s, start=s.start + start, end=s.end + start) for s in answer.spans]
+    sample.weight_versions += _behind(sample.response_length, answer.spans)
     _append(sample, list(answer.output_ids), list(answer.log_probs), answer.text, getattr(answer, "kept", None), mask=1)
     sample.status = STATUS_OF_REASON[answer.finish_reason]
     return answer.text

@@ -163,9 +163,10 @@ async def _call_custom(
     assert function is not None
     keywords = {"evaluation": evaluation} if takes_evaluation(function) else {}
     path, at = generate_path(context.args), f"row {sample.row_id}"
+    where = place("generate", path, at)
     uid, sample_index = sample.uid, sample.sample_index
     # Each play of an agent has a deadline of its own, at which what there is counts.
-    deadline = nullcontext() if path == PLAY else _generate_deadline(context.args, place("generate", path, at))
+    deadline = nullcontext() if path == PLAY else _generate_deadline(context.args, where)
     async with deadline:
         answer = await call_plugin(
             "generate", path, function, user_args(context.args), sample, params, at=at, **keywords
@@ -176,14 +177,11 @@ async def _call_custom(
         raise returned("generate", path, answer, "a Sample, or a list of them", at=at, error_class=RolloutError)
     for number, part in enumerate(parts):
         part.uid, part.sample_index, part.part = uid, sample_index, number
-        check_statuses([part], where=place("generate", path, at))
+        check_statuses([part], where=where)
         _number_versions(part)
         if part.status is Status.PENDING:
-            raise RolloutError(
-                "it left sample.status pending",
-                where=place("generate", path, at),
-                expected="completed, truncated, aborted or failed",
-            )
+            expected = "completed, truncated, aborted or failed"
+            raise RolloutError("it left sample.status pending", where=where, expected=expected)
     return parts
 
 

@@ -161,8 +161,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             self._require_template("--apply-chat-template is set", where)
             prompt = [{"role": "user", "content": prompt}]
-        text: str = self.render(prompt, tools, where=where)
-        return text
+        return str(self.render(prompt, tools, where=where))
 
     def _is_plain(self, prompt: Prompt) -> bool:
         """Whether the prompt goes through no chat template."""

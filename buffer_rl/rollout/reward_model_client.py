@@ -69,17 +69,15 @@ class RewardRows:
             return Outcome(kind=FailureKind.INVALID, text=text, expected=f"token ids below {self._vocabulary}")
         return row
 
-    def _tokens(self, sample: Sample) -> Sequence[int]:
+    def _tokens(self, sample: Sample) -> Any:
         if self.shares_tokens:
             return sample.tokens
         if isinstance(sample.prompt, str) or not self._own.chat_template:
             text = self._policy.decode(sample.tokens, skip_special_tokens=True)
-            ids: list[int] = self._own(text)["input_ids"]
-            return ids
+            return self._own(text)["input_ids"]
         turns = [*sample.prompt, {"role": "assistant", "content": sample.response}]
         rendered = self._own.apply_chat_template(turns, tokenize=False)
-        ids = self._own(rendered, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._own(rendered, add_special_tokens=False)["input_ids"]
 
 
 class RewardModelClient:

@@ -226,8 +226,7 @@ class _Conversation:
 
     def render(self, messages: Sequence[Message], *, answering: bool = False) -> str:
         """The text of ``messages``; answering: and of the header before the assistant's answer."""
-        text: str = self.prompts.render(messages, self.tools, where=self.where, add_generation_prompt=answering)
-        return text
+        return str(self.prompts.render(messages, self.tools, where=self.where, add_generation_prompt=answering))
 
     def encode(self, text: str, spans: Spans) -> tuple[list[int], list[int]]:
         """Token ids, and 1 for each that has a character in a span."""

@@ -74,11 +74,8 @@ def known_reward(args: Args, group: SampleGroup) -> float | None:
     has a reward. A sample of several parts counts once."""
     if args.prompt_order != "difficulty":
         return None
-    pairs = [(row, reward) for row, reward in zip(group, rewards_of(args, group), strict=True) if reward is not None]
-    if not pairs:
-        return None
-    means = sample_means([row.sample_index for row, _ in pairs], [reward for _, reward in pairs])
-    return math.fsum(means) / len(means)
+    means = known_means(group, rewards_of(args, group))
+    return math.fsum(means) / len(means) if means else None
 
 
 @dataclass(slots=True, kw_only=True)
