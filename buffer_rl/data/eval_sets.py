@@ -206,9 +206,9 @@ def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
     """
     file = _File(path, environ)
     root = parse_yaml(path)
-    top = file.entries(root, path, expected="the keys 'datasets' and, perhaps, 'defaults'")
+    top = file.entries(root, expected="the keys 'datasets' and, perhaps, 'defaults'")
     if set(top) == {"eval"}:
-        top = file.entries(top["eval"], path, expected="the keys 'datasets' and, perhaps, 'defaults'")
+        top = file.entries(top["eval"], expected="the keys 'datasets' and, perhaps, 'defaults'")
     for key, node in top.items():
         if key not in ("datasets", "defaults"):
             where, hint = where_of(path, node), did_you_mean(key, ["datasets", "defaults"])
@@ -220,7 +220,7 @@ def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
         defaults = file.set_options(top["defaults"]) if "defaults" in top else {}
         if "name" in defaults or "path" in defaults:
             raise ConfigError("a name or path cannot be a default", where=where_of(path, top["defaults"]))
-        for name, node in file.datasets(top.get("datasets"), path):
+        for name, node in file.datasets(top.get("datasets")):
             made = file.eval_set(name, node, defaults)
             if made is not None and made.name in sets:
                 what = f"two evaluation sets have the name {made.name!r}"
@@ -242,11 +242,10 @@ class _File:
         self._environ = environ
         self.errors: list[ConfigError] = []
 
-    def entries(self, node: yaml.Node | None, where: str, expected: str) -> dict[str, yaml.Node]:
+    def entries(self, node: yaml.Node | None, expected: str) -> dict[str, yaml.Node]:
         """The nodes of a mapping by key. Raises ConfigError for another node and a key that comes twice."""
         if not isinstance(node, yaml.MappingNode):
-            what = "this is not a mapping"
-            raise ConfigError(what, where=where if node is None else where_of(self._path, node), expected=expected)
+            raise ConfigError("this is not a mapping", where=self._where(node), expected=expected)
         found: dict[str, yaml.Node] = {}
         for key, value in node.value:
             if str(key.value) in found:
@@ -254,21 +253,24 @@ class _File:
             found[str(key.value)] = value
         return found
 
-    def datasets(self, node: yaml.Node | None, where: str) -> Iterator[tuple[str | None, yaml.Node]]:
+    def datasets(self, node: yaml.Node | None) -> Iterator[tuple[str | None, yaml.Node]]:
         """Every set's node, with its name where the sets are a mapping."""
         if isinstance(node, yaml.MappingNode) and node.value:
-            yield from self.entries(node, where, expected="").items()
+            yield from self.entries(node, expected="").items()
         elif isinstance(node, yaml.SequenceNode) and node.value:
             yield from ((None, item) for item in node.value)
         else:
             what = "there are no evaluation sets in the file"
             expected = "datasets: a list of mappings with name and path"
-            raise ConfigError(what, where=where if node is None else where_of(self._path, node), expected=expected)
+            raise ConfigError(what, where=self._where(node), expected=expected)
+
+    def _where(self, node: yaml.Node | None) -> str:
+        return self._path if node is None else where_of(self._path, node)
 
     def set_options(self, node: yaml.Node) -> dict[str, Any]:
         """The options of one set, or the defaults. Notes an error for each unknown one, with the nearest name."""
         found: dict[str, Any] = {}
-        for key, value in self.entries(node, self._path, expected="the options of an evaluation set").items():
+        for key, value in self.entries(node, expected="the options of an evaluation set").items():
             try:
                 if key not in _KEYS:
                     what, where = f"unknown option {key!r} of an evaluation set", where_of(self._path, value)
@@ -280,7 +282,7 @@ class _File:
 
     def eval_set(self, name: str | None, node: yaml.Node, defaults: Mapping[str, Any]) -> EvalSet | None:
         """One validated set; None if it has errors, which are noted."""
-        nodes = self.entries(node, self._path, expected="a mapping with name and path")
+        nodes = self.entries(node, expected="a mapping with name and path")
         before = len(self.errors)
         own = {key: value for key, value in self.set_options(node).items() if value is not None}
         values = {**defaults, **({} if name is None else {"name": name}), **own}
