@@ -41,11 +41,7 @@ def save_state(
     written, and raises CheckpointError if it cannot be.
 
     background: tensors are written from a copy on a thread."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_random(folder, rank)
-    moments = optimizer.state_tensors()
-    _write_meta(folder, model, optimizer, moments, rank)
+    folder, moments = _begin_save(path, model, optimizer, rank)
     if rank != 0:
         return lambda: True
     files = {"weights": _on_cpu(weights, background), "optimizer": _on_cpu(moments, background)}
@@ -126,11 +122,7 @@ def save_split_state(
     them. All ranks call it.
 
     background: a process group of all ranks for this alone, in which their threads meet."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_random(folder, rank)
-    moments = optimizer.state_tensors()
-    _write_meta(folder, model, optimizer, moments, rank)
+    folder, moments = _begin_save(path, model, optimizer, rank)
     tensors = {**weights, **moments}
     if background is None:
         save_parts(tensors, folder)
@@ -153,13 +145,18 @@ def load_split_state(
     set_random()
 
 
-def _write_meta(
-    folder: Path, model: torch.nn.Module, optimizer: Optimizer, moments: Mapping[str, torch.Tensor], rank: int
-) -> None:
+def _begin_save(
+    path: str, model: torch.nn.Module, optimizer: Optimizer, rank: int
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write what is no tensor. Returns the folder, and the optimizer's tensors, which are to be written."""
+    folder, moments = Path(path), optimizer.state_tensors()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_random(folder, rank)
     meta = {"format": FORMAT, "step": optimizer.step_count, "model": _architecture(model), "moments": bool(moments)}
     meta["base"] = base_digest(model)
     if rank == 0:
         (folder / "trainer.json").write_text(json.dumps(meta))
+    return folder, moments
 
 
 def _set_moments(optimizer: Optimizer, moments: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
