@@ -64,8 +64,8 @@ class LogProbGap:
         )
 
     @staticmethod
-    def worst(gaps: Sequence[LogProbGap]) -> LogProbGap:
-        """The gap of several ranks: the largest mean and the largest token of any, and the tokens of all."""
+    def worst(_role: str, gaps: Sequence[LogProbGap]) -> LogProbGap:
+        """The gap of a role's ranks: the largest mean and the largest token of any, and the tokens of all."""
         return LogProbGap(
             mean=max(gap.mean for gap in gaps),
             largest=max(gap.largest for gap in gaps),

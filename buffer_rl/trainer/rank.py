@@ -81,11 +81,6 @@ def named_metrics(role: str, answers: list[StepReport]) -> dict[str, float]:
     return {f"{role}/{name}": value for name, value in StepReport.metrics_of(answers).items()} | costs
 
 
-def widest_gap(role: str, answers: list[LogProbGap]) -> LogProbGap:
-    """The largest difference that a rank found."""
-    return LogProbGap.worst(answers)
-
-
 def answer_of_head(role: str, answers: list[Any]) -> Any:
     """The first answer that is not None."""
     return next((answer for answer in answers if answer is not None), None)
@@ -204,7 +199,7 @@ class TrainRank(Member):
         if columns:
             self._buffer.put_fields(batch.task, batch.row_ids, columns)
 
-    @dispatch(collect=widest_gap)
+    @dispatch(collect=LogProbGap.worst)
     def compare_log_probs(self, rollout_id: int) -> LogProbGap:
         """Compare the engine's log-probabilities with this trainer's on the first of this rank's rows, which were
         fetched or streamed. Raises TrainError above ``--max-logprob-diff``."""

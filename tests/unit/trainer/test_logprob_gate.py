@@ -171,7 +171,7 @@ def test_the_gap_of_several_ranks_is_that_of_the_worst() -> None:
         LogProbGap(mean=0.1, largest=0.2, num_tokens=3),
         LogProbGap(mean=0.05, largest=1.0, num_tokens=4),
     ]
-    assert LogProbGap.worst(gaps) == LogProbGap(mean=0.1, largest=1.0, num_tokens=7)
+    assert LogProbGap.worst("actor", gaps) == LogProbGap(mean=0.1, largest=1.0, num_tokens=7)
 
 
 def causes_of(differences: np.ndarray, engine: np.ndarray | None = None, **options: Any) -> list[str]:
