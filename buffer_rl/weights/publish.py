@@ -79,7 +79,7 @@ class Publisher:
     check: LogProbCheck | None = None
     timeout_s: float = TIMEOUT_S
     first_pause_s: float = FIRST_PAUSE_S
-    notice: Callable[[str], None] | None = None
+    notice: Callable[[str], object] = lambda _: None
     hold: Callable[[], object] = lambda: None
     unhold: Callable[[], object] = lambda: None
     drains: bool = False
@@ -152,8 +152,7 @@ class Publisher:
         except EngineError as error:
             reason = _in_short(error)
         self.drains = True
-        if self.notice is not None:
-            self.notice(f"publications wait for the end of running requests (--publication drain): {reason}")
+        self.notice(f"publications wait for the end of running requests (--publication drain): {reason}")
         return False
 
     def _retract_once(self, url: str) -> None:
@@ -190,13 +189,9 @@ class Publisher:
             except EngineError as error:
                 if attempt == ATTEMPTS or time.monotonic() + pause_s >= self._deadline:
                     raise
-                self._notify(version, attempt, error)
+                again = f"is tried again ({attempt} of {ATTEMPTS - 1})"
+                self.notice(f"the publication of version {version} {again}: {_in_short(error)}")
             time.sleep(pause_s)
-
-    def _notify(self, version: int, attempt: int, error: EngineError) -> None:
-        if self.notice is not None:
-            again = f"is tried again ({attempt} of {ATTEMPTS - 1})"
-            self.notice(f"the publication of version {version} {again}: {_in_short(error)}")
 
     def _attempt(self, version: int) -> None:
         self.engines.wait_for_engine()

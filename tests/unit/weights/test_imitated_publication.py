@@ -99,7 +99,7 @@ def log_probs_of(folder: str) -> TrainerLogProbs:
 
 
 def publisher(
-    transport: Any, control: Failing, folder: str, notice: Callable[[str], None] | None = None, **options: Any
+    transport: Any, control: Failing, folder: str, notice: Callable[[str], object] = lambda _: None, **options: Any
 ) -> Publisher:
     args: Any = compose(CORE_SECTIONS)(hf_checkpoint=folder, **options)
     tensors: dict[str, torch.Tensor] = load_file(Path(folder, "model.safetensors"))
