@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 from typing import Any
@@ -64,8 +65,6 @@ class SharedMemory:
 
     def seal(self) -> dict[str, Any]:
         """End writing for good. Returns the handle that ``open_memory`` takes, as JSON values."""
-        import fcntl
-
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals() | fcntl.F_SEAL_SEAL)
         return {"machine": machine_id(), "pid": os.getpid(), "descriptor": self._descriptor}
 
@@ -95,12 +94,12 @@ def open_memory(handle: Any, num_bytes: int) -> torch.Tensor:
     with raised_as(EngineError, "the shared memory cannot be opened", OSError, where=path):
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
             raise EngineError("not shared memory of weights", where=path)
-        with _opened(path) as descriptor:
-            _require_sealed(descriptor, num_bytes, path)
+        with open(path, "rb", buffering=0) as file:
+            _require_sealed(file.fileno(), num_bytes, path)
             if not num_bytes:
                 return torch.empty(0, dtype=torch.uint8)
             # Private rather than shared: kernels before 6.7 refuse a shared mapping of memory sealed against writing.
-            mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            mapped = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     with contextlib.suppress(OSError):  # kernels before 5.14 do not know it
         mapped.madvise(_MADV_POPULATE_READ)
     return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -122,24 +121,11 @@ def _not_enough(num_bytes: int, error: OSError) -> TrainError:
     return TrainError(what, hint="use --weight-sync-mode disk")
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Any:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _seals() -> int:
-    import fcntl
-
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 def _require_sealed(descriptor: int, num_bytes: int, path: str) -> None:
-    import fcntl
-
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
         raise EngineError("the shared memory is still being written", where=path)
     found = os.fstat(descriptor).st_size
