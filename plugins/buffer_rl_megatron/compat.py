@@ -23,7 +23,7 @@ VERSIONS = ((0, 16, 1), (0, 17))
 """The versions of megatron-core that this package was made for: from the first, up to and without the second."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Patch:
     """A function that assumes CUDA, as ``module:attribute``, its replacement on the CPU, and what calls it.
 
@@ -77,46 +77,38 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 PATCHES = (
     Patch(
-        where="torch.cuda:current_device",
-        replacement=lambda: torch.device("cpu"),
-        cause="a device of rotary embeddings, parameter and gradient buffers, p2p communication",
+        "torch.cuda:current_device",
+        lambda: torch.device("cpu"),
+        "a device of rotary embeddings, parameter and gradient buffers, p2p communication",
+    ),
+    Patch("torch.cuda:synchronize", _nothing, "p2p communication and the writers of checkpoints wait for the device"),
+    Patch("torch.cuda:Stream", _Stream, "the token dispatcher of experts makes one"),
+    Patch("torch.cuda:current_stream", _Stream, "the token dispatcher of experts compares it with its own"),
+    Patch(
+        "torch.cuda:stream",
+        lambda _: nullcontext(),
+        "the token dispatcher of experts copies counts to the host on its own stream",
     ),
     Patch(
-        where="torch.cuda:synchronize",
-        replacement=_nothing,
-        cause="p2p communication and the writers of checkpoints wait for the device",
-    ),
-    Patch(where="torch.cuda:Stream", replacement=_Stream, cause="the token dispatcher of experts makes one"),
-    Patch(
-        where="torch.cuda:current_stream",
-        replacement=_Stream,
-        cause="the token dispatcher of experts compares it with its own",
+        "megatron.core.tensor_parallel.random:_get_cuda_rng_state",
+        lambda *_, **__: torch.empty(0, dtype=torch.uint8),
+        "recompute keeps the random state of the device; that of the CPU is kept beside it",
     ),
     Patch(
-        where="torch.cuda:stream",
-        replacement=lambda _: nullcontext(),
-        cause="the token dispatcher of experts copies counts to the host on its own stream",
+        "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        _nothing,
+        "recompute restores the random state of the device",
     ),
     Patch(
-        where="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
-        replacement=lambda *_, **__: torch.empty(0, dtype=torch.uint8),
-        cause="recompute keeps the random state of the device; that of the CPU is kept beside it",
-    ),
-    Patch(
-        where="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
-        replacement=_nothing,
-        cause="recompute restores the random state of the device",
-    ),
-    Patch(
-        where="megatron.core.transformer.moe.moe_utils:te_general_gemm",
-        replacement=None,
-        cause="the router asks whether it is None, and without TransformerEngine it is not defined",
+        "megatron.core.transformer.moe.moe_utils:te_general_gemm",
+        None,
+        "the router asks whether it is None, and without TransformerEngine it is not defined",
         missing=True,
     ),
     Patch(
-        where="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-        replacement=_on_host,
-        cause="it makes the counts that all-to-all takes of CUDA tensors alone",
+        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        _on_host,
+        "it makes the counts that all-to-all takes of CUDA tensors alone",
     ),
 )
 """In the order in which they are applied. All are for ``VERSIONS``."""
