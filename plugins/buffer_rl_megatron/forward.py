@@ -90,12 +90,14 @@ def micro_batches(
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         count = -(-count // stages) * stages
     blocks += [[] for _ in range(count - len(blocks))]
-    make = _packed if packed else _padded
-    micros = [make(args, number, block, batch.select(block), device) for number, block in enumerate(blocks)]
-    if has_auxiliary_loss(args):
-        for micro in micros:
-            if micro.indices:  # else there would be no token at all
-                micro.inputs["padding_mask"] = micro.is_padding
+    make, micros = _packed if packed else _padded, []
+    for number, indices in enumerate(blocks):
+        rows = batch.select(indices)
+        collated = collate(without_experts(rows), device) if indices else no_rows(device)
+        laid_out = make(args, rows, collated, device)
+        micros.append(Micro(number=number, indices=indices, rows=rows, batch=collated, **laid_out))
+        if indices and has_auxiliary_loss(args):  # without rows there would be no token at all
+            micros[-1].inputs["padding_mask"] = micros[-1].is_padding
     return micros
 
 
@@ -106,12 +108,11 @@ def _multiples(args: MegatronArgs) -> tuple[int, int]:
     return row, math.lcm(row, size * args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
 
-def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
-    """Rows one after another, each padded for its chunks, and a row of padding where sequence parallelism needs another
-    length."""
-    batch = collate(without_experts(rows), device) if indices else no_rows(device)
+def _packed(args: MegatronArgs, rows: TrainBatch, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Fields of a ``Micro``: rows one after another, each padded for its chunks, and a row of padding where sequence
+    parallelism needs another length."""
     of_row, of_all = _multiples(args)
-    real = np.asarray(rows.lengths if indices else [1], dtype=np.int64)
+    real = np.asarray(rows.lengths if len(rows) else [1], dtype=np.int64)
     lengths = -(-real // of_row) * of_row
     if padding := -int(lengths.sum()) % of_all:
         real, lengths = np.append(real, 0), np.append(lengths, padding)
@@ -120,7 +121,7 @@ def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatc
     steps = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     is_padding = steps >= np.repeat(real, lengths)
     tokens = np.zeros(len(steps), dtype=np.int64)
-    tokens[~is_padding] = np.concatenate(rows.columns["tokens"]) if indices else 0
+    tokens[~is_padding] = np.concatenate(rows.columns["tokens"]) if len(rows) else 0
     inputs = {
         "input_ids": torch.from_numpy(tokens[share.own])[None].to(device),
         "position_ids": torch.from_numpy(steps[share.own])[None].to(device),
@@ -130,21 +131,16 @@ def _packed(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatc
     row_t = np.repeat(np.arange(len(lengths)), lengths)
     width = batch.tokens_bl.shape[1]
     token_n = torch.from_numpy(starts).to(device)[batch.predictor_n // width] + batch.predictor_n % width
-    return Micro(
-        number=number,
-        indices=indices,
-        rows=rows,
-        batch=batch,
-        inputs=inputs,
-        is_padding=torch.from_numpy(is_padding[share.own])[None].to(device),
-        routed=places_of_experts(args, rows, row_t[share.own], steps[share.own]),
+    return {
+        "inputs": inputs,
+        "is_padding": torch.from_numpy(is_padding[share.own])[None].to(device),
+        "routed": places_of_experts(args, rows, row_t[share.own], steps[share.own]),
         **_own_predictors(share, token_n, batch),
-    )
+    }
 
 
-def _padded(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatch, device: torch.device) -> Micro:
-    """Rows padded on the right, where no token of the row sees it."""
-    batch = collate(without_experts(rows), device) if indices else no_rows(device)
+def _padded(args: MegatronArgs, rows: TrainBatch, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Fields of a ``Micro``: rows padded on the right, where no token of the row sees it."""
     num_rows, width = batch.tokens_bl.shape
     padding = -width % _multiples(args)[1]
     size, rank = args.context_parallel_size, parallel_state.get_context_parallel_rank()
@@ -154,16 +150,13 @@ def _padded(args: MegatronArgs, number: int, indices: list[int], rows: TrainBatc
     positions = steps.expand(num_rows, -1)
     own = _own_predictors(share, batch.predictor_n % width, batch)
     own["predictor_o"] = own["predictor_o"] * num_rows + batch.predictor_n[own["own_o"]] // width
-    return Micro(
-        number=number,
-        indices=indices,
-        rows=rows,
-        batch=batch,
-        inputs={"input_ids": tokens_bl, "position_ids": positions, "attention_mask": None},
-        is_padding=positions >= torch.tensor(rows.lengths if indices else [0], device=device)[:, None],
-        routed=places_of_experts(args, rows, np.tile(np.arange(num_rows), len(steps)), np.repeat(share.own, num_rows)),
+    row_t, step_t = np.tile(np.arange(num_rows), len(steps)), np.repeat(share.own, num_rows)
+    return {
+        "inputs": {"input_ids": tokens_bl, "position_ids": positions, "attention_mask": None},
+        "is_padding": positions >= torch.tensor(rows.lengths if len(rows) else [0], device=device)[:, None],
+        "routed": places_of_experts(args, rows, row_t, step_t),
         **own,
-    )
+    }
 
 
 def _own_predictors(share: Share, token_n: torch.Tensor, batch: MicroBatch) -> dict[str, Any]:
