@@ -79,11 +79,8 @@ def judge_ahead(name: str, values: list[str], flags: Flags, schedule: str) -> Ju
         why = f"with {given} the rollouts ahead are the groups in flight beyond those of a step; none is thrown away"
         return Verdict.CHANGES, why, {}
     if name in ("deterministic-mode", "sglang-enable-deterministic-inference") and schedule == Mode.ASYNC:
-        return (
-            Verdict.CHANGES,
-            "with --schedule async the order in which groups finish decides what a step trains on",
-            {},
-        )
+        why = "with --schedule async the order in which groups finish decides what a step trains on"
+        return Verdict.CHANGES, why, {}
     if name == "resource":
         return _resource(value, flags)
     return None

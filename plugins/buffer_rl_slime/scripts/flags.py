@@ -6,7 +6,6 @@ Those with one meaning whatever their value are in ``flags.yaml``. Flags that ar
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from buffer_rl.plugin.hookspecs import FlagMeaning, hookimpl
@@ -122,11 +121,6 @@ DEFAULTS: tuple[tuple[str, str, str, str], ...] = (
 flag is there."""
 
 
-@functools.cache
-def _tables() -> dict[str, Known]:
-    return {name: Known(verdict=each.verdict, why=each.why) for each in reasons() for name in each.flags}
-
-
 def known_flag(name: str, values: Sequence[str]) -> Known | None:
     """What a flag of slime, Megatron, Relax or miles that is no option here means, by its name without dashes; None if
     unknown."""
@@ -141,10 +135,9 @@ def known_flag(name: str, values: Sequence[str]) -> Known | None:
         options = tuple((option, text.format(value)) for option, text in renamed)
         shown = " ".join(f"--{option.replace('_', '-')} {text}" for option, text in options)
         return Known(verdict=Verdict.RENAMED, why=f"it is {shown} here", options=options)
-    if name in _tables():
-        return _tables()[name]
-    found = (each for each in reasons() if name.startswith(each.prefixes))
-    return next((Known(verdict=each.verdict, why=each.why) for each in found), None)
+    found = [each for each in reasons() if name in each.flags]
+    found = found or [each for each in reasons() if name.startswith(each.prefixes)]
+    return Known(verdict=found[0].verdict, why=found[0].why) if found else None
 
 
 def is_of_shape(name: str) -> bool:

@@ -37,9 +37,8 @@ def known_peer_flag(name: str, value: str) -> Known | None:
         why = "it is --schedule async here; --max-staleness is 2 unless it is given, and no sample is older"
         return Known(verdict=Verdict.RENAMED, why=why, options=(("schedule", "async"),))
     if name == "pause-generation-mode" and value == "retract":
-        return Known(
-            verdict=Verdict.RENAMED, why="it is --publication retract here", options=(("publication", "retract"),)
-        )
+        why = "it is --publication retract here"
+        return Known(verdict=Verdict.RENAMED, why=why, options=(("publication", "retract"),))
     if name == "pause-generation-mode":
         return Known(verdict=Verdict.NOT_YET, why=_PAUSES.get(value, "--publication is retract or drain"))
     if name == "update-weights-interval":

@@ -263,9 +263,7 @@ def _computed_text(name: str, arguments: Sequence[str]) -> str | None:
         return " ".join(arguments)
     if name == "seq" and 1 <= len(arguments) <= 3 and all(_NUMBERS.fullmatch(each) for each in arguments):
         numbers = [int(each) for each in arguments]
-        first, step, last = (1, 1, *numbers)[-3:] if len(numbers) == 1 else (numbers[0], (*numbers, 1)[1], numbers[-1])
-        if len(numbers) == 2:
-            first, step = numbers[0], 1
-        counted = range(first, last + (1 if step > 0 else -1), step) if step else range(0)
+        first, step = numbers[0] if len(numbers) > 1 else 1, numbers[1] if len(numbers) == 3 else 1
+        counted = range(first, numbers[-1] + (1 if step > 0 else -1), step) if step else range(0)
         return "\n".join(map(str, counted)) if len(counted) < 10_000 else None
     return None

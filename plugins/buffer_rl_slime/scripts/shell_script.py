@@ -222,16 +222,10 @@ class _Reader:
                 return
             if not _PYTHON.fullmatch(base):
                 continue
-            program = _program(words, position + 1)
-            if program is None:
-                return
-            found = Launch(
-                program=words[program].text,
-                arguments=tuple(words[program + 1 :]),
-                words=tuple(words),
-                where=f"{self.scope.path}:{line}",
-            )
-            self.launches.append(found)
+            if (at := _program(words, position + 1)) is not None:
+                arguments, where = tuple(words[at + 1 :]), f"{self.scope.path}:{line}"
+                launch = Launch(program=words[at].text, arguments=arguments, words=tuple(words), where=where)
+                self.launches.append(launch)
             return
 
 

@@ -122,14 +122,14 @@ class _Parser:
     def _if(self, line: int) -> Node:
         arms: list[tuple[Block, Block]] = []
         otherwise: Block = ()
-        while True:
+        ending = "elif"
+        while ending == "elif":
             condition = self.block(("then",))
             self.at += 1
             arms.append((condition, self.block(("elif", "else", "fi"))))
+            ending = self._here()
             self.at += 1
-            if self._before() != "elif":
-                break
-        if self._before() == "else":
+        if ending == "else":
             otherwise = self.block(("fi",))
             self.at += 1
         return Branches(arms=tuple(arms), otherwise=otherwise, line=line)
@@ -174,13 +174,7 @@ class _Parser:
         self.at += 1
 
     def _here(self) -> str:
-        return self._text(self.at)
-
-    def _before(self) -> str:
-        return self._text(self.at - 1)
-
-    def _text(self, position: int) -> str:
-        token = self.tokens[position] if position < len(self.tokens) else None
+        token = self.tokens[self.at] if self.at < len(self.tokens) else None
         if isinstance(token, Operator):
             return token.symbol
         return "" if token is None or isinstance(token, Assignment) else token.literal()

@@ -58,6 +58,11 @@ class Line:
     left_out: str = ""
     where: str = ""
 
+    def unknown_values(self) -> list[str]:
+        """Variables that only a run of the script knows, and that the options need."""
+        texts = [text for raw in self.options.values() for text in texts_of(raw) if is_computed(text)]
+        return list(dict.fromkeys(name for text in texts for name in marks_of(text)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
@@ -79,8 +84,7 @@ class Translation:
 
     def unknown_values(self) -> list[str]:
         """Variables that only a run of the script knows, and that the options need."""
-        texts = [text for line in [*self.lines, *self.added] for raw in line.options.values() for text in texts_of(raw)]
-        return list(dict.fromkeys(name for text in texts if is_computed(text) for name in marks_of(text)))
+        return list(dict.fromkeys(name for line in [*self.lines, *self.added] for name in line.unknown_values()))
 
 
 def translate(launch: Launch, target: Target) -> Translation:
@@ -91,9 +95,9 @@ def translate(launch: Launch, target: Target) -> Translation:
     for name, values in flags.items():
         texts = [value.text.strip() for value in values]  # of blanks that only Python knows, as slime's parser does
         verdict, why, options = Judge(flags=flags, target=target, schedule=schedule).judge(name, texts)
-        line = Line(flag=f"--{name}", value=shown(" ".join(texts)), verdict=verdict, why=why, options=options)
-        more = "given twice, the last one counts" if name in again else ""
-        line = replace(line, where=where[name], why="; ".join(filter(None, (line.why, more))))
+        why = "; ".join(filter(None, (why, "given twice, the last one counts" if name in again else "")))
+        value = shown(" ".join(texts))
+        line = Line(flag=f"--{name}", value=value, verdict=verdict, why=why, options=options, where=where[name])
         lines.append(_left_out(_checked(line, target), target))
     lines += [*_of_program(launch, flags, schedule), *_of_absent(flags)]
     added = [_left_out(_checked(line, target), target) for line in _defaults(flags, target)]
@@ -176,9 +180,8 @@ def _checked(line: Line, target: Target) -> Line:
 
 def _left_out(line: Line, target: Target) -> Line:
     """The line with the reason for which the file has its options as comments, if there is one."""
-    texts = [text for raw in line.options.values() for text in texts_of(raw)]
-    if names := [name for text in texts if is_computed(text) for name in marks_of(text)]:
-        return replace(line, left_out=f"only a run of the script knows {', '.join(dict.fromkeys(names))}")
+    if names := line.unknown_values():
+        return replace(line, left_out=f"only a run of the script knows {', '.join(names)}")
     if any(name in target.megatron for name in line.options) and not target.with_megatron:
         return replace(line, left_out="with train_backend: megatron")
     if target.laptop and any(name in PLACES or name.startswith("sglang_") for name in line.options):
@@ -190,8 +193,8 @@ def _left_out(line: Line, target: Target) -> Line:
 
 def yaml_text(translation: Translation, target: Target, *, title: str, run_dir: str) -> str:
     """The options as a file for ``--config``: the sections of the options, then what is not written, as comments."""
-    sections: dict[str, list[str]] = {heading: [] for _, heading in _headings(target)}
-    of = dict(_headings(target))
+    of = _headings(target)
+    sections: dict[str, list[str]] = {heading: [] for heading in of.values()}
     out: dict[str, list[str]] = {}
     sections[of["run_dir"]].append(f"run_dir: {_scalar(run_dir)}")
     for line in [*translation.added, *translation.lines]:
@@ -216,10 +219,10 @@ def yaml_text(translation: Translation, target: Target, *, title: str, run_dir: 
     return "\n\n".join(parts) + "\n"
 
 
-def _headings(target: Target) -> list[tuple[str, str]]:
+def _headings(target: Target) -> dict[str, str]:
     """Each option's section heading, in the order of the sections."""
     sections = [load_section(reference) for reference in target.options_class.section_references]
-    return [(name, section.heading or section.__name__) for section in sections for name in section.model_fields]
+    return {name: section.heading or section.__name__ for section in sections for name in section.model_fields}
 
 
 def _yaml(target: Target, name: str, raw: Raw) -> str:

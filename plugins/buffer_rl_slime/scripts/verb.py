@@ -30,13 +30,6 @@ One line a flag: same, renamed, not needed, changes the result, or not there yet
 the options as a file for 'buffer-rl train --config FILE'. Variables of the environment are as if they were not set:
 their defaults in the script hold, and what has none is ${env:NAME} in the file.
 """
-_TITLES = {
-    Verdict.SAME: "Same",
-    Verdict.RENAMED: "Renamed",
-    Verdict.NOT_NEEDED: "Not needed",
-    Verdict.CHANGES: "Changes the result",
-    Verdict.NOT_YET: "Not there yet",
-}
 _PROJECTS = {"slime": "slime", "relax": RELAX}
 _BACKENDS = ("torch", "megatron")
 
@@ -89,13 +82,8 @@ def run(namespace: argparse.Namespace) -> int:
         say(f"\nnotice: {notice}")
     if names := translation.unknown_values():
         say(f"\nnotice: only a run of the script knows {', '.join(names)}: --set {names[0]}=VALUE says it here")
-    text = yaml_text(
-        translation,
-        target,
-        title=f"buffer-rl import {namespace.project} {Path(namespace.script).name}",
-        run_dir=f"runs/{Path(namespace.script).stem}",
-    )
-    _write(out, text)
+    title = f"buffer-rl import {namespace.project} {Path(namespace.script).name}"
+    _write(out, yaml_text(translation, target, title=title, run_dir=f"runs/{Path(namespace.script).stem}"))
     return 0
 
 
@@ -114,11 +102,9 @@ def _launch(script: Script, path: str) -> Launch:
     found = [launch for launch in script.launches if _name(launch.program).startswith("train")]
     if not found:
         others = ", ".join(f"{launch.program} ({launch.where})" for launch in script.launches)
-        raise ConfigError(
-            f"the script starts no training{f', but {others}' if others else ''}",
-            where=path,
-            expected="python3 train.py FLAGS, perhaps after 'ray job submit … --'",
-        )
+        what = f"the script starts no training{f', but {others}' if others else ''}"
+        expected = "python3 train.py FLAGS, perhaps after 'ray job submit … --'"
+        raise ConfigError(what, where=path, expected=expected)
     if len(found) > 1:
         lines = ", ".join(launch.where for launch in found)
         raise ConfigError(f"the script starts {len(found)} trainings: {lines}", where=path, hint="keep one of them")
@@ -133,17 +119,10 @@ def _name(program: str) -> str:
 def _target(namespace: argparse.Namespace) -> Target:
     registry = PluginRegistry.from_flags(namespace.found)
     sections = sections_of(namespace.found)
-    of_plugins = [
-        load_section(each) if isinstance(each, str) else each for each in sections if each not in CORE_SECTIONS
-    ]
-    has_megatron = "megatron" in registry.names("trainer")
-    megatron = {
-        name
-        for section in of_plugins
-        if "megatron" in section.__module__
-        for name in section.model_fields
-        if has_megatron
-    }
+    of_plugins = [load_section(each) for each in sections if each not in CORE_SECTIONS]
+    megatron: set[str] = set()
+    if "megatron" in registry.names("trainer"):
+        megatron.update(*(section.model_fields for section in of_plugins if "megatron" in section.__module__))
     if namespace.train_backend == "megatron" and not megatron:
         raise ConfigError("there is no such trainer", where="--train-backend megatron", hint="buffer-rl plugins list")
     wanted = namespace.train_backend or ("torch" if namespace.laptop else "megatron")
@@ -159,14 +138,11 @@ def _target(namespace: argparse.Namespace) -> Target:
 
 def _report(translation: Translation, script: str, project: str) -> None:
     """Print a table for each verdict, those to look at last, and how many flags each has."""
-    for verdict, title in _TITLES.items():
-        lines = [line for line in translation.lines if line.verdict is verdict]
-        if lines:
-            say(f"\n{title} ({len(lines)})")
-            print_table(
-                ("flag", "value", "because" if verdict is not Verdict.SAME else "", "at"),
-                [_row(line, script) for line in lines],
-            )
+    for verdict in Verdict:
+        if lines := [line for line in translation.lines if line.verdict is verdict]:
+            say(f"\n{verdict.capitalize()} ({len(lines)})")
+            because = "because" if verdict is not Verdict.SAME else ""
+            print_table(("flag", "value", because, "at"), [_row(line, script) for line in lines])
     if translation.added:
         say(f"\nAdded, because {project} does so by itself ({len(translation.added)})")
         print_table(("option", "value", "", ""), [_row(line, script) for line in translation.added])

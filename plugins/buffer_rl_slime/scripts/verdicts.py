@@ -117,17 +117,11 @@ class Judge:
             reference, differs = REFERENCES[raw]
             if not reference:
                 return Verdict.NOT_NEEDED, "a run does it by itself", {}
-            return (
-                (Verdict.CHANGES if differs else Verdict.RENAMED),
-                differs or f"it is {reference} here",
-                {option: reference},
-            )
+            verdict = Verdict.CHANGES if differs else Verdict.RENAMED
+            return verdict, differs or f"it is {reference} here", {option: reference}
         if "." in raw or ":" in raw:
-            whose = (
-                f"{self.target.project}'s function: plugins/buffer_rl_slime/README.md says which run"
-                if raw.startswith(("slime.", "relax."))
-                else "your function"
-            )
+            theirs = f"{self.target.project}'s function: plugins/buffer_rl_slime/README.md says which run"
+            whose = theirs if raw.startswith(("slime.", "relax.")) else "your function"
             return verdict, why or f"{whose}; --dry-run looks whether it can be imported", {option: raw}
         if not marks_of(raw) and raw not in (names := self.target.names(kind)):
             hint = did_you_mean(raw, names) or f"buffer-rl plugins list --kind {kind}"
@@ -141,11 +135,8 @@ class Judge:
         if not pairs or len(pairs) % 2:
             return Verdict.NOT_YET, "these are no pairs of name and path", {}
         sets: Raw = [f"{name}={path}" for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
-        return (
-            Verdict.SAME,
-            "a lone path is named aime, as in slime" if len(values) == 1 else "",
-            {"eval_prompt_data": sets},
-        )
+        why = "a lone path is named aime, as in slime" if len(values) == 1 else ""
+        return Verdict.SAME, why, {"eval_prompt_data": sets}
 
     def _ref_load(self, values: list[str]) -> Judgement:
         path, model = "".join(values), value_of(self.flags, "hf-checkpoint")
@@ -168,11 +159,8 @@ class Judge:
     def _load(self, values: list[str]) -> Judgement:
         path = "".join(values)
         if path.rstrip("/") == value_of(self.flags, "save").rstrip("/"):
-            return (
-                Verdict.SAME,
-                "resumes what is in the folder, or starts; slime's own checkpoints are not read",
-                {"load": path},
-            )
+            why = "resumes what is in the folder, or starts; slime's own checkpoints are not read"
+            return Verdict.SAME, why, {"load": path}
         return Verdict.CHANGES, "here it resumes a run of buffer-rl; the initial weights are --hf-checkpoint", {}
 
     def _rm_type(self, values: list[str]) -> Judgement:
@@ -186,24 +174,14 @@ class Judge:
             return Verdict.NOT_YET, f"there is no reward of this name; {hint}", {}
         if name in GRADERS:
             called = "" if name == given else f"{name} is slime's {given}; "
-            return (
-                Verdict.CHANGES,
-                f"{called}it decides otherwise on some answers (rm_hub/README.md)",
-                {"rm_type": name},
-            )
-        return (
-            (Verdict.SAME if name == given else Verdict.RENAMED),
-            "" if name == given else f"it is {name} here",
-            {"rm_type": name},
-        )
+            why = f"{called}it decides otherwise on some answers (rm_hub/README.md)"
+            return Verdict.CHANGES, why, {"rm_type": name}
+        return Verdict.SAME, "", {"rm_type": name}
 
     def _custom_rm_path(self, values: list[str]) -> Judgement:
         if "group-rm" in self.flags:
-            return (
-                Verdict.RENAMED,
-                "with --group-rm it is --custom-group-rm-path",
-                {"custom_group_rm_path": "".join(values)},
-            )
+            why = "with --group-rm it is --custom-group-rm-path"
+            return Verdict.RENAMED, why, {"custom_group_rm_path": "".join(values)}
         return self._of_option("custom-rm-path", "custom_rm_path", "".join(values))
 
     def _group_rm(self, values: list[str]) -> Judgement:
@@ -231,16 +209,11 @@ class Judge:
     def _lr_warmup_fraction(self, values: list[str]) -> Judgement:
         decay = value_of(self.flags, "lr-decay-iters")
         try:
-            steps = int(decay) if decay else self._steps()
+            steps = int(decay) if decay else int(value_of(self.flags, "num-rollout")) * steps_per_rollout(self.flags)
             warmup = int(float("".join(values)) * steps)
         except (ValueError, ZeroDivisionError):
             return Verdict.NOT_YET, "the number of steps follows from the data: lr_warmup_iters: STEPS", {}
         return Verdict.RENAMED, f"it is --lr-warmup-iters {warmup}, of {steps} steps", {"lr_warmup_iters": str(warmup)}
-
-    def _steps(self) -> int:
-        """Optimizer steps of the run. Raises ValueError where the flags do not say."""
-        rollouts = int(value_of(self.flags, "num-rollout"))
-        return rollouts * steps_per_rollout(self.flags)
 
     def _opd_type(self, values: list[str]) -> Judgement:
         if values == ["megatron"]:
