@@ -36,15 +36,11 @@ async def batched_async_rm(args: Any, samples: Sequence[Any], **kwargs: Any) -> 
     leaves = [part for entry in samples for part in (entry if isinstance(entry, list) else [entry])]
     for part in leaves:
         if part.custom_rm_path is not None:
-            raise ConfigError(
-                f"a sample names the code that is to score it: {part.custom_rm_path!r:.80}",
-                where="sample.custom_rm_path",
-                expected="None: the run's options choose the reward",
-                hint="--custom-rm-path, or --rm-type",
-            )
+            what = f"a sample names the code that is to score it: {part.custom_rm_path!r:.80}"
+            expected, hint = "None: the run's options choose the reward", "--custom-rm-path, or --rm-type"
+            raise ConfigError(what, where="sample.custom_rm_path", expected=expected, hint=hint)
     copies = [part.changed(reward=None, uid=part.uid or BY_HAND) for part in leaves]
-    failures = await current_context().scorer.score(copies)
-    if failures:
+    if failures := await current_context().scorer.score(copies):
         raise failures[0].error
     rewards = iter([copy.reward for copy in copies])
     return [[next(rewards) for _ in entry] if isinstance(entry, list) else next(rewards) for entry in samples]

@@ -12,7 +12,7 @@ import base64
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from buffer_rl.rollout.requests import answer_for, sampling_seed
 from buffer_rl.rollout.sft import SFTRollout
 from buffer_rl.rollout.user_functions import call_user, eval_data
 from buffer_rl_slime import http
-from buffer_rl_slime.rewards import async_rm, batched_async_rm
+from buffer_rl_slime.rewards import batched_async_rm
 from buffer_rl_slime.tools import get_rollout_num_engines, run
 
 
@@ -65,15 +65,6 @@ class GenerateState:
     which the built-in rollout holds for each sample. sampling_params: those of training. aborted: whether the rollout
     has enough groups.
     """
-
-    args: Any
-    tokenizer: Any
-    processor: None
-    semaphore: asyncio.Semaphore
-    sampling_params: dict[str, Any]
-    dp_rank: int
-    pendings: set[asyncio.Task[Any]]
-    remaining_batch_size: int
 
     def __new__(cls, args: Any) -> GenerateState:
         context = current_context()
@@ -118,7 +109,7 @@ class GenerateState:
     def reset(self) -> None:
         """As before the first group."""
         self.remaining_batch_size = 0
-        self.pendings = set()
+        self.pendings: set[asyncio.Task[Any]] = set()
         self._aborted = False
 
     def submit_generate_tasks(self, samples: Sequence[Any]) -> None:
@@ -188,12 +179,9 @@ async def generate_and_rm(args: Any, sample: Any, sampling_params: dict[str, Any
     parts = made if isinstance(made, list) else [made]
     if any(part.status == Status.ABORTED for part in parts):
         return made
-    unscored = [part for part in parts if part.reward is None]
-    if isinstance(made, list):
+    if unscored := [part for part in parts if part.reward is None]:
         for part, reward in zip(unscored, await batched_async_rm(args, unscored), strict=True):
             part.reward = reward
-    elif unscored:
-        made.reward = await async_rm(args, made)
     return made
 
 
@@ -237,24 +225,20 @@ async def generate_rollout_async(
 ) -> tuple[RolloutFnTrainOutput, list[Any]]:
     """The built-in rollout, and no groups to give back: it gave them back itself. data_source: the rollout's buffer, or
     its method ``get_samples``."""
-    output: RolloutFnTrainOutput = await _rollout(
-        args, rollout_id, getattr(data_source, "__self__", data_source), False
-    )
-    return output, []
+    buffer = getattr(data_source, "__self__", data_source)
+    return await _rollout(args, rollout_id, buffer, False), []
 
 
 async def eval_rollout(args: Any, rollout_id: int) -> Any:
     """Refused: the evaluation's samples come from the buffer, which this signature lacks."""
-    raise ConfigError(
-        "an evaluation needs the buffer",
-        where="slime.rollout.sglang_rollout.eval_rollout",
-        hint="call generate_rollout(args, rollout_id, data_source, evaluation=True)",
-    )
+    where = "slime.rollout.sglang_rollout.eval_rollout"
+    hint = "call generate_rollout(args, rollout_id, data_source, evaluation=True)"
+    raise ConfigError("an evaluation needs the buffer", where=where, hint=hint)
 
 
 async def _rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
     collected = _Collected(data_source)
-    answer = await DefaultRollout(args)(args, rollout_id, collected.as_buffer, evaluation)
+    answer = await DefaultRollout(args)(args, rollout_id, cast("RolloutBuffer", collected), evaluation)
     if not evaluation:
         return RolloutFnTrainOutput(samples=[list(group) for group in collected.groups], metrics=answer.metrics)
     data: dict[str, dict[str, Any]] = {**eval_data(current_context().args, collected.groups)}
@@ -269,12 +253,6 @@ class _Collected:
     buffer: Any
     groups: list[SampleGroup] = field(default_factory=list)
 
-    @property
-    def as_buffer(self) -> RolloutBuffer:
-        """As the type that the built-in rollout takes."""
-        collected: Any = self
-        return collected  # type: ignore[no-any-return]
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.buffer, name)
 
@@ -285,11 +263,9 @@ class _Collected:
 
 async def _generated(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
     if sample.generate_function_path is not None:
-        raise ConfigError(
-            f"a sample names the code that is to generate it: {sample.generate_function_path!r:.80}",
-            where="sample.generate_function_path",
-            expected="None: --custom-generate-function-path chooses it",
-        )
+        what = f"a sample names the code that is to generate it: {sample.generate_function_path!r:.80}"
+        expected = "None: --custom-generate-function-path chooses it"
+        raise ConfigError(what, where="sample.generate_function_path", expected=expected)
     function = current_context().generate
     if function is None:
         return await generate(args, sample, sampling_params)

@@ -124,12 +124,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     if _is_current(loop):
         work.close()
-        raise RolloutError(
-            "run() is called in a coroutine, which would wait for itself",
-            where="slime.utils.async_utils.run",
-            expected="a synchronous function",
-            hint="await the coroutine instead",
-        )
+        what, where = "run() is called in a coroutine, which would wait for itself", "slime.utils.async_utils.run"
+        raise RolloutError(what, where=where, expected="a synchronous function", hint="await the coroutine instead")
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
     tasks: list[asyncio.Task[None]] = []
     variables = copy_context()
@@ -176,9 +172,8 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
         answer = hook(args, value, **given)
         answer = await answer if inspect.isawaitable(answer) else answer
         if answer is not None and not isinstance(answer, Sample):
-            raise RolloutError(
-                f"it returned {type(answer).__name__}", where=f"hook {path!r}", expected="Sample or None"
-            )
+            what = f"it returned {type(answer).__name__}"
+            raise RolloutError(what, where=f"hook {path!r}", expected="Sample or None")
         value = value if answer is None else answer
     return value
 
