@@ -112,12 +112,9 @@ def labels_of(sample: Sample, *, reward: str) -> list[str]:
     """
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     if not labels or not all(_is_text_or_number(label) for label in labels):
-        raise RewardError(
-            f"the label is {sample.label!r:.80}",
-            where=where(sample, reward),
-            expected="text or a number, or a list of them",
-            hint="name the field that holds it with --label-key",
-        )
+        what, expected = f"the label is {sample.label!r:.80}", "text or a number, or a list of them"
+        hint = "name the field that holds it with --label-key"
+        raise RewardError(what, where=where(sample, reward), expected=expected, hint=hint)
     return [str(label) for label in labels]
 
 

@@ -93,9 +93,6 @@ def _finite(name: str, answer: Any, sample: Sample) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RewardError(
-            f"the reward of the part {name!r} is {answer!r:.80}",
-            where=where(sample, "rm_hub.compose"),
-            expected="a finite number",
-        )
+        what = f"the reward of the part {name!r} is {answer!r:.80}"
+        raise RewardError(what, where=where(sample, "rm_hub.compose"), expected="a finite number")
     return number

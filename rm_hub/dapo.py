@@ -77,17 +77,9 @@ def accepted(label: str) -> tuple[str, str]:
 def normalize(answer: str) -> str:
     r"""One spelling of an answer: ``x = \$1{,}000 \text{ cm}`` and ``1000`` become the same text."""
     answer = answer[-LAST_CHARACTERS:].strip().rstrip(".,")
-    for spelling, kept in (
-        ("\\!", ""),
-        ("{,}", ","),
-        ("\\$", ""),
-        ("\\%", ""),
-        ("%", ""),
-        ("\\left", ""),
-        ("\\right", ""),
-        ('"', ""),
-    ):
-        answer = answer.replace(spelling, kept)
+    answer = answer.replace("\\!", "").replace("{,}", ",")
+    for dropped in ("\\$", "\\%", "%", "\\left", "\\right", '"'):
+        answer = answer.replace(dropped, "")
     answer = _SPACING.sub(" ", answer)
     if answer.count("$") >= 2:
         answer = answer.split("$")[-2]

@@ -12,7 +12,7 @@ from typing import Any
 from buffer_rl.errors import RewardError
 from buffer_rl.kinds.marks import at_once, rows_may_choose
 from buffer_rl.records.groups import Sample, Status
-from rm_hub.answers import response_of
+from rm_hub.answers import response_of, where
 
 
 @at_once
@@ -26,12 +26,9 @@ def score(args: Any, sample: Sample) -> float:
     """
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     if not labels or not all(isinstance(label, str | int | float) for label in labels):
-        raise RewardError(
-            f"the label is {sample.label!r}",
-            where=str(sample.uid or "rm_hub.exact_match"),
-            expected="text or a number, or a list of them",
-            hint="name the field that holds it with --label-key",
-        )
+        what, expected = f"the label is {sample.label!r}", "text or a number, or a list of them"
+        hint = "name the field that holds it with --label-key"
+        raise RewardError(what, where=where(sample, "rm_hub.exact_match"), expected=expected, hint=hint)
     if sample.status is not Status.COMPLETED:
         return 0.0
     answer = response_of(args, sample).strip()

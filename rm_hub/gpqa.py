@@ -153,9 +153,6 @@ def _label(sample: Sample) -> str:
             return found[0]
     elif isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
         return letters[label]
-    raise RewardError(
-        f"the label is {label!r:.80}",
-        where=where(sample, "rm_hub.gpqa"),
-        expected=f"a letter from A to {letters[-1:]}, or the text or number of one of the metadata's choices, "
-        "and of no second",
-    )
+    text_of = "the text or number of one of the metadata's choices, and of no second"
+    expected = f"a letter from A to {letters[-1:]}, or {text_of}"
+    raise RewardError(f"the label is {label!r:.80}", where=where(sample, "rm_hub.gpqa"), expected=expected)

@@ -14,6 +14,7 @@ from typing import Any
 from buffer_rl.errors import RewardError
 from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import answer_of, where
+from rm_hub.ifeval import instructions_of
 
 
 def score(args: Any, sample: Sample) -> float:
@@ -32,22 +33,14 @@ def score(args: Any, sample: Sample) -> float:
 
 
 def _checkers(sample: Sample, registry: Mapping[str, Any], place: str) -> list[Any]:
-    ids, kwargs = sample.metadata.get("instruction_id_list"), sample.metadata.get("kwargs")
-    if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(ids) != len(kwargs):
-        raise RewardError(
-            "the row does not say which instructions it has",
-            where=place,
-            expected='metadata {"instruction_id_list": [ID, ...], "kwargs": [{...}, ...]}, of one length, not empty',
-        )
     prompt = sample.metadata.get("prompt_text", sample.prompt)
     made = []
-    for name, given in zip(ids, kwargs, strict=True):
+    for name, given in instructions_of(sample, place):
         if name not in registry:
-            raise RewardError(
-                "there is no such instruction", where=f"{place}, instruction {name!r:.80}", expected="an id of IFBench"
-            )
+            of_it = f"{place}, instruction {name!r:.80}"
+            raise RewardError("there is no such instruction", where=of_it, expected="an id of IFBench")
         checker = registry[name](name)
-        checker.build_description(**{key: value for key, value in (given or {}).items() if value is not None})
+        checker.build_description(**{key: value for key, value in given.items() if value is not None})
         if "prompt" in (checker.get_instruction_args() or ()):
             checker.build_description(prompt=str(prompt))
         made.append(checker)
@@ -59,10 +52,7 @@ def _registry() -> Mapping[str, Any]:
     try:
         found: Mapping[str, Any] = importlib.import_module("ifbench.instructions_registry").INSTRUCTION_DICT
     except ImportError as error:
-        raise RewardError(
-            f"the checkers of IFBench cannot be imported: {error}",
-            where="rm_hub.ifbench",
-            hint="clone https://github.com/allenai/IFBench, pip install -r its requirements.txt, and put its folder on "
-            "PYTHONPATH",
-        ) from error
+        what, of = f"the checkers of IFBench cannot be imported: {error}", "https://github.com/allenai/IFBench"
+        hint = f"clone {of}, pip install -r its requirements.txt, and put its folder on PYTHONPATH"
+        raise RewardError(what, where="rm_hub.ifbench", hint=hint) from error
     return found

@@ -52,14 +52,17 @@ def _followed(args: Any, sample: Sample) -> list[bool]:
 
 def _checks(sample: Sample) -> list[Callable[[str], bool]]:
     place = where(sample, "rm_hub.ifeval")
+    return [_check(name, given, place) for name, given in instructions_of(sample, place)]
+
+
+def instructions_of(sample: Sample, place: str) -> list[tuple[Any, Any]]:
+    """The id and the arguments of each instruction of a row. place: names the row in an error. Raises RewardError."""
     ids, kwargs = sample.metadata.get("instruction_id_list"), sample.metadata.get("kwargs")
     if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(ids) != len(kwargs):
-        raise RewardError(
-            "the row does not say which instructions it has",
-            where=place,
-            expected='metadata {"instruction_id_list": [ID, ...], "kwargs": [{...}, ...]}, of one length, not empty',
-        )
-    return [_check(name, given or {}, place) for name, given in zip(ids, kwargs, strict=True)]
+        what = "the row does not say which instructions it has"
+        expected = 'metadata {"instruction_id_list": [ID, ...], "kwargs": [{...}, ...]}, of one length, not empty'
+        raise RewardError(what, where=place, expected=expected)
+    return [(name, given or {}) for name, given in zip(ids, kwargs, strict=True)]
 
 
 def _check(name: Any, given: Any, place: str) -> Callable[[str], bool]:
@@ -69,18 +72,14 @@ def _check(name: Any, given: Any, place: str) -> Callable[[str], bool]:
         raise RewardError("there is no such instruction", where=place, expected=f"one of {', '.join(INSTRUCTIONS)}")
     present = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
     if not isinstance(given, Mapping) or set(present) != set(rule.arguments):
-        raise RewardError(
-            f"its kwargs are {given!r:.120}",
-            where=place,
-            expected=f"the arguments {', '.join(rule.arguments) or 'none'}",
-        )
+        expected = f"the arguments {', '.join(rule.arguments) or 'none'}"
+        raise RewardError(f"its kwargs are {given!r:.120}", where=place, expected=expected)
     values = {}
     for key, value in present.items():
         values[key] = rule.arguments[key](value)
         if values[key] is None:
-            raise RewardError(
-                f"{key} is {value!r:.80}", where=place, expected=_EXPECTED.get(rule.arguments[key], "another value")
-            )
+            expected = _EXPECTED.get(rule.arguments[key], "another value")
+            raise RewardError(f"{key} is {value!r:.80}", where=place, expected=expected)
     return lambda text: rule.follows(text, **values)
 
 

@@ -71,11 +71,8 @@ def _label(text: str, sample: Sample) -> str:
     boxed = "\\boxed" in text or "\\fbox" in text
     expression = _FULL_STOP.sub("", last_boxed(text) or "") if boxed else _undelimited(text.rstrip(". \n"))
     if not expression or (not boxed and _PROSE.search(_QUOTED.sub("", expression))):
-        raise RewardError(
-            f"the label is {text!r:.80}",
-            where=where(sample, "rm_hub.math"),
-            expected="one LaTeX expression and nothing else, or text with one in its last \\boxed{...}",
-        )
+        expected = "one LaTeX expression and nothing else, or text with one in its last \\boxed{...}"
+        raise RewardError(f"the label is {text!r:.80}", where=where(sample, "rm_hub.math"), expected=expected)
     return expression
 
 
@@ -100,9 +97,8 @@ def _stated(text: str) -> list[str]:
     whole = line
     line = _COLON.split(line)[-1].rpartition(" is ")[2]
     equations, _, value = line.rpartition(" = ")
-    if " = " not in equations or not _NEXT_EQUATION.search(
-        equations
-    ):  # of several equations no single one is the answer
+    # Of several equations no single one is the answer.
+    if " = " not in equations or not _NEXT_EQUATION.search(equations):
         line = value
     return [] if taken_back(whole.removesuffix(line), "") else [_MATH_MODE.sub("", line).strip("* ")]
 
@@ -113,9 +109,8 @@ def _comparison() -> Callable[[str, str], bool]:
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
-        raise RewardError(
-            "math-verify is not installed", where="rm_hub.math", hint="pip install 'buffer-rl[math]'"
-        ) from error
+        hint = "pip install 'buffer-rl[math]'"
+        raise RewardError("math-verify is not installed", where="rm_hub.math", hint=hint) from error
     _read_numbers_as_literals()
     # It warns that its time limits are off, although the process has a limit of its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -148,10 +143,8 @@ def _read_numbers_as_literals() -> None:
 
     parser: Any = getattr(latex2sympy2, "_Latex2Sympy", None)
     if not (hasattr(latex2sympy2, "convert_number") and hasattr(parser, "parse_number")):
-        raise RewardError(
-            "this version of latex2sympy2-extended is not known to keep text from eval",
-            where="rm_hub.math",
-            hint="pip install 'buffer-rl[math]' 'latex2sympy2-extended==1.11.0'",
-        )
+        what = "this version of latex2sympy2-extended is not known to keep text from eval"
+        hint = "pip install 'buffer-rl[math]' 'latex2sympy2-extended==1.11.0'"
+        raise RewardError(what, where="rm_hub.math", hint=hint)
     latex2sympy2.convert_number = first_number
     parser.parse_number = lambda self, text: number(text)

@@ -166,13 +166,10 @@ def _label(sample: Sample) -> Fraction:
         marked = _marked(label)
         number = whole_number(label if marked is None else marked)
     if number is None:
-        raise RewardError(
-            f"the label is {label!r:.80}",
-            where=where(sample, "rm_hub.numeric"),
-            expected=f"one number of at most {MAX_DIGITS} digits and nothing else, or text with such a number in its "
-            "last \\boxed{...} or after its last ####",
-            hint="name the field that holds it with --label-key; for expressions there is --rm-type math",
-        )
+        what, places = f"the label is {label!r:.80}", "in its last \\boxed{...} or after its last ####"
+        expected = f"one number of at most {MAX_DIGITS} digits and nothing else, or text with such a number {places}"
+        hint = "name the field that holds it with --label-key; for expressions there is --rm-type math"
+        raise RewardError(what, where=where(sample, "rm_hub.numeric"), expected=expected, hint=hint)
     return number
 
 

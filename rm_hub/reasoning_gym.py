@@ -25,10 +25,11 @@ from typing import Any
 
 from buffer_rl.errors import RewardError
 from buffer_rl.records.groups import Sample, Status
-from rm_hub.answers import has_answer, response_of
+from rm_hub.answers import has_answer, response_of, where
 from rm_hub.expressions import ExpressionError, evaluate
 from rm_hub.numeric import whole_number
 
+PLACE = "rm_hub.reasoning_gym"
 FULL_MARKS = 1.0
 PROBABILITY_TOLERANCE = Fraction(1, 10**4)
 """Of ``coin_flip``, as in reasoning-gym."""
@@ -98,9 +99,8 @@ def score_partial(args: Any, sample: Sample) -> float:
             with suppress(Exception):
                 graded("{}" if name in WITHOUT_ANSWER else str(entry["answer"]))  # {}: no moves, no colours
                 return 0.0
-        raise RewardError(
-            f"the grader of {name!r} failed: {type(error).__name__}: {error}", where=_where(sample)
-        ) from error
+        what = f"the grader of {name!r} failed: {type(error).__name__}: {error}"
+        raise RewardError(what, where=where(sample, PLACE)) from error
 
 
 def _is_no_number(name: str, response: str) -> bool:
@@ -173,18 +173,15 @@ def _grader(name: str) -> Grader:
         from reasoning_gym import get_score_answer_fn
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise RewardError(
-            "reasoning-gym is not installed", where="rm_hub.reasoning_gym", hint="pip install 'buffer-rl[examples]'"
-        ) from error
+        hint = "pip install 'buffer-rl[examples]'"
+        raise RewardError("reasoning-gym is not installed", where=PLACE, hint=hint) from error
     if name not in DATASETS:
-        raise RewardError(f"reasoning-gym has no data set {name!r:.80}", where="rm_hub.reasoning_gym")
+        raise RewardError(f"reasoning-gym has no data set {name!r:.80}", where=PLACE)
     if name not in SAFE:
-        raise RewardError(
-            f"the grader of {name!r} is not known to be safe: it evaluates text, or has not been read",
-            where="rm_hub.reasoning_gym",
-            expected="a task of SAFE or OWN in rm_hub/reasoning_gym.py",
-            hint="leave these rows out, or grade them by a function of your own (--custom-rm-path)",
-        )
+        what = f"the grader of {name!r} is not known to be safe: it evaluates text, or has not been read"
+        hint = "leave these rows out, or grade them by a function of your own (--custom-rm-path)"
+        expected = "a task of SAFE or OWN in rm_hub/reasoning_gym.py"
+        raise RewardError(what, where=PLACE, expected=expected, hint=hint)
     grader: Grader = get_score_answer_fn(name)
     return grader
 
@@ -249,11 +246,8 @@ def _entry(sample: Sample) -> dict[str, Any]:
 
 
 def _no_answer(sample: Sample) -> RewardError:
-    return RewardError(
-        "there is no answer to compare with",
-        where=_where(sample),
-        expected='metadata {"source_dataset": NAME, "entry": {"question", "answer", "metadata"}}, or a label',
-    )
+    expected = 'metadata {"source_dataset": NAME, "entry": {"question", "answer", "metadata"}}, or a label'
+    return RewardError("there is no answer to compare with", where=where(sample, PLACE), expected=expected)
 
 
 def _dataset(sample: Sample, entry: dict[str, Any]) -> str:
@@ -261,13 +255,6 @@ def _dataset(sample: Sample, entry: dict[str, Any]) -> str:
     own = inner.get("source_dataset") if isinstance(inner, dict) else None
     name = sample.metadata.get("source_dataset") or sample.metadata.get("dataset") or own
     if not isinstance(name, str):
-        raise RewardError(
-            "the row does not say which data set it is of",
-            where=_where(sample),
-            expected='"source_dataset" or "dataset" in its metadata',
-        )
+        what, expected = "the row does not say which data set it is of", '"source_dataset" or "dataset" in its metadata'
+        raise RewardError(what, where=where(sample, PLACE), expected=expected)
     return name
-
-
-def _where(sample: Sample) -> str:
-    return str(sample.uid or "rm_hub.reasoning_gym")
