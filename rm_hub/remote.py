@@ -49,20 +49,14 @@ async def score_group(args: Any, group: SampleGroup) -> list[Any]:
     place = str(group.uid)
     answer = await _ask(args, {"samples": [_payload(sample) for sample in group]}, place, group[0])
     if not isinstance(answer, list) or len(answer) != len(group):
-        raise RewardError(
-            f"the reward server answered {answer!r:.120}", where=place, expected=f"a list of {len(group)} rewards"
-        )
+        expected = f"a list of {len(group)} rewards"
+        raise RewardError(f"the reward server answered {answer!r:.120}", where=place, expected=expected)
     return answer
 
 
 def _payload(sample: Sample) -> dict[str, Any]:
-    return {
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "label": sample.label,
-        "metadata": sample.metadata,
-        "status": str(sample.status),
-    }
+    fields = {name: getattr(sample, name) for name in ("prompt", "response", "label", "metadata")}
+    return {**fields, "status": str(sample.status)}
 
 
 async def _ask(args: Any, payload: dict[str, Any], place: str, sample: Sample) -> Any:

@@ -187,9 +187,8 @@ def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLErr
         see = "docs/troubleshooting.md#the-object-store-is-full"
         return WorkerError(what, where=role, expected=expected, hint=hint, see=see)
     if isinstance(error, ray.exceptions.RayTaskError):
-        return WorkerError(
-            f"{type(cause).__name__}: {cause}", where=role, hint=f"the end of its traceback:{_tail(str(error))}"
-        )
+        hint = f"the end of its traceback:{_tail(str(error))}"
+        return WorkerError(f"{type(cause).__name__}: {cause}", where=role, hint=hint)
     if isinstance(error, ray.exceptions.RayActorError):
         if error.actor_init_failed:  # Ray keeps the constructor's error as text alone, and it stands at the end
             return WorkerError(f"the process could not be set up: {_tail(str(error))}", where=role)

@@ -116,15 +116,9 @@ def _allocate_in_order(groups: Sequence[Sequence[DeviceRequest]], devices: Seque
             held[request.role] = _place(request, sorted(load) or free, load, on_node)
             load.update(device for member in held[request.role] for device in member)
         for request in group:
-            placed += [
-                MemberDevices(
-                    role=request.role,
-                    index=index,
-                    devices=devices,
-                    share=share_of(max(load[device] for device in devices)),
-                )
-                for index, devices in enumerate(held[request.role])
-            ]
+            for index, own in enumerate(held[request.role]):
+                share = share_of(max(load[device] for device in own))
+                placed.append(MemberDevices(role=request.role, index=index, devices=own, share=share))
         free = [device for device in free if device not in load]
         on_node.update(device.node for device in load)
     return placed

@@ -106,14 +106,10 @@ class Placement:
 
     def describe(self) -> str:
         """A table: role, members, devices of each, node; a line for each role and node."""
-        rows = Counter(
-            (
-                role,
-                f"{len(member.devices)} {kind}" + (f" x {member.share:g}" if member.share < 1.0 else ""),
-                self._home(member),
-            )
-            for (role, _), (kind, member) in self._members.items()
-        )
+        rows = Counter[tuple[str, str, Node]]()
+        for (role, _), (kind, member) in self._members.items():
+            share = f" x {member.share:g}" if member.share < 1.0 else ""
+            rows[role, f"{len(member.devices)} {kind}{share}", self._home(member)] += 1
         lines = [("role", "members", "devices each", "node")]
         lines += [(role, str(members), devices, node.address) for (role, devices, node), members in rows.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

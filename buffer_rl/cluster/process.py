@@ -100,10 +100,8 @@ class ChildProcess:
             with open(log_path, "ab") as log:
                 self._log_start = log.tell()
                 command = [*command, PARENT_FD_FLAG, str(read_end)]
-                streams = (log.fileno(), log.fileno())
-                self._process = start_process(
-                    command, streams=streams, env={**os.environ, **(env or {})}, pass_fds=[read_end, *pass_fds]
-                )
+                streams, given = (log.fileno(), log.fileno()), {**os.environ, **(env or {})}
+                self._process = start_process(command, streams=streams, env=given, pass_fds=[read_end, *pass_fds])
         except OSError as error:
             os.close(self._lifeline)
             raise EngineError(f"{name} cannot be started: {error}", where=log_path) from error

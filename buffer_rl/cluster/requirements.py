@@ -118,9 +118,8 @@ def _role_requests(args: Args) -> list[DeviceRequest]:
         if each and trains
     ]
     for fused in (text.split("+") for text in args.fuse_roles):  # of one process: the largest request is that of all
-        largest = max(
-            (request for request in requests if request.role in fused), key=lambda request: request.each, default=None
-        )
+        together = [request for request in requests if request.role in fused]
+        largest = max(together, key=lambda request: request.each, default=None)
         requests = [request for request in requests if request.role not in fused or request is largest]
     return requests
 
@@ -178,11 +177,10 @@ def _place_on_cpus(
     try:
         return allocate(groups, all_devices(nodes, DeviceKind.CPU))
     except NoRoomError as error:
+        lack = too_few(args, nodes, groups, error, DeviceKind.CPU)
         if counts_devices(args):
-            raise too_few(args, nodes, groups, error, DeviceKind.CPU) from error
-        notices.append(
-            f"{too_few(args, nodes, groups, error, DeviceKind.CPU).what}: Ray chooses the nodes of the processes"
-        )
+            raise lack from error
+        notices.append(f"{lack.what}: Ray chooses the nodes of the processes")
         return []
 
 
@@ -212,9 +210,8 @@ def too_few(
 ) -> ConfigError:
     """The error for requests without room, with the arithmetic."""
     wanted = sum(max(request.devices for request in group) for group in groups)
-    needs = _joined(
-        [" together with ".join(request_text(args, request, kind) for request in group) for group in groups]
-    )
+    texts = [[request_text(args, request, kind) for request in group] for group in groups]
+    needs = _joined([" together with ".join(of_group) for of_group in texts])
     verb = "needs" if len(groups) == 1 and sum(request.members for request in groups[0]) == 1 else "need"
     there, found = _found(args, nodes, kind)
     what = f"{needs} {verb} {_count(wanted, kind)}; {there}"

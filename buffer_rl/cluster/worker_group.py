@@ -43,10 +43,8 @@ def register(dispatch: To | tuple[Cut, Callable[[list[Any]], Any]] = To.ALL) -> 
 
     def register_method(method: F) -> F:
         kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
-        if inspect.iscoroutinefunction(method) or kinds & {
-            inspect.Parameter.KEYWORD_ONLY,
-            inspect.Parameter.VAR_KEYWORD,
-        }:
+        by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+        if inspect.iscoroutinefunction(method) or kinds & by_name:
             what = "a worker's method is a coroutine, or has parameters that are given by name alone"
             where = method.__qualname__
             raise ConfigError(what, where=where, expected="a plain method, whose parameters may be given by place")
@@ -168,9 +166,8 @@ class WorkerGroup:
     def __getattr__(self, name: str) -> GroupMethod:
         methods = self.__dict__.get("_methods", {})
         if name not in methods:
-            raise AttributeError(
-                f"{self.__dict__.get('_name')} registers no method {name!r}; expected: one of {sorted(methods)}"
-            )
+            known = sorted(methods)
+            raise AttributeError(f"{self.__dict__.get('_name')} registers no method {name!r}; expected: one of {known}")
         return GroupMethod(self._members, methods[name])
 
     def restart(self) -> None:

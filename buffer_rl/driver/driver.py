@@ -417,9 +417,8 @@ class Driver:
         if stop is not None and stop.met(metrics):
             found = f"{stop.metric} is {metrics[stop.metric]:g}"
             self._result.stopped_early, self._result.why = True, f"--early-stop {stop}: {found}"
-            self._observer.notice(
-                f"--early-stop: the run ends after {self._version} steps: {found}, and the condition is {stop}"
-            )
+            end = f"the run ends after {self._version} steps: {found}, and the condition is {stop}"
+            self._observer.notice(f"--early-stop: {end}")
         self._evaluating = None
         self._calls.tell()
 

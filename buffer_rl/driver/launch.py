@@ -362,9 +362,7 @@ class _Run:
         if plan.saves:
             facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
             facts |= {LINEAGE: self.session.lineage, START: self.began.name}
-            checkpoints = RunCheckpoints(
-                self.session.args, buffer=buffer, trained=self.trained, reference=self.reference, provenance=facts
-            )
+            checkpoints = RunCheckpoints(self.session.args, buffer, self.trained, self.reference, facts)
             local("save", checkpoints, end_s=lambda: max(CLOSE_TIMEOUT_S, checkpoints.time_left()))
         if args.save_debug_rollout_data:
             local("record", RolloutRecorder(args.save_debug_rollout_data, buffer))

@@ -22,12 +22,8 @@ LONGEST = "response_len/max"
 TOKENS = "generated_tokens"
 _REWARD, _REWARD_STD = "rollout/raw_reward", "rollout/raw_reward_std"
 _REWARD_ALL, _SCORED = "rollout/raw_reward_all", "rollout/scored_groups"
-_SUMS = frozenset(
-    {
-        _SCORED,
-        *(f"rollout/{name}" for name in (TOKENS, "abstained", "aborted_groups", "surplus_groups", "service_partial")),
-    }
-)
+_COUNTS = (TOKENS, "abstained", "aborted_groups", "surplus_groups", "service_partial")
+_SUMS = frozenset({_SCORED, *(f"rollout/{name}" for name in _COUNTS)})
 """Counts of a rollout, beside failures and dropped groups."""
 _DROPS = ("drop_", "service_drop_")
 

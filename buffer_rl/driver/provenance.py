@@ -143,14 +143,8 @@ def changed_plugins(facts: Mapping[str, Any], now: Provenance) -> list[str]:
 
 def _source(option: str, origin: Origin) -> PluginSource:
     info = PluginInfo.of(origin, loaded=False)
-    return PluginSource(
-        option=option,
-        reference=origin.reference,
-        file=info.file,
-        sha256=info.sha256,
-        distribution=info.distribution,
-        version=info.version,
-    )
+    found = {name: getattr(info, name) for name in ("file", "sha256", "distribution", "version")}
+    return PluginSource(option=option, reference=origin.reference, **found)
 
 
 def _pluggy_origin(reference: str) -> Origin | None:

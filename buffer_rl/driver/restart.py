@@ -56,9 +56,8 @@ class RunSession:
         startup: StartUp | None = None,
     ) -> None:
         self.provenance = provenance
-        self.observer = stack.enter_context(
-            RunObserver(args, registry, loaded.step if loaded else None, provenance.facts(), startup)
-        )
+        step = loaded.step if loaded else None
+        self.observer = stack.enter_context(RunObserver(args, registry, step, provenance.facts(), startup))
         if loaded is not None:
             resumed = resume_notices(loaded.facts, loaded.step, args)
             for line in (*changed_plugins(loaded.facts, provenance), *resumed):

@@ -211,9 +211,8 @@ class FakeEngine(FaultyServer):
         self._decoding.add(decoding)
         try:
             free_at = await self._slots.acquire(abort)
-            decoding.aborted = free_at is None or await self._aborted_in_slot(
-                row, abort, max(arrived, free_at), decoding
-            )
+            begun = max(arrived, free_at or 0.0)
+            decoding.aborted = free_at is None or await self._aborted_in_slot(row, abort, begun, decoding)
             return decoding
         finally:
             self._decoding.discard(decoding)
@@ -383,9 +382,8 @@ class FakeEngine(FaultyServer):
         if request.path.endswith("server_info"):
             rules = self.sglang
             more = {"engine": EMBEDDED} if rules is None else {"enable_deterministic_inference": rules.deterministic}
-        return web.json_response(
-            {"model_path": "fake", "weight_version": str(self.version), "status": "ok", **more, **self.server_info}
-        )
+        info = {"model_path": "fake", "weight_version": str(self.version), "status": "ok"}
+        return web.json_response({**info, **more, **self.server_info})
 
     async def _strike(self, request: web.Request) -> web.StreamResponse:
         fault, self.strike_fault = self.strike_fault, None

@@ -186,9 +186,8 @@ class _Run:
 
     def _columns_of(self, batch: TrainBatch) -> dict[str, list[np.ndarray]]:
         """What it sets for a copy of these rows."""
-        own = TrainBatch(
-            rollout_id=0, task=batch.task, row_ids=list(batch.row_ids), columns=copy.deepcopy(dict(batch.columns))
-        )
+        columns = copy.deepcopy(dict(batch.columns))
+        own = TrainBatch(rollout_id=0, task=batch.task, row_ids=list(batch.row_ids), columns=columns)
         self._call(own)
         return {name: [np.asarray(row, dtype=np.float32) for row in own.columns[name]] for name in SET}
 

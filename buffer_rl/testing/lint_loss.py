@@ -141,9 +141,8 @@ class _Run:
         text = self._differs(nothing)
         for name, gradients in () if text else _gradients(self._wanted):
             zeros = [np.where(mask, gradient, 0) for mask, gradient in zip(masks, gradients, strict=True)]
-            text = text or (
-                lint.first_difference(self._batch, gradients, zeros) and f"{name} of a masked token is not 0"
-            )
+            if not text and lint.first_difference(self._batch, gradients, zeros):
+                text = f"{name} of a masked token is not 0"
         if text:
             return f"with NaN in masked tokens, {text}"
         more = replace(self._batch, columns={n: _lengthened(c) for n, c in self._batch.columns.items()})

@@ -44,12 +44,9 @@ def make_char_tokenizer(characters: str = DEFAULT_CHARACTERS, *, bos: bool = Fal
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     make: Any = PreTrainedTokenizerFast
+    pad, eos, unk = SPECIAL_TOKENS
     tokenizer: PreTrainedTokenizerFast = make(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=backend, pad_token=pad, eos_token=eos, unk_token=unk, clean_up_tokenization_spaces=False
     )
     if bos:
         tokenizer.add_special_tokens({"bos_token": "<bos>"})

@@ -111,9 +111,8 @@ class VirtualRollouts:
         work = [asyncio.ensure_future(self._slot(ticket, is_first=not n)) for n in range(ticket.num_groups)]
         death = asyncio.ensure_future(died.wait())
         try:
-            finished: asyncio.Future[Any] = asyncio.ensure_future(
-                asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
-            )
+            waiting = asyncio.wait(work, return_when=asyncio.FIRST_EXCEPTION)
+            finished: asyncio.Future[Any] = asyncio.ensure_future(waiting)
             await asyncio.wait([finished, death], return_when=asyncio.FIRST_COMPLETED)
             if died.is_set():
                 raise WorkerDiedError("the process died", where="rollout.run")

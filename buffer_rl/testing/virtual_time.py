@@ -58,16 +58,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     async def sleep_until(self, when: float) -> None:
         """Wait until a moment, of which it is known that it comes, unlike that of a deadline."""
-        self._sleeping += 1
+        moment = asyncio.Event()
+        cancel = self.call_at_last(when, moment.set)
         try:
-            moment = asyncio.Event()
-            timer = self.call_at(when, moment.set)
-            try:
-                await moment.wait()
-            finally:
-                timer.cancel()
+            await moment.wait()
         finally:
-            self._sleeping -= 1
+            cancel()
 
     def call_at_last(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back at a moment of which it is known that it comes. Returns what cancels it."""

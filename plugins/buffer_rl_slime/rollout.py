@@ -154,10 +154,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         answer = await answer_for(sample, list(sample.tokens), sampling_params, lease=lease)
         meta, text = _meta_of(answer), answer.text
     pairs = meta.get("output_token_logprobs") or []
-    log_probs = [pair[0] for pair in pairs]
-    sample.append_response_tokens(
-        args, tokens=[pair[1] for pair in pairs], log_probs=log_probs, meta_info=meta, text=text
-    )
+    tokens, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+    sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=text)
     return sample
 
 

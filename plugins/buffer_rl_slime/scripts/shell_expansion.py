@@ -111,9 +111,7 @@ class Scope:
     @staticmethod
     def _tilde(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         plain = "".join(part.text if part.kind == "text" and not part.quoted else "\0" for part in parts[:2])
-        return (
-            (Part("parameter", "HOME", True), *parts[1:]) if plain.startswith("~") and plain[1:] in ("", "/") else parts
-        )
+        return (Part("parameter", "HOME", True), *parts[1:]) if plain in ("~", "~/") else parts
 
     def _expand(self, word: Word) -> Iterator[Argument]:
         here = f"{self.path}:{word.line}"

@@ -21,21 +21,10 @@ from buffer_rl_slime.scripts.verdicts import WITH_MEGATRON, Judge, Target
 
 RELAX = "Relax"
 PLACES = (
-    "actor_num_nodes",
-    "actor_num_gpus_per_node",
-    "rollout_num_gpus",
-    "rollout_num_gpus_per_engine",
-    "num_gpus_per_node",
-    "colocate",
-    "offload_train",
-    "offload_rollout",
-    "weight_sync_mode",
-    "rollout_engine",
-    "engine_dtype",
-    "engine_device",
-    "router_policy",
-    "resource",
-)
+    "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine",
+    "num_gpus_per_node", "colocate", "offload_train", "offload_rollout", "resource",
+    "weight_sync_mode", "rollout_engine", "engine_dtype", "engine_device", "router_policy",
+)  # fmt: skip
 """Options that a run on one machine without GPUs leaves out, with those of SGLang and Megatron."""
 
 
