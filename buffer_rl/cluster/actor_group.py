@@ -163,19 +163,11 @@ class ActorGroup:
             _kill(actor)
 
 
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """A member before its construction, which happens in the process that it is sent to."""
-
-    member_class: type
-    args: tuple[Any, ...] = ()
-
-
 class FusedProcess:
-    """A process with one member of each role."""
+    """A process with one member of each role. members: what makes each, in the process that it is sent to."""
 
-    def __init__(self, members: Mapping[str, Deferred]) -> None:
-        self._members = {role: member.member_class(*member.args) for role, member in members.items()}
+    def __init__(self, members: Mapping[str, Callable[[], Any]]) -> None:
+        self._members = {role: make() for role, make in members.items()}
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method of the member of ``role``."""
@@ -200,10 +192,10 @@ class FusedMember:
 class FusedProcesses:
     """Starts one process a rank for the members of all its roles, when the first role asks for it.
 
-    members: of a rank, by role. options: of a rank, for its actor.
+    members: of a rank, by role, what makes each in its process. options: of a rank, for its actor.
     """
 
-    _members: Callable[[int], Mapping[str, Deferred]]
+    _members: Callable[[int], Mapping[str, Callable[[], Any]]]
     _options: Callable[[int], Mapping[str, Any]] = lambda rank: {}
 
     def __post_init__(self) -> None:

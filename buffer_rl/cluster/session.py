@@ -211,10 +211,8 @@ def check_local_ray() -> None:
     dead = [] if node is None else [name for name, _ in node.dead_processes() if name in ("raylet", "gcs_server")]
     if dead:
         what = f"Ray cannot go on: its {' and '.join(dead)} died"
-        hint = (
-            "look at the machine's memory (dmesg), unless a signal went to the whole process group, which ends Ray too"
-        )
-        hint += "; --load goes on from a checkpoint"
+        unless = "unless a signal went to the whole process group, which ends Ray too"
+        hint = f"look at the machine's memory (dmesg), {unless}; --load goes on from a checkpoint"
         raise ClusterError(what, where="the local Ray", hint=hint, see="docs/troubleshooting.md#a-process-died")
 
 

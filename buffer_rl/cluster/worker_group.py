@@ -22,7 +22,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses
+from buffer_rl.cluster.actor_group import ActorGroup, FusedProcesses
 from buffer_rl.cluster.calling import Call
 from buffer_rl.cluster.dispatch import Cut, F, To, all_answers, declared_methods, settled
 from buffer_rl.cluster.dispatch import dispatch as declare
@@ -154,8 +154,8 @@ class WorkerGroup:
                 strategy = PlacementGroupSchedulingStrategy(reserved[local[rank][0]], local[rank][1])
                 return {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "scheduling_strategy": strategy}
 
-            def members(rank: int) -> dict[str, Deferred]:
-                return {self._name: Deferred(_Worker, (worker.make, rank, pool.size, local[rank][1]))}
+            def members(rank: int) -> dict[str, Callable[[], _Worker]]:
+                return {self._name: partial(_Worker, worker.make, rank, pool.size, local[rank][1])}
 
             start = partial(FusedProcesses(members, options).start_member, self._name)
             places = [ranks.topology(rank) for rank in range(pool.size)]

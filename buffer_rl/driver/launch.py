@@ -461,14 +461,13 @@ class _Run:
     def _plan(self) -> RunPlan:
         args, trains, schedule = self.args, bool(self.trained), Schedule.of(self.args)
         drain_s = args.rollout_timeout_s if schedule.mixes_versions else 0.0
+        compares = self.rollouts_ask_engine and not is_supervised(args)
         return RunPlan(
             num_rollouts=self.num_rollouts,
             schedule=schedule,
             first_rollout=self.checkpoint.step if self.checkpoint else 0,
             publish_at_start=self.checkpoint is not None or engines_may_differ(args) or args.offload_rollout,
-            compare_log_probs=self.rollouts_ask_engine
-            and not is_supervised(args)
-            and args.max_logprob_diff is not None,
+            compare_log_probs=compares and args.max_logprob_diff is not None,
             publish_each_step=(self.rollouts_ask_engine or "actor_fwd" in self.roles) and trains,
             ref_update_interval=args.ref_update_interval if trains else None,
             roles=self.role_plan,

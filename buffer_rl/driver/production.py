@@ -374,10 +374,9 @@ class Production:
         """The answer of a call of production, which is under way until it has one."""
         try:
             answer = await self._calls.runtime.answer(call, timeout_s)
-        except NoAnswer:
-            raise
-        except BufferRLError:
-            self._open_calls.discard(call)
+        except BufferRLError as error:
+            if not isinstance(error, NoAnswer):
+                self._open_calls.discard(call)
             raise
         self._open_calls.discard(call)
         return answer

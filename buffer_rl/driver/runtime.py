@@ -151,11 +151,10 @@ class RayRuntime:
 
 
 def _in_a_running_loop() -> bool:
-    try:
+    with suppress(RuntimeError):
         asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _run_in_a_thread(loop: asyncio.AbstractEventLoop, main: Callable[[], Coroutine[Any, Any, R]]) -> R:

@@ -16,14 +16,14 @@ class FakeBuffer:
 
     Unlike the real one it runs out: it then leases fewer groups than asked, and at last none.
 
-    leased: uids in lease order. finished: groups in report order. rejected: (group, reason) in report order;
-    quarantined likewise.
+    ticket: the rollout that it works for. leased: uids in lease order. finished: groups in report order. rejected:
+    (group, reason) in report order; quarantined likewise.
     returned: groups given back with ``add_samples``, which are leased again first.
     progressed_at: see ``RolloutBuffer``.
     """
 
     def __init__(self, groups: Iterable[SampleGroup], ticket: Ticket) -> None:
-        self._ticket = ticket
+        self.ticket = ticket
         self._queue: deque[SampleGroup] = deque()
         self._source: deque[SampleGroup] = deque(groups)
         self._live: set[GroupUid] = set()
@@ -36,11 +36,6 @@ class FakeBuffer:
         self.failures: Counter[tuple[str, GroupUid]] = Counter()
         self.returned: list[SampleGroup] = []
         self.progressed_at = 0.0
-
-    @property
-    def ticket(self) -> Ticket:
-        """The rollout that this buffer works for."""
-        return self._ticket
 
     @property
     def finished_uids(self) -> list[GroupUid]:
@@ -136,6 +131,6 @@ class FakeBuffer:
 
     def _end(self, group: SampleGroup) -> None:
         if group.uid not in self._live:
-            raise BufferStateError(f"group {group.uid} is not leased", where=self._ticket.task)
+            raise BufferStateError(f"group {group.uid} is not leased", where=self.ticket.task)
         self._live.discard(group.uid)
         self.progressed_at = time.monotonic()

@@ -9,14 +9,14 @@ died is replaced, and rows that it read and did not write are delivered again.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses, redirect_output
+from buffer_rl.cluster.actor_group import ActorGroup, FusedProcesses, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
@@ -145,10 +145,10 @@ def start_roles(
         label = "+".join(together)
         placed = next((role for role in together if placement.node_of(role, 0) is not None), together[0])
 
-        def members(rank: int) -> dict[str, Deferred]:
+        def members(rank: int) -> dict[str, Callable[[], RoleWorker]]:
             log_path = f"{log_dir}/{label}_{rank}.log"
             return {
-                role: Deferred(RoleWorker, (args_text, buffer, role, rank, counts[role], log_path)) for role in together
+                role: partial(RoleWorker, args_text, buffer, role, rank, counts[role], log_path) for role in together
             }
 
         processes = FusedProcesses(members, partial(placement.options, placed))

@@ -17,9 +17,7 @@ SLIME = NameTable(
         "observability.trace_utils": {
             "buffer_rl_slime.tools": "build_sglang_meta_trace_attrs, trace_event, trace_function, trace_span",
         },
-        "rollout.base_types": {
-            "buffer_rl_slime.rollout": "RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn",
-        },
+        "rollout.base_types": {"buffer_rl_slime.rollout": "RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn"},
         "rollout.data_source": {"buffer_rl_slime.data_source": "DataSource, pop_first"},
         "rollout.filter_hub.base_types": {
             "buffer_rl_slime.rewards": (

@@ -78,10 +78,7 @@ def decode_int32_meta_array(meta_info: Mapping[str, Any], keys: str | Iterable[s
 
 
 def should_run_periodic_action(
-    rollout_id: int,
-    interval: int | None,
-    num_rollout_per_epoch: int | None = None,
-    num_rollout: int | None = None,
+    rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
     """Whether an action of every ``interval`` rollouts is due after ``rollout_id``: also at an epoch's end, and the
     run's."""

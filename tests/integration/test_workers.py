@@ -20,7 +20,7 @@ from buffer_rl.buffer.actor import start_buffer
 from buffer_rl.buffer.calls import NumberedCall
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.cluster.actor_group import ActorGroup, Deferred, FusedProcesses
+from buffer_rl.cluster.actor_group import ActorGroup, FusedProcesses
 from buffer_rl.cluster.dispatch import To, all_answers, dispatch
 from buffer_rl.cluster.hangs import HangWatch
 from buffer_rl.cluster.member import Member as Watched
@@ -127,7 +127,7 @@ def test_a_constructor_that_fails_is_told_in_its_own_words(ray_cluster: None) ->
 
 
 def test_roles_of_one_process_die_and_are_replaced_together_and_have_their_own_threads(ray_cluster: None) -> None:
-    processes = FusedProcesses(lambda rank: {role: Deferred(Member, (rank,)) for role in ("ref", "teacher")})
+    processes = FusedProcesses(lambda rank: {role: partial(Member, rank) for role in ("ref", "teacher")})
     groups = [ActorGroup(role, partial(processes.start_member, role), 2) for role in ("ref", "teacher")]
     try:
         pids = [group.call(Member.pids, timeout_s=60) for group in groups]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from buffer_rl.options.values import Raw
 from buffer_rl.plan.schedule import Mode
+from buffer_rl_slime.scripts.flags import is_value
 from buffer_rl_slime.scripts.meaning import Judgement, Verdict
 from buffer_rl_slime.scripts.shell_script import SFT, Flags, steps_per_rollout, value_of
 
@@ -95,7 +96,7 @@ def _resource(value: str, flags: Flags) -> Judgement | None:
     if not isinstance(roles, dict):
         return None
     left_out = {}
-    if "reference" in roles and not _has_kl(flags):
+    if "reference" in roles and "use-kl-loss" not in flags and is_value(value_of(flags, "kl-coef") or "0", "0"):
         left_out["reference"] = "no KL penalty needs a reference"
     if "actor_fwd" in roles and _is_one_step(flags):
         left_out["actor_fwd"] = "with one optimizer step its own forward pass has the old log-probabilities"
@@ -104,15 +105,6 @@ def _resource(value: str, flags: Flags) -> Judgement | None:
     why = "; ".join(f"without {role}: {reason}" for role, reason in left_out.items())
     kept = {role: counts for role, counts in roles.items() if role not in left_out}
     return Verdict.RENAMED, why, {"resource": json.dumps(kept)}
-
-
-def _has_kl(flags: Flags) -> bool:
-    if "use-kl-loss" in flags:
-        return True
-    try:
-        return float(value_of(flags, "kl-coef") or "0") != 0
-    except ValueError:
-        return True
 
 
 def _is_one_step(flags: Flags) -> bool:

@@ -129,7 +129,7 @@ def known_flag(name: str, values: Sequence[str]) -> Known | None:
         return by_value
     if name in NEUTRAL:
         neutral, why = NEUTRAL[name]
-        if any(_equal(value, each) for each in neutral):
+        if any(is_value(value, each) for each in neutral):
             return Known(verdict=Verdict.NOT_NEEDED, why=why)
     if (renamed := RENAMED.get(name) or peers.RENAMED.get(name)) is not None:
         options = tuple((option, text.format(value)) for option, text in renamed)
@@ -145,7 +145,8 @@ def is_of_shape(name: str) -> bool:
     return name in reasons()[0].flags
 
 
-def _equal(value: str, other: str) -> bool:
+def is_value(value: str, other: str) -> bool:
+    """Whether a flag's value is ``other``, as a number or as a text in small letters."""
     try:
         return float(value) == float(other)
     except ValueError:

@@ -42,7 +42,7 @@ def known_peer_flag(name: str, value: str) -> Known | None:
     if name == "pause-generation-mode":
         return Known(verdict=Verdict.NOT_YET, why=_PAUSES.get(value, "--publication is retract or drain"))
     if name == "update-weights-interval":
-        steps = _whole(value)
+        steps = int(value) if value.isascii() and value.isdigit() else None
         if steps == 1:
             return Known(verdict=Verdict.NOT_NEEDED, why="weights are published after each step")
         why = (
@@ -112,7 +112,3 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) and number >= 0 else None
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() else None

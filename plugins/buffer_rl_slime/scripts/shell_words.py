@@ -36,7 +36,8 @@ class Word:
 
     def literal(self) -> str:
         """Its text where it holds no expansion and no quotes; else empty."""
-        return "".join(part.text for part in self.parts) if all(_is_bare(part) for part in self.parts) else ""
+        is_bare = all(part.kind == "text" and not part.quoted for part in self.parts)
+        return "".join(part.text for part in self.parts) if is_bare else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +61,6 @@ class Operator:
 
 
 Token = Word | Assignment | Operator
-
-
-def _is_bare(part: Part) -> bool:
-    return part.kind == "text" and not part.quoted
 
 
 def split_script(text: str, where: str, first_line: int = 1) -> list[Token]:
@@ -116,7 +113,8 @@ class _Lexer:
             self.found.append(self._word(line))
         elif redirection := _REDIRECTION.match(text, self.at):
             self.at = redirection.end()
-            self._skip_blanks()
+            while text[self.at : self.at + 1] in (" ", "\t"):
+                self.at += 1
             if self.at < len(text) and text[self.at] not in "\n;|&":
                 self._word(line)  # the file
         elif text.startswith("((", self.at):
@@ -256,10 +254,6 @@ class _Lexer:
                 if (line.lstrip("\t") if tabs else line) == delimiter:
                     break
         self.pending.clear()
-
-    def _skip_blanks(self) -> None:
-        while self.text[self.at : self.at + 1] in (" ", "\t"):
-            self.at += 1
 
     def _end_of_line(self) -> int:
         end = self.text.find("\n", self.at)
