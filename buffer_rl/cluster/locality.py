@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -60,9 +61,7 @@ def require_local_trainer(mode: str, host: str) -> None:
 
 
 def _can_bind(family: int, address: object) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(address)  # type: ignore[arg-type]  # getaddrinfo made it for this family
-        except OSError:
-            return False
-    return True
+    with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+        probe.bind(address)  # type: ignore[arg-type]  # getaddrinfo made it for this family
+        return True
+    return False

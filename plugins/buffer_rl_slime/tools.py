@@ -9,7 +9,7 @@ import concurrent.futures
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -145,10 +145,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
+    with suppress(RuntimeError):
         return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
+    return False
 
 
 async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
