@@ -43,16 +43,12 @@ def score_fraction(args: Any, sample: Sample) -> float:
 
 
 def _followed(args: Any, sample: Sample) -> list[bool]:
-    checks = _checks(sample)
+    place = where(sample, "rm_hub.ifeval")
+    checks = [_check(name, given, place) for name, given in instructions_of(sample, place)]
     text = answer_of(args, sample).strip()
     if sample.status is not Status.COMPLETED or not text:
         return [False] * len(checks)
     return [check(text) for check in checks]
-
-
-def _checks(sample: Sample) -> list[Callable[[str], bool]]:
-    place = where(sample, "rm_hub.ifeval")
-    return [_check(name, given, place) for name, given in instructions_of(sample, place)]
 
 
 def instructions_of(sample: Sample, place: str) -> list[tuple[Any, Any]]:

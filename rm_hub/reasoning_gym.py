@@ -84,7 +84,9 @@ def score_partial(args: Any, sample: Sample) -> float:
         raise _no_answer(sample)
     grade = OWN.get(name) or _grader(name)
     response = response_of(args, sample).strip()
-    if sample.status is not Status.COMPLETED or not has_answer(sample) or _is_no_number(name, response):
+    # The grader of ``complex_arithmetic`` takes "nan" for the right number.
+    is_nan = name == "complex_arithmetic" and "nan" in response.replace(" ", "").lower()
+    if sample.status is not Status.COMPLETED or not has_answer(sample) or is_nan:
         return 0.0
 
     def graded(answer: str) -> float:
@@ -101,11 +103,6 @@ def score_partial(args: Any, sample: Sample) -> float:
                 return 0.0
         what = f"the grader of {name!r} failed: {type(error).__name__}: {error}"
         raise RewardError(what, where=where(sample, PLACE)) from error
-
-
-def _is_no_number(name: str, response: str) -> bool:
-    """Whether the response is "nan", which the grader of ``complex_arithmetic`` takes for the right number."""
-    return name == "complex_arithmetic" and "nan" in response.replace(" ", "").lower()
 
 
 def _same_text(response: str, entry: dict[str, Any]) -> float:

@@ -195,8 +195,8 @@ def name_failure(role: str, error: BaseException, hung: str = "") -> BufferRLErr
         if hung:
             hint, see = "the stack of all its threads is in its log", "docs/troubleshooting.md#the-run-hangs"
             return WorkerHungError(hung, where=role, hint=hint, see=see)
-        see = "docs/troubleshooting.md#a-process-died"
-        return WorkerDiedError(f"the process died: {_first_lines(str(error))}", where=role, see=see)
+        see, lines = "docs/troubleshooting.md#a-process-died", str(error).strip().splitlines()[:6]
+        return WorkerDiedError(f"the process died: {' / '.join(map(str.strip, lines))}", where=role, see=see)
     return WorkerError(f"{type(error).__name__}: {error}", where=role)
 
 
@@ -243,12 +243,8 @@ def _cause(error: BaseException) -> Any:
     return getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
-def _tail(text: str, lines: int = 12) -> str:
-    return "".join(f"\n    {line}" for line in text.strip().splitlines()[-lines:])
-
-
-def _first_lines(text: str, lines: int = 6) -> str:
-    return " / ".join(line.strip() for line in text.strip().splitlines()[:lines])
+def _tail(text: str) -> str:
+    return "".join(f"\n    {line}" for line in text.strip().splitlines()[-12:])
 
 
 class JoinedCalls(Generic[T]):

@@ -124,7 +124,9 @@ class Placement:
         deadline = time.monotonic() + self._args.placement_timeout_s
         try:
             for group in self.groups:
-                self._reserved.append(_reserve(group))
+                bundles = [{group.kind.value: float(devices)} for devices in group.bundles]
+                labels = [{NODE_LABEL: group.node.node_id}] * len(bundles)
+                self._reserved.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels))
             for group, reserved in zip(self.groups, self._reserved, strict=True):
                 while not reserved.wait(min(NODE_POLL_S, max(0.0, deadline - time.monotonic()))):
                     if is_node_gone(group.node.node_id):
@@ -195,12 +197,6 @@ class Placement:
             return chosen[index % len(chosen)]
         ranks = grouping(self._args.num_rollout_workers, self._args.num_train_ranks)
         return next((self.node_of(ACTOR, rank) for rank, workers in ranks.items() if index in workers), None)
-
-
-def _reserve(group: BundleGroup) -> Any:
-    bundles = [{group.kind.value: float(devices)} for devices in group.bundles]
-    labels = [{NODE_LABEL: group.node.node_id} for _ in bundles]
-    return placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
 
 
 def _not_free(group: BundleGroup, timeout_s: float) -> DeadlineError:
