@@ -27,6 +27,10 @@ from buffer_rl.rollout.options import generate_path, is_built_in_rollout, plays_
 
 WEIGHT_BYTES, STATE_BYTES, HALF_BYTES = 4, 8, 2
 """Of a parameter in the built-in trainer: float32, the two float32 moments of Adam, bfloat16."""
+KEPT_HALF_BYTES = 2.5
+"""Of a number that a layer keeps with ``--bf16``: norms keep float32."""
+PROCESS_BYTES = 250_000_000
+"""Of a process with torch that does nothing yet."""
 ENGINE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -79,33 +83,83 @@ def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None)
 def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[str, tuple[int, str]]:
     """An estimate of the bytes that one process of each name holds, and of what; of the built-in trainer and engine.
     longest_prompt: tokens; 0 if unknown."""
-    found = {}
-    trained = full = needs.parameters * (2 * WEIGHT_BYTES + STATE_BYTES)
-    what = "weights, gradients, Adam's state"
-    if needs.parameters and args.train_backend == "torch":
-        frozen = needs.parameters * (HALF_BYTES if args.bf16 else WEIGHT_BYTES)
-        reference = uses_reference(args) and not args.num_ref_workers
-        if args.lora_rank:
-            trained, what, reference = frozen, "weights without adapters", reference and args.ref_load is not None
-        own = trained + frozen * reference
-        parts = args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
-        split = f", split over {parts} ranks" if parts > 1 else ""
-        found["trainer rank"] = own // parts, f"{what}{', reference model' if reference else ''}{split}"
-        found["critic rank"] = full, "weights, gradients, Adam's state"
-    if needs.parameters and args.rollout_engine == "embedded":
-        config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
-        heads = config.get("num_attention_heads") or 1
-        size = config.get("head_dim") or config.get("hidden_size", 0) // heads
-        values = 2 * config.get("num_hidden_layers", 0) * (config.get("num_key_value_heads") or heads) * size
+    if not needs.parameters:
+        return {}
+    shape = _Shape.of(args)
+    found: dict[str, tuple[int, str]] = {}
+    limits = [*filter(None, (args.rollout_max_context_len, args.engine_context_length, shape.max_positions))]
+    tokens = min([longest_prompt + args.rollout_max_response_len, *limits])
+    if plays_agents(args) and limits:  # a conversation, of any number of answers
+        tokens = min(limits)
+    if args.train_backend == "torch":
+        found |= _memory_of_training(args, needs, shape, tokens)
+    if args.rollout_engine == "embedded":
         rows = (args.over_sampling_batch_size or args.rollout_batch_size) * args.n_samples_per_prompt
         sequences = min(args.engine_max_running_requests, ceil(rows / args.rollout_num_engines))
-        limits = [*filter(None, (args.rollout_max_context_len, args.engine_context_length, max_positions(config)))]
-        tokens = min([longest_prompt + args.rollout_max_response_len, *limits])
-        if plays_agents(args) and limits:  # a conversation, of any number of answers
-            tokens = min(limits)
-        total = (needs.parameters + values * sequences * tokens) * ENGINE_BYTES[args.engine_dtype]
-        found["engine"] = total, f"weights, cache of {sequences} sequences of {tokens} tokens"
-    return {name: each for name, each in found.items() if name in needs.processes}
+        numbers = 2 * needs.parameters + sequences * _places(longest_prompt, tokens, limits) * shape.cached
+        what = f"weights, also of the next version, cache of {sequences} sequences of {tokens} tokens"
+        found["engine"] = numbers * ENGINE_BYTES[args.engine_dtype], what
+    return {
+        name: (PROCESS_BYTES + num_bytes, what) for name, (num_bytes, what) in found.items() if name in needs.processes
+    }
+
+
+def _places(first: int, last: int, limits: list[int]) -> int:
+    """Of a sequence that grows from ``first`` to ``last`` tokens, in the embedded engine: it moves through pools of
+    powers of two, from 64, whose memory stays."""
+    begin, end = 1 << max(first, 63).bit_length(), 1 << max(first, last - 1, 63).bit_length()
+    return end - begin + min([end, *limits])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """Numbers of a token. cached: in an engine's keys and values. kept: of a layer, for its backward pass, as counted
+    for Qwen3, and more than for models without norms of queries and keys. hidden: those that recomputation keeps."""
+
+    layers: int
+    hidden: int
+    kept: int
+    cached: int
+    max_positions: int | None
+
+    @classmethod
+    def of(cls, args: Args) -> _Shape:
+        config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
+        hidden, layers = config.get("hidden_size") or 0, config.get("num_hidden_layers") or 0
+        heads = config.get("num_attention_heads") or 1
+        head_dim, key_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
+        experts = (config.get("num_experts_per_tok") or 0) * (config.get("moe_intermediate_size") or 0)
+        inner = max(config.get("intermediate_size") or 0, experts)
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            kept=7 * hidden + 6 * (heads + key_heads) * head_dim + 4 * inner,
+            cached=2 * layers * key_heads * head_dim,
+            max_positions=max_positions(config),
+        )
+
+
+def _memory_of_training(args: Args, needs: Needs, shape: _Shape, row_tokens: int) -> dict[str, tuple[int, str]]:
+    full, what = needs.parameters * (2 * WEIGHT_BYTES + STATE_BYTES), "weights, gradients, Adam's state"
+    frozen = needs.parameters * (HALF_BYTES if args.bf16 else WEIGHT_BYTES)
+    reference = uses_reference(args) and not args.num_ref_workers
+    trained, of_actor = full, what
+    if args.lora_rank:
+        trained, of_actor, reference = frozen, "weights without adapters", reference and args.ref_load is not None
+    own = trained + frozen * reference
+    parts = args.num_train_ranks if args.fsdp_size == -1 else args.fsdp_size
+    split = f", split over {parts} ranks" if parts > 1 else ""
+    tokens = min(args.max_tokens_per_gpu, ceil(needs.rows / args.num_train_ranks) * row_tokens)
+    kept = shape.layers * shape.kept
+    if args.recompute_granularity == "full":
+        kept = shape.layers * shape.hidden + shape.kept
+    activations = int(tokens * kept * (KEPT_HALF_BYTES if args.bf16 else WEIGHT_BYTES))
+    more = f"activations of {tokens} tokens (--max-tokens-per-gpu)"
+    of_actor += f"{', reference model' if reference else ''}{split}, {more}"
+    return {
+        "trainer rank": (own // parts + activations, of_actor),
+        "critic rank": (full + activations, f"{what}, {more}"),
+    }
 
 
 def num_cores() -> int:
