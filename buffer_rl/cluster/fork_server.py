@@ -75,7 +75,8 @@ class ForkedProcess:
 
     Its parent is the server, which sends its id and its exit status over the connection of the request."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, args: Sequence[str]) -> None:
+        self.args = args  # as subprocess.Popen has them
         self._connection = connection
         self._lock = threading.Lock()
         self._told: list[int] = []  # its process id, then its exit status
@@ -264,7 +265,8 @@ def start_process(
         with suppress(OSError), open(os.devnull, "rb") as nothing:
             fds = [nothing.fileno(), *streams, *pass_fds]
             numbers = [*STREAMS, *pass_fds]
-            return ForkedProcess(_request(path, [*(forked or command[1:])], dict(env), fds, numbers, stage=stage))
+            arguments = [*(forked or command[1:])]
+            return ForkedProcess(_request(path, arguments, dict(env), fds, numbers, stage=stage), arguments)
     is_own = is_module and command[2].startswith(OWN)
     return subprocess.Popen(
         [command[0], *path_options(), *command[1:]] if is_own else command,
