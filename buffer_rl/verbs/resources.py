@@ -125,11 +125,14 @@ class _Shape:
     @classmethod
     def of(cls, args: Args) -> _Shape:
         config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
-        hidden, layers = config.get("hidden_size") or 0, config.get("num_hidden_layers") or 0
-        heads = config.get("num_attention_heads") or 1
-        head_dim, key_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
-        experts = (config.get("num_experts_per_tok") or 0) * (config.get("moe_intermediate_size") or 0)
-        inner = max(config.get("intermediate_size") or 0, experts)
+
+        def number(name: str) -> int:  # Gemma 3n has one for each layer
+            value = config.get(name) or 0
+            return max(value) if isinstance(value, list) else value
+
+        hidden, layers, heads = number("hidden_size"), number("num_hidden_layers"), number("num_attention_heads") or 1
+        head_dim, key_heads = number("head_dim") or hidden // heads, number("num_key_value_heads") or heads
+        inner = max(number("intermediate_size"), number("num_experts_per_tok") * number("moe_intermediate_size"))
         return cls(
             layers=layers,
             hidden=hidden,

@@ -47,6 +47,7 @@ def test_parameters_and_the_bytes_of_a_run_are_those_of_the_shapes(model: Path) 
 
 
 CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 20}
+CONFIG_OF_LAYERS: dict[str, Any] = CONFIG | {"intermediate_size": [30, 20, 30]}
 CONFIG |= {"intermediate_size": 30}
 KEPT = 24 * 40 * 3 * 440 * 4
 """Bytes that the layers keep of 24 rows of 40 tokens."""
@@ -95,6 +96,8 @@ def test_the_memory_of_a_process_is_estimated_from_the_model_and_the_lengths(
     found = memory_of_processes(args, check_resources(args, lambda folder: 10**12)[0], longest_prompt=10)
     assert {name: found[name][0] - PROCESS_BYTES for name in expected} == expected
     assert ("critic rank" in found) == ("critic rank" in expected)
+    (model / "config.json").write_text(json.dumps(CONFIG_OF_LAYERS))
+    assert memory_of_processes(args, check_resources(args, lambda folder: 10**12)[0], longest_prompt=10) == found
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_a_scarce_one_is_told(model: Path) -> None:
