@@ -127,10 +127,11 @@ class Stopped(EndedBySignal):
         self.text = text
 
 
+_Caught = type[BaseException] | tuple[type[BaseException], ...]
+
+
 @contextmanager
-def raised_as(
-    error_class: Callable[..., Exception], what: str, caught: type[Exception] | tuple[type[Exception], ...], **more: str
-) -> Iterator[None]:
+def raised_as(error_class: Callable[..., Exception], what: str, caught: _Caught, **more: str) -> Iterator[None]:
     """A block whose errors of the classes ``caught`` become ``error_class``: ``what``, and the error's own text. more:
     what else an error of this module says."""
     try:

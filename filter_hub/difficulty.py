@@ -30,9 +30,8 @@ def window(args: Any, group: SampleGroup) -> FilterDecision:
 def between(low: float, high: float) -> Callable[[Any, SampleGroup], FilterDecision]:
     """The same with limits of one's own, both included. Raises ConfigError unless they are ordered numbers."""
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-        raise ConfigError(
-            f"the window is {low!r} to {high!r}", where="filter_hub.difficulty.between", expected="numbers, low <= high"
-        )
+        what = f"the window is {low!r} to {high!r}"
+        raise ConfigError(what, where="filter_hub.difficulty.between", expected="numbers, low <= high")
 
     def within(args: Any, group: SampleGroup) -> FilterDecision:
         return _decide(args, group, low, high)

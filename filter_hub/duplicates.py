@@ -25,9 +25,8 @@ def distinct(args: Any, group: SampleGroup) -> FilterDecision:
 def at_least(num_distinct: int) -> Callable[[Any, SampleGroup], FilterDecision]:
     """A filter that wants ``num_distinct`` different responses. Raises ConfigError unless that is at least 1."""
     if num_distinct < 1:
-        raise ConfigError(
-            f"num_distinct is {num_distinct!r}", where="filter_hub.duplicates.at_least", expected="at least 1"
-        )
+        what = f"num_distinct is {num_distinct!r}"
+        raise ConfigError(what, where="filter_hub.duplicates.at_least", expected="at least 1")
 
     def distinct_enough(args: Any, group: SampleGroup) -> FilterDecision:
         return _decide(group, num_distinct)

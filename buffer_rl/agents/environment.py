@@ -37,7 +37,7 @@ from buffer_rl.kinds.agent import GiveUp
 from buffer_rl.kinds.reward import check_reward
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import awaited, error_text
-from buffer_rl.plugin.signature import takes
+from buffer_rl.plugin.signature import keywords_for, takes
 from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.lease import current_lease
 
@@ -135,7 +135,7 @@ class _Stage:
 
     async def reset(self, row: Mapping[str, Any]) -> Any:
         """Call ``reset`` with what it takes of ``row``. Raises what ``call`` raises."""
-        return await self._called("reset", lambda: self.built.reset(**_taken(self.built.reset, row)))
+        return await self._called("reset", lambda: self.built.reset(**keywords_for(self.built.reset, row)))
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What the method returns. Raises GiveUp, and AgentFailedError for anything else that it raises."""
@@ -276,16 +276,6 @@ def _row_of(prompt: Sample, run_seed: int) -> dict[str, Any]:
     """What ``reset`` is told: a copy, as the samples of a group share their metadata."""
     own = {"prompt": prompt.prompt, "label": prompt.label}
     return deepcopy({"seed": seed_of(f"{run_seed}|{prompt.uid}"), **(prompt.metadata or {}), **own})
-
-
-def _taken(method: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``row``, what the method has parameters for."""
-    try:
-        parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):
-        return dict(row)
-    every = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return {name: value for name, value in row.items() if every or name in parameters}
 
 
 def _begun(messages: list[Message], first: Any) -> list[Message]:

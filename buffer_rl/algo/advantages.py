@@ -40,12 +40,8 @@ def grpo(args: Args, batch: TrainBatch) -> None:
 def rewards_of(batch: TrainBatch, column: str = "reward") -> np.ndarray:
     """One reward for each row, ``[num_rows]`` float32. Raises DataError if the column is not there or not finite."""
     if column not in batch.columns:
-        raise DataError(
-            f"the batch has no {column}s",
-            where=batch.task,
-            expected=f"a column {column}",
-            hint="score the samples first",
-        )
+        what = f"the batch has no {column}s"
+        raise DataError(what, where=batch.task, expected=f"a column {column}", hint="score the samples first")
     rewards = np.asarray(batch.columns[column], dtype=np.float32)
     if not np.isfinite(rewards).all():
         row = int(np.flatnonzero(~np.isfinite(rewards))[0])

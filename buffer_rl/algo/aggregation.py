@@ -53,11 +53,8 @@ def token_weights(
         return mask_bt / sample_tokens_b.clamp(min=1)[:, None], samples
     if mode == "seq-mean-token-sum":
         return mask_bt, samples
-    raise ConfigError(
-        f"there is no aggregation {mode!r}",
-        where="--loss-agg-mode",
-        expected="token-mean, seq-mean-token-mean or seq-mean-token-sum",
-    )
+    what = f"there is no aggregation {mode!r}"
+    raise ConfigError(what, where="--loss-agg-mode", expected="token-mean, seq-mean-token-mean or seq-mean-token-sum")
 
 
 def row_weights(mask_bt: torch.Tensor, parts_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,9 +61,8 @@ def unmasked(batch: TrainBatch, column: str) -> list[np.ndarray]:
     rows = []
     for row_id, row, mask in zip(batch.row_ids, batch.columns[column], masks_of(batch), strict=True):
         if np.shape(row) != mask.shape:
-            raise DataError(
-                f"{column} has the shape {np.shape(row)}", where=str(row_id), expected=f"{mask.shape}, as loss_mask"
-            )
+            what = f"{column} has the shape {np.shape(row)}"
+            raise DataError(what, where=str(row_id), expected=f"{mask.shape}, as loss_mask")
         rows.append(np.asarray(row, dtype=np.float64)[mask != 0])
     return rows
 

@@ -111,9 +111,8 @@ def group_normalize(rewards: Sequence[float] | np.ndarray, std: bool) -> np.ndar
     """
     rewards_n = np.asarray(rewards, dtype=np.float64)
     if rewards_n.ndim != 1 or rewards_n.size == 0:
-        raise RewardError(
-            f"rewards of shape {rewards_n.shape} cannot be normalised", expected="one number for each sample"
-        )
+        what = f"rewards of shape {rewards_n.shape} cannot be normalised"
+        raise RewardError(what, expected="one number for each sample")
     if not np.isfinite(rewards_n).all():
         raise RewardError(f"rewards are not finite: {rewards_n.tolist()}", expected="finite numbers")
     if equal_rewards(rewards_n):

@@ -161,11 +161,9 @@ class BufferClient:
             if meta.dealt or meta.ended:
                 return self._taken((meta, plan))
             if (left := deadline - time.monotonic()) <= 0:
-                raise DeadlineError(
-                    f"no rows of {task} were ready for {request.reader!r} within {timeout_s:g} s",
-                    where="buffer",
-                    expected=f"finished groups with the fields {', '.join(sorted(request.fields))}",
-                )
+                what = f"no rows of {task} were ready for {request.reader!r} within {timeout_s:g} s"
+                expected = f"finished groups with the fields {', '.join(sorted(request.fields))}"
+                raise DeadlineError(what, where="buffer", expected=expected)
             self._wait_change(meta.revision, left)
 
     def await_selection(self, rollout_id: int, last_ticket: int) -> RolloutReport:
@@ -200,11 +198,9 @@ class BufferClient:
         try:
             return ray.get([cell.ref for cell in cells], timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise DeadlineError(
-                f"{len(cells)} payloads did not arrive within {timeout_s:g} s",
-                where=", ".join(sorted({cell.storage for cell in cells})),
-                hint=f"raise {self._answers.flag} if the network or a full object store's disk is only slow",
-            ) from error
+            what = f"{len(cells)} payloads did not arrive within {timeout_s:g} s"
+            hint = f"raise {self._answers.flag} if the network or a full object store's disk is only slow"
+            raise DeadlineError(what, where=", ".join(sorted({cell.storage for cell in cells})), hint=hint) from error
         except ray.exceptions.ObjectLostError as error:
             lost = [cell.storage for cell in cells if cell.ref.hex() == error.object_ref_hex]
             raise PayloadLostError(

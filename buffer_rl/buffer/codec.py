@@ -117,12 +117,9 @@ def _plain(value: Any, where: str) -> Any:
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return value
-    raise RolloutError(
-        f"it is of type {type(value).__module__}.{type(value).__qualname__}, and the group goes back to the queue",
-        where=where,
-        expected="what JSON holds, bytes, arrays or tensors of numbers",
-        hint="delete the attribute before the group is given back, or keep it outside of the sample",
-    )
+    what = f"it is of type {type(value).__module__}.{type(value).__qualname__}, and the group goes back to the queue"
+    hint = "delete the attribute before the group is given back, or keep it outside of the sample"
+    raise RolloutError(what, where=where, expected="what JSON holds, bytes, arrays or tensors of numbers", hint=hint)
 
 
 def _sample_from_json(uid: GroupUid, fields: Mapping[str, Any]) -> Sample:

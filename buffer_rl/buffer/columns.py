@@ -237,9 +237,8 @@ class ColumnStore:
         known = group.partial.get(name, {}) if complete is None else dict(enumerate(complete.inline or ()))
         for position, row in rows.items():
             if position in known and not np.array_equal(known[position], row):
-                raise BufferStateError(
-                    f"field {name!r} of row {group.rows[position]} was written before, with other content"
-                )
+                what = f"field {name!r} of row {group.rows[position]} was written before, with other content"
+                raise BufferStateError(what)
 
     def put_field(self, uid: GroupUid, name: str, rows: Mapping[int, np.ndarray]) -> bool:
         """Add a derived field for some of the group's rows, by their position. Returns whether this completed it:
@@ -270,9 +269,8 @@ class ColumnStore:
     def __getitem__(self, uid: GroupUid) -> StoredGroup:
         group = self._groups.get(uid)
         if group is None:
-            raise BufferStateError(
-                f"group {uid} has no stored payload", hint="was its rollout released, or the group never finished?"
-            )
+            what = f"group {uid} has no stored payload"
+            raise BufferStateError(what, hint="was its rollout released, or the group never finished?")
         return group
 
 

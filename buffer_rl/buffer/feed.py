@@ -92,11 +92,9 @@ class Feed:
         if state is not None and "reference" in state:
             saved = f"--data-source-path {state['reference']}"
         if saved != self.origin:
-            raise CheckpointError(
-                f"the checkpoint's groups come from {saved}; this run has {self.origin}",
-                where="--load",
-                hint="resume with the data source of the saved run, written in the same way",
-            )
+            what = f"the checkpoint's groups come from {saved}; this run has {self.origin}"
+            hint = "resume with the data source of the saved run, written in the same way"
+            raise CheckpointError(what, where="--load", hint=hint)
 
 
 class LocalFeed(Feed):
@@ -220,10 +218,8 @@ class DeliveredFeed(Feed):
         if delivery.number < self._number:
             return
         if delivery.number > self._number or not delivery.groups:
-            raise BufferStateError(
-                f"the delivery of batch {delivery.number} with {len(delivery.groups)} groups is refused",
-                expected=f"batch {self._number}",
-            )
+            what = f"the delivery of batch {delivery.number} with {len(delivery.groups)} groups is refused"
+            raise BufferStateError(what, expected=f"batch {self._number}")
         seen = {group.uid for group in self._stock}
         for group in delivery.groups:
             if group.uid in seen or is_known(group.uid):

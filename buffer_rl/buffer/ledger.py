@@ -126,9 +126,8 @@ class Ledger:
             return
         with self._tables.atomic():
             if self._tables.fact(_TOKEN) != self.fencing_token:
-                raise BufferStateError(
-                    "another Buffer has opened the ledger; this one is out of date", where=str(self.path)
-                )
+                what = "another Buffer has opened the ledger; this one is out of date"
+                raise BufferStateError(what, where=str(self.path))
             yield
 
     # -- transitions ---------------------------------------------------------------------------------
@@ -298,11 +297,8 @@ class Ledger:
         if known is None:
             self._tables.set_fact("run", run)
         elif known != run:
-            raise CheckpointError(
-                f"the ledger is of run {known!r}, not {run!r}",
-                where=str(self.path),
-                hint="give each run a file of its own; a copy from a checkpoint is restored, not opened",
-            )
+            hint = "give each run a file of its own; a copy from a checkpoint is restored, not opened"
+            raise CheckpointError(f"the ledger is of run {known!r}, not {run!r}", where=str(self.path), hint=hint)
 
     def _renew_token(self, reason: str, keep_selected: bool) -> int:
         """Returns how many groups went back to pending."""

@@ -198,12 +198,9 @@ def check_local_disk(path: Path, mounts: str = "/proc/mounts") -> None:
         return
     kind = _file_system(path, lines)
     if kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE):
-        raise ConfigError(
-            f"the ledger cannot be on {kind}, a network file system",
-            where=str(path),
-            expected="a local disk of the Buffer's node",
-            hint="checkpoints, which hold a copy of it, may be anywhere",
-        )
+        what = f"the ledger cannot be on {kind}, a network file system"
+        hint = "checkpoints, which hold a copy of it, may be anywhere"
+        raise ConfigError(what, where=str(path), expected="a local disk of the Buffer's node", hint=hint)
 
 
 def _file_system(path: Path, mount_lines: Iterable[str]) -> str:
@@ -283,9 +280,8 @@ def _check_place(path: Path, flag: str) -> None:
     try:
         check_local_disk(path)
     except ConfigError as error:
-        raise ConfigError(
-            error.what, where=f"{flag} {path.parent}", expected=error.expected, hint="add --ledger-dir PATH on one"
-        ) from error
+        hint = "add --ledger-dir PATH on one"
+        raise ConfigError(error.what, where=f"{flag} {path.parent}", expected=error.expected, hint=hint) from error
 
 
 def _set_aside(path: Path) -> None:

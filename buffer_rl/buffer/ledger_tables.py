@@ -102,18 +102,16 @@ def requeued(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:
 def selected(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:
     """The entry after ``Ledger.select``."""
     if entry.state is not GroupState.FINISHED:
-        raise BufferStateError(
-            f"group {uid} cannot be selected for rollout {rollout_id}: it is {_describe(entry)}", expected="finished"
-        )
+        what = f"group {uid} cannot be selected for rollout {rollout_id}: it is {_describe(entry)}"
+        raise BufferStateError(what, expected="finished")
     return LedgerEntry(state=entry.state, attempt=entry.attempt, rollout_id=rollout_id, selected=True)
 
 
 def trained(uid: GroupUid, entry: LedgerEntry, rollout_id: int, step: int) -> LedgerEntry:
     """The entry after ``Ledger.commit``."""
     if entry.state is not GroupState.FINISHED:
-        raise BufferStateError(
-            f"rollout {rollout_id} cannot be committed: group {uid} is {_describe(entry)}", expected="finished"
-        )
+        what = f"rollout {rollout_id} cannot be committed: group {uid} is {_describe(entry)}"
+        raise BufferStateError(what, expected="finished")
     return LedgerEntry(state=GroupState.TRAINED, attempt=entry.attempt, rollout_id=rollout_id, step=step)
 
 
@@ -139,9 +137,8 @@ def is_repeat(entries: Sequence[LedgerEntry], committed: tuple[int, int] | None,
 
 def _check_live(uid: GroupUid, entry: LedgerEntry, attempt: int, states: tuple[GroupState, ...]) -> None:
     if entry.state not in states:
-        raise BufferStateError(
-            f"the report on group {uid} is refused: it is {_describe(entry)}", expected=" or ".join(states)
-        )
+        what = f"the report on group {uid} is refused: it is {_describe(entry)}"
+        raise BufferStateError(what, expected=" or ".join(states))
     if entry.attempt != attempt:
         raise BufferStateError(
             f"the report on group {uid} is refused: it is of attempt {attempt}, the live lease is {entry.attempt}"

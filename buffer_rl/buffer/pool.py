@@ -227,12 +227,10 @@ class DataPool:
             raise BufferStateError(f"{len(blocks)} rows cannot be shared among {dp_size} ranks", where=self.task)
         enough = len(uids) >= dp_size
         if splitting is Splitting.GROUPS and not enough:
-            raise BufferStateError(
-                f"{len(uids)} whole groups cannot be shared among {dp_size} ranks",
-                where=self.task,
-                expected="at least one group for each rank, since the loss compares the rows of a prompt",
-                hint="fewer --num-train-ranks, or more groups for each optimizer step, if a filter dropped some",
-            )
+            what = f"{len(uids)} whole groups cannot be shared among {dp_size} ranks"
+            expected = "at least one group for each rank, since the loss compares the rows of a prompt"
+            hint = "fewer --num-train-ranks, or more groups for each optimizer step, if a filter dropped some"
+            raise BufferStateError(what, where=self.task, expected=expected, hint=hint)
         if splitting is not Splitting.ROWS and enough:
             blocks = [(uid, self._positions(uid)) for uid in uids]
             loads = [sum(self._loads(uid, cost)) for uid in uids]
@@ -285,11 +283,9 @@ class DataPool:
                 self._mark_ready(uid)
         if request.kind != reader.request.kind:
             shown = {name: sorted(v) if isinstance(v, frozenset) else v for name, v in reader.request.kind.items()}
-            raise BufferStateError(
-                f"the task {request.reader!r} asked for other fields, or as another kind of reader, before",
-                where=self.task,
-                expected=", ".join(f"{name} {value}" for name, value in shown.items()),
-            )
+            what = f"the task {request.reader!r} asked for other fields, or as another kind of reader, before"
+            expected = ", ".join(f"{name} {value}" for name, value in shown.items())
+            raise BufferStateError(what, where=self.task, expected=expected)
         return reader
 
     def _mark_ready(self, uid: GroupUid) -> None:
@@ -311,12 +307,10 @@ class DataPool:
             raise BufferStateError(f"mini-batch {step} of {num_steps} does not exist", where=self.task)
         uids = self.selection.uids
         if len(uids) < num_steps:
-            raise BufferStateError(
-                f"{len(uids)} groups cannot be split into {num_steps} mini-batches",
-                where=self.task,
-                expected="at least one group for each optimizer step",
-                hint="lower --num-steps-per-rollout, or finish more groups",
-            )
+            what = f"{len(uids)} groups cannot be split into {num_steps} mini-batches"
+            expected = "at least one group for each optimizer step"
+            hint = "lower --num-steps-per-rollout, or finish more groups"
+            raise BufferStateError(what, where=self.task, expected=expected, hint=hint)
         # Neighbours are of one source and from one place in its file: cut into pieces, a step would be of one source.
         return uids[step::num_steps]
 
@@ -329,11 +323,8 @@ class DataPool:
         either = {first, first | {"rollout_log_probs"}}
         others = [uid for uid, names in given.items() if names not in (either if uid in outside else (first,))]
         if others:
-            raise BufferStateError(
-                f"group {min(others)} has the fields {sorted(given[min(others)])}",
-                where=self.task,
-                expected=str(sorted(first)),
-            )
+            what = f"group {min(others)} has the fields {sorted(given[min(others)])}"
+            raise BufferStateError(what, where=self.task, expected=str(sorted(first)))
 
 
 def check_group(
@@ -342,11 +333,8 @@ def check_group(
     """The group's sizes, made of its columns where they are not given. Raises BufferStateError for a group with rows of
     another prompt, a row twice, or columns that do not have a value for each row."""
     if foreign := [row for row in row_ids if row.uid is not uid and row.uid != uid]:
-        raise BufferStateError(
-            f"group {uid} was reported with row {foreign[0]}",
-            expected="rows of one prompt",
-            hint="a group's samples keep the uid that they were leased with",
-        )
+        expected, hint = "rows of one prompt", "a group's samples keep the uid that they were leased with"
+        raise BufferStateError(f"group {uid} was reported with row {foreign[0]}", expected=expected, hint=hint)
     if len(set(row_ids)) != len(row_ids):
         raise BufferStateError(f"group {uid} was reported with a row twice")
     lengths = {name: c.num_rows if isinstance(c, Cell) else len(c) for name, c in columns.items()}

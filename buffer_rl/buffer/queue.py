@@ -149,12 +149,9 @@ def check_spans(group: SampleGroup) -> None:
     """
     for sample in group.rows:
         if sample.weight_versions and not sample.remove_sample and (fault := _span_fault(sample)):
-            raise RolloutError(
-                fault,
-                where=f"row {sample.row_id}",
-                expected="VersionSpan(version, start, end) in order, over every response token whose loss_mask is 1",
-                hint="buffer_rl.rollout.generate sets them; an empty list is not checked",
-            )
+            expected = "VersionSpan(version, start, end) in order, over every response token whose loss_mask is 1"
+            hint = "buffer_rl.rollout.generate sets them; an empty list is not checked"
+            raise RolloutError(fault, where=f"row {sample.row_id}", expected=expected, hint=hint)
 
 
 def _span_fault(sample: Sample) -> str:

@@ -201,10 +201,8 @@ class Reader:
         get the deal before this one."""
         made = self._deals[request.replica]
         if request.deal > len(made):
-            raise BufferStateError(
-                f"replica {request.replica} of {request.reader!r} asks for deal {request.deal}",
-                expected=f"deal {len(made)}, its next one, or one before it",
-            )
+            what = f"replica {request.replica} of {request.reader!r} asks for deal {request.deal}"
+            raise BufferStateError(what, expected=f"deal {len(made)}, its next one, or one before it")
         if request.deal == len(made):
             if request.together:
                 self._deal_to_all(request, closed)

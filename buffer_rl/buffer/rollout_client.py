@@ -174,11 +174,8 @@ class RolloutClient:
     def _leased(self, group: object) -> SampleGroup:
         found = as_leased_group(group, self.groups)
         if found is None:
-            raise RolloutError(
-                f"{type(group).__name__} is no leased group",
-                where="buffer.add_samples",
-                expected="groups of this rollout",
-            )
+            what = f"{type(group).__name__} is no leased group"
+            raise RolloutError(what, where="buffer.add_samples", expected="groups of this rollout")
         check_statuses(found, where=self._where)
         return found
 

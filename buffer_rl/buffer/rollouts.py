@@ -97,10 +97,8 @@ class OpenRollout:
         """The lease that a report belongs to. Raises BufferStateError if it is over, or another one."""
         lease = self.leases.get(uid)
         if lease is None or lease.group.attempt != attempt:
-            raise BufferStateError(
-                f"the report on group {uid} (attempt {attempt}) is refused: it is not leased to {self.ticket.task}",
-                hint="a group is finished, rejected or given back once",
-            )
+            what = f"the report on group {uid} (attempt {attempt}) is refused: it is not leased to {self.ticket.task}"
+            raise BufferStateError(what, hint="a group is finished, rejected or given back once")
         return lease
 
 
@@ -156,10 +154,9 @@ class Rollouts:
         """See ``BufferState.share``."""
         rollout = self.of(ticket)
         if ticket.evaluation or rollout.leases or rollout.finished or not 0 < num_parts <= ticket.num_groups:
-            raise BufferStateError(
-                f"{num_parts} workers cannot share {ticket.task}, of {ticket.num_groups} groups",
-                expected="a training ticket of which nothing is leased, and a group or more for each worker",
-            )
+            what = f"{num_parts} workers cannot share {ticket.task}, of {ticket.num_groups} groups"
+            expected = "a training ticket of which nothing is leased, and a group or more for each worker"
+            raise BufferStateError(what, expected=expected)
         self.has_shared = True
         least, more = divmod(ticket.num_groups, num_parts)
         sizes = [least + (part < more) for part in range(num_parts)]
@@ -254,12 +251,9 @@ class Rollouts:
         for index, uid in enumerate(uids):
             entry = self._ledger.entry(uid)
             if entry.state is not GroupState.PENDING:
-                raise BufferStateError(
-                    f"group {uid} cannot be taken over: it is {entry.state}",
-                    where=ticket.task,
-                    expected="a group that no step has",
-                    hint="a group is trained on once; one that a rollout function makes has a uid of its own, or none",
-                )
+                what = f"group {uid} cannot be taken over: it is {entry.state}"
+                hint = "a group is trained on once; one that a rollout function makes has a uid of its own, or none"
+                raise BufferStateError(what, where=ticket.task, expected="a group that no step has", hint=hint)
             number, order = -1 if foreign else self._admitted + index, self._num_leases + 1 + index
             group = SampleGroup(uid=uid, samples=[], attempt=entry.attempt + 1, incarnation=self._ledger.fencing_token)
             lease = Lease(group=group, number=number, order=order, ticket=ticket.rollout_id, worker=ticket.worker)

@@ -99,12 +99,10 @@ class Selections:
         if not (self._bound and lease.foreign):
             return
         if self._has_leased:
-            raise BufferStateError(
-                f"group {uid} was made by the rollout function, beside groups that it leased",
-                where=ticket.task,
-                expected="groups of one kind in an asynchronous run, since their ages are bounded in different ways",
-                hint="lease all groups, or make all of them; or --schedule lockstep",
-            )
+            what = f"group {uid} was made by the rollout function, beside groups that it leased"
+            expected = "groups of one kind in an asynchronous run, since their ages are bounded in different ways"
+            hint = "lease all groups, or make all of them; or --schedule lockstep"
+            raise BufferStateError(what, where=ticket.task, expected=expected, hint=hint)
         if not have_versions(columns, sizes):
             raise BufferStateError(
                 f"group {uid} does not say which weights its tokens are of",
@@ -169,11 +167,9 @@ class Selections:
             return
         self._record.require_untrained(step)
         if self._window is not None and (other := self._open_step()) is not None:
-            raise BufferStateError(
-                f"the selection of step {step} cannot open: that of step {other.rollout_id} is open",
-                expected="one open selection at a time, since the oldest groups are those of the next step",
-                hint="close it first",
-            )
+            what = f"the selection of step {step} cannot open: that of step {other.rollout_id} is open"
+            expected = "one open selection at a time, since the oldest groups are those of the next step"
+            raise BufferStateError(what, expected=expected, hint="close it first")
         self.give_up_inherited(step)
         self._drop_too_old(step)
         pool = self._open(f"train_{step}", step, self._groups_per_step, self._rollouts.next_number())
@@ -249,10 +245,8 @@ class Selections:
         for earlier in range(record.version, step):
             pool = self._pools.get(f"train_{earlier}")
             if earlier not in answered and not (pool and pool.selection.closed):
-                raise BufferStateError(
-                    f"production cannot start again with step {step}: the selection of step {earlier} is not closed",
-                    hint=f"abandon {earlier}",
-                )
+                what = f"production cannot start again with step {step}: the selection of step {earlier} is not closed"
+                raise BufferStateError(what, hint=f"abandon {earlier}")
         kept = {uid for pool in self._of_steps(0, step) for uid in pool.selection.uids}
         lost = [uid for uid in rollouts.finished if uid not in kept]
         inherited = [number for number in record.inherited if number >= step]
@@ -309,10 +303,8 @@ class Selections:
         if task in self._pools:
             return self._pools[task]
         if task in self._cleared:
-            raise BufferStateError(
-                f"there is no pool {task} any more: it was cleared",
-                hint="it was trained on and released, or given up",
-            )
+            what = f"there is no pool {task} any more: it was cleared"
+            raise BufferStateError(what, hint="it was trained on and released, or given up")
         if self._restarted:
             raise BufferRestartedError(f"{task} was lost with an earlier Buffer", hint="its rollout is produced again")
         raise BufferStateError(f"there is no pool {task}", expected=f"one of {sorted(self._pools) or 'none'}")

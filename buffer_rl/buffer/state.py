@@ -228,12 +228,10 @@ class BufferState:
         self._rollouts.of(ticket)
         uids = list(dict.fromkeys(row.uid for row in row_ids))
         if ticket.evaluation or len(uids) > ticket.num_groups:
-            raise BufferStateError(
-                f"{len(uids)} groups cannot be taken over",
-                where=ticket.task,
-                expected=f"a training step of at most {ticket.num_groups} groups",
-                hint=f"the rows fit --rollout-batch-size {len(uids)}",
-            )
+            what = f"{len(uids)} groups cannot be taken over"
+            expected = f"a training step of at most {ticket.num_groups} groups"
+            hint = f"the rows fit --rollout-batch-size {len(uids)}"
+            raise BufferStateError(what, where=ticket.task, expected=expected, hint=hint)
         leases = self._rollouts.past_source(ticket, uids)
         parts = split_groups(row_ids, columns)
         self._rollouts.finish(ticket, [(lease, len(part[1])) for lease, part in zip(leases, parts, strict=True)])

@@ -48,8 +48,8 @@ MAX_SOCKET_PATH = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/soc
 AUTH_TOKEN = "RAY_AUTH_TOKEN"
 AUTH_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 TOKEN_BYTES = 32
-NEAR = 60
 LOOPBACK_TIMEOUT_S = 10.0
+NEAR = 60
 """Characters that a message shows on both sides of one that Ray does not take."""
 NO_PORT = 1
 """Where nothing listens."""

@@ -27,7 +27,7 @@ import torch
 from buffer_rl.embedded.fallback import FallbackDecoder
 from buffer_rl.embedded.fast_decoder import FastDecoder
 from buffer_rl.embedded.kept_weights import Changes, KeptWeights, steps_to
-from buffer_rl.errors import EngineError
+from buffer_rl.errors import EngineError, raised_as
 from buffer_rl.files.hf_config import text_config
 from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.weights.shared_memory import bytes_view
@@ -295,11 +295,9 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     tensors: dict[str, torch.Tensor] = {}
-    try:
+    with raised_as(EngineError, "the weights cannot be read", (OSError, SafetensorError), where=str(folder)):
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise EngineError(f"the weights cannot be read: {error}", where=str(folder)) from error
     return tensors
 
 

@@ -126,12 +126,9 @@ def check_group_rewards(value: object, count: int, *, where: str) -> list[float]
 def _finite_number(value: object, where: str) -> float:
     number = unwrap_scalar(value)
     if not isinstance(number, numbers.Real):
-        raise RewardError(
-            f"the reward is {short_repr(value)}",
-            where=where,
-            expected="a finite number, or a mapping of names to finite numbers",
-            hint="a reward function without a return statement returns None" if value is None else "",
-        )
+        expected = "a finite number, or a mapping of names to finite numbers"
+        hint = "a reward function without a return statement returns None" if value is None else ""
+        raise RewardError(f"the reward is {short_repr(value)}", where=where, expected=expected, hint=hint)
     try:
         result = float(number)
     except OverflowError:
@@ -165,12 +162,9 @@ def check_filter_decision(value: object, *, where: str) -> FilterDecision:
         if reason is None or isinstance(reason, str):
             fallback = bool(getattr(value, "keep_when_insufficient", False))
             return FilterDecision(keep=keep, reason=reason or "", keep_when_insufficient=fallback)
-    raise RolloutError(
-        f"the filter returned {short_repr(value)}",
-        where=where,
-        expected="FilterDecision(keep=True or False, reason=text), or True or False",
-        hint="a filter without a return statement returns None" if value is None else "",
-    )
+    expected = "FilterDecision(keep=True or False, reason=text), or True or False"
+    hint = "a filter without a return statement returns None" if value is None else ""
+    raise RolloutError(f"the filter returned {short_repr(value)}", where=where, expected=expected, hint=hint)
 
 
 def _as_bool(value: object) -> bool | None:

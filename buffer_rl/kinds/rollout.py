@@ -194,11 +194,8 @@ def check_statuses(samples: Iterable[Sample], *, where: str) -> None:
             sample.status = Status(sample.status)
         except ValueError:
             row = f"sample {sample.index}" if sample.uid is None else f"row {sample.row_id}"
-            raise RolloutError(
-                f"sample.status is {short_repr(sample.status)}",
-                where=where if row in where else f"{where}, {row}",
-                expected=", ".join(Status),
-            ) from None
+            what, expected = f"sample.status is {short_repr(sample.status)}", ", ".join(Status)
+            raise RolloutError(what, where=where if row in where else f"{where}, {row}", expected=expected) from None
 
 
 def check_rollout_output(
@@ -220,11 +217,9 @@ def check_rollout_output(
     for position, entry in enumerate(groups):
         group = as_leased_group(entry, leased or {}) or _as_foreign_group(entry)
         if group is None:
-            raise RolloutError(
-                f"entry {position} of the returned groups is {short_repr(entry)}",
-                where=where,
-                expected="SampleGroup, as buffer.get_samples returned it, or the list of its samples",
-            )
+            what = f"entry {position} of the returned groups is {short_repr(entry)}"
+            expected = "SampleGroup, as buffer.get_samples returned it, or the list of its samples"
+            raise RolloutError(what, where=where, expected=expected)
         if group.uid in seen and group.uid != NO_UID:
             raise RolloutError(f"the group {group.uid} was returned twice", where=where, expected="each group once")
         seen.add(group.uid)
@@ -304,12 +299,9 @@ def _groups_and_metrics(value: object, where: str) -> tuple[list[object], object
     if isinstance(samples, list) and not isinstance(value, SampleGroup):
         metrics = getattr(value, "metrics", None)
         return samples, {} if metrics is None else metrics
-    raise RolloutError(
-        f"the rollout function returned {short_repr(value)}",
-        where=where,
-        expected="RolloutOutput(groups=[...], metrics={...}), or a list of SampleGroup",
-        hint="return RolloutOutput() if every group was reported with buffer.finish" if value is None else "",
-    )
+    expected = "RolloutOutput(groups=[...], metrics={...}), or a list of SampleGroup"
+    hint = "return RolloutOutput() if every group was reported with buffer.finish" if value is None else ""
+    raise RolloutError(f"the rollout function returned {short_repr(value)}", where=where, expected=expected, hint=hint)
 
 
 def check_metrics(metrics: object, *, where: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.observe.svg_chart import TEMPLATES, format_seconds
 
 
@@ -39,11 +39,9 @@ def render_page(template: str, **values: Any) -> str:
 
 def write_page(page: str, target: Path) -> Path:
     """Write a page in one go. Raises ConfigError if it cannot be written."""
-    try:
+    with raised_as(ConfigError, "the report cannot be written", OSError, where=str(target)):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.tmp")
         temporary.write_text(page, encoding="utf-8", errors="replace")  # a lone surrogate of a response is no UTF-8
         temporary.replace(target)
-    except OSError as error:
-        raise ConfigError(f"the report cannot be written: {error}", where=str(target)) from error
     return target

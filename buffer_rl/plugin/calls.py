@@ -229,11 +229,9 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         with contained():
             return asyncio.new_event_loop()
     except Exception as error:  # fault boundary: a policy of the user's
-        raise PluginError(
-            f"the event-loop policy does not give a loop: {error_text(error)}",
-            where=f"{type(asyncio.get_event_loop_policy()).__module__}",
-            hint="take out asyncio.set_event_loop_policy, or set a policy that works",
-        ) from error
+        what = f"the event-loop policy does not give a loop: {error_text(error)}"
+        hint = "take out asyncio.set_event_loop_policy, or set a policy that works"
+        raise PluginError(what, where=f"{type(asyncio.get_event_loop_policy()).__module__}", hint=hint) from error
 
 
 def call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from buffer_rl.errors import PluginError, short_repr
@@ -72,6 +73,15 @@ def takes_evaluation(function: Any) -> bool:
     """Whether a generate function has a parameter ``evaluation``; ``**kwargs``, which it may pass on, is none."""
     signature = _signature(function)
     return signature is not None and "evaluation" in signature.parameters
+
+
+def keywords_for(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of ``given``, the keywords that a function takes; all, if it takes any or its signature is unknown."""
+    signature = _signature(function)
+    parameters = {} if signature is None else signature.parameters
+    if signature is None or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
 
 
 def takes(function: Any, num_positional: int) -> bool:

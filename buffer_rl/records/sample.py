@@ -322,9 +322,8 @@ class Sample:
         for name in ("loss_mask", "rollout_log_probs", "rollout_kept_tokens"):
             column = getattr(self, name)
             if column is not None and len(column) != self.response_length:
-                raise ValueError(
-                    f"{self._name}: {name} has {len(column)} entries for {self.response_length} response tokens"
-                )
+                what = f"{self._name}: {name} has {len(column)} entries for {self.response_length} response tokens"
+                raise ValueError(what)
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes by name, the user's own too; the status, uid, versions and counts as plain values."""

@@ -95,9 +95,8 @@ class GroupConverter:
         except BufferRLError:
             raise
         except Exception as error:  # fault boundary: the user's code filled the samples, with whatever types
-            raise RolloutError(
-                f"the group cannot be converted: {error_text(error)}", where=f"group {group.uid}"
-            ) from error
+            what = f"the group cannot be converted: {error_text(error)}"
+            raise RolloutError(what, where=f"group {group.uid}") from error
 
     def _encode(self, group: SampleGroup, evaluation: bool) -> tuple[list[RowId], dict[str, Column]]:
         samples = group.samples if evaluation else [_with_a_token(sample) for sample in group]
@@ -259,9 +258,8 @@ def _row_ids(uid: GroupUid, samples: Sequence[Sample]) -> list[RowId]:
     row_ids = []
     for sample in samples:
         if sample.uid is not uid and sample.uid != uid:
-            raise RolloutError(
-                f"a sample of this group has the uid {sample.uid}", where=f"group {uid}", expected="the group's"
-            )
+            what = f"a sample of this group has the uid {sample.uid}"
+            raise RolloutError(what, where=f"group {uid}", expected="the group's")
         row_ids.append(sample.row_id)
     if len(set(row_ids)) != len(row_ids):
         twice = next(row for row in row_ids if row_ids.count(row) > 1)

@@ -145,9 +145,8 @@ class _Run:
     async def _lease(self, num_groups: int) -> list[SampleGroup]:
         groups = await self.buffer.aget_samples(num_groups)
         if len(groups) != num_groups:
-            raise RolloutError(
-                f"asked for {num_groups} groups, the buffer gave {len(groups)}", where=self.buffer.ticket.task
-            )
+            what = f"asked for {num_groups} groups, the buffer gave {len(groups)}"
+            raise RolloutError(what, where=self.buffer.ticket.task)
         return groups
 
     async def _fill(self, slot: _Slot) -> None:
@@ -251,12 +250,10 @@ class _Run:
             return
         self._published = await self.buffer.aget_version()
         if newest > self._published + 1:
-            raise RolloutError(
-                f"response tokens are of weight version {newest}, and {self._published} is published",
-                where=f"group {group.uid}, {self.buffer.ticket.task}",
-                expected=f"at most {self._published + 1}",
-                hint="an engine reports versions of its own, or gets weights from elsewhere",
-            )
+            what = f"response tokens are of weight version {newest}, and {self._published} is published"
+            where = f"group {group.uid}, {self.buffer.ticket.task}"
+            hint = "an engine reports versions of its own, or gets weights from elsewhere"
+            raise RolloutError(what, where=where, expected=f"at most {self._published + 1}", hint=hint)
 
     def _encode(self, group: SampleGroup) -> Any:
         """The rows of a group that is kept; None where functions that see the whole rollout may still change it."""

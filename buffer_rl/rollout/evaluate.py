@@ -120,11 +120,8 @@ class _Evaluation:
             if failure.domain is Domain.DATA and not self._may_repeat(failure, attempts):
                 if failure.reward is None:
                     raise failure.error
-                raise RolloutError(
-                    f"an evaluation sample could not be scored ({failure.reward}): {failure.error.what}",
-                    where=failure.error.where,
-                    expected=failure.error.expected,
-                ) from failure.error
+                what = f"an evaluation sample could not be scored ({failure.reward}): {failure.error.what}"
+                raise RolloutError(what, where=failure.error.where, expected=failure.error.expected) from failure.error
             group.samples = group.as_prompts().samples
             await asyncio.sleep(self._failures.pause_s)
         self._failures.succeeded(group)

@@ -119,12 +119,10 @@ def room_for(args: Args, sample: Sample, prompt_length: int, max_new_tokens: int
     if limit is None:
         return max_new_tokens
     if prompt_length >= limit:
-        raise RolloutError(
-            f"the prompt has {prompt_length} tokens and leaves no room for a response",
-            where=f"row {sample.row_id}",
-            expected=f"fewer tokens than --rollout-max-context-len {limit}",
-            hint="raise the limit; --rollout-max-prompt-len leaves longer prompts out",
-        )
+        what = f"the prompt has {prompt_length} tokens and leaves no room for a response"
+        expected = f"fewer tokens than --rollout-max-context-len {limit}"
+        hint = "raise the limit; --rollout-max-prompt-len leaves longer prompts out"
+        raise RolloutError(what, where=f"row {sample.row_id}", expected=expected, hint=hint)
     return int(min(max_new_tokens, limit - prompt_length))
 
 
@@ -303,9 +301,8 @@ def _append(
     sample: Sample, tokens: list[int], log_probs: list[float], text: str, kept: list[bytes] | None, *, mask: int
 ) -> None:
     if sample.rollout_log_probs is None or sample.loss_mask is None:
-        raise RolloutError(
-            "an observation comes after a turn", where=f"row {sample.row_id}", expected="generate_turn first"
-        )
+        what = "an observation comes after a turn"
+        raise RolloutError(what, where=f"row {sample.row_id}", expected="generate_turn first")
     sample.tokens = [*sample.tokens, *tokens]
     sample.rollout_log_probs = [*sample.rollout_log_probs, *log_probs]
     sample.loss_mask = [*sample.loss_mask, *[mask] * len(tokens)]

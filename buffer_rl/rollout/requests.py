@@ -135,10 +135,8 @@ def _naming(sample: Sample) -> Iterator[None]:
 
 def _checked(sample: Sample, result: GenerateResult) -> GenerateResult:
     if len(result.log_probs) != len(result.output_ids):
-        raise EngineError(
-            f"{len(result.output_ids)} tokens came with {len(result.log_probs)} log-probabilities",
-            where=f"row {sample.row_id}",
-        )
+        what = f"{len(result.output_ids)} tokens came with {len(result.log_probs)} log-probabilities"
+        raise EngineError(what, where=f"row {sample.row_id}")
     if not tile(result.spans, len(result.output_ids)):
         raise EngineError(
             f"the version spans {list(result.spans)} are of {len(result.output_ids)} tokens",
@@ -146,11 +144,8 @@ def _checked(sample: Sample, result: GenerateResult) -> GenerateResult:
             expected="spans that cover every token once, in order",
         )
     if result.finish_reason not in STATUS_OF_REASON:
-        raise EngineError(
-            f"unknown finish reason {result.finish_reason!r}",
-            where=f"row {sample.row_id}",
-            expected=", ".join(STATUS_OF_REASON),
-        )
+        where, expected = f"row {sample.row_id}", ", ".join(STATUS_OF_REASON)
+        raise EngineError(f"unknown finish reason {result.finish_reason!r}", where=where, expected=expected)
     return result
 
 
@@ -174,11 +169,8 @@ async def _result(
 
 def _engine_of(lease: Lease, sample: Sample) -> EngineClient:
     if (engine := lease.context.engine) is None:
-        raise RolloutError(
-            "this rollout has no engine",
-            where=f"row {sample.row_id}",
-            hint="remove uses_engine = False from the rollout function",
-        )
+        hint = "remove uses_engine = False from the rollout function"
+        raise RolloutError("this rollout has no engine", where=f"row {sample.row_id}", hint=hint)
     return engine
 
 

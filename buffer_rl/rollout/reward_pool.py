@@ -188,11 +188,9 @@ class _Process:
         try:
             answer = await self._receive(START_TIMEOUT_S)
         except (TimeoutError, EOFError, ConnectionError) as error:
-            raise RolloutError(
-                f"a reward process did not start: {await self._exit_reason(error)}",
-                where=f"process {self.pid}",
-                hint="its own error is in the log of its rollout worker; else look at the limits (ulimit -a)",
-            ) from error
+            what = f"a reward process did not start: {await self._exit_reason(error)}"
+            hint = "its own error is in the log of its rollout worker; else look at the limits (ulimit -a)"
+            raise RolloutError(what, where=f"process {self.pid}", hint=hint) from error
         if "error" in answer:
             raise RolloutError(f"a reward process could not be set up: {answer['error']}")
 

@@ -38,12 +38,10 @@ def check_row_choice(args: Args, name: str, *, where: str) -> None:
     if name == args.rm_type or name in args.row_rm_types:
         return
     named = [*([args.rm_type] if args.rm_type else []), *args.row_rm_types]
-    raise DataError(
-        f"the metadata choose the reward {name!r:.80}, which this run does not let rows choose",
-        where=where,
-        expected=f"no rm_type, or {' or '.join(map(repr, named))}" if named else "no rm_type",
-        hint=f"to allow it, add --row-rm-types {shlex.quote(name):.80}; else take rm_type or rewards out of the rows",
-    )
+    what = f"the metadata choose the reward {name!r:.80}, which this run does not let rows choose"
+    expected = f"no rm_type, or {' or '.join(map(repr, named))}" if named else "no rm_type"
+    hint = f"to allow it, add --row-rm-types {shlex.quote(name):.80}; else take rm_type or rewards out of the rows"
+    raise DataError(what, where=where, expected=expected, hint=hint)
 
 
 def unmarked_reward(name: str) -> ConfigError:

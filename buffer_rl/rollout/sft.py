@@ -98,11 +98,8 @@ def fill(args: Args, prompts: PromptEncoder, sample: Sample) -> bool:
         mask = [0] * start + [1] * len(answer_ids)
     longest = args.rollout_max_context_len
     if longest is not None and len(tokens) > longest:
-        raise DataError(
-            f"prompt and answer have {len(tokens)} tokens",
-            where=f"row {sample.row_id}",
-            expected=f"at most --rollout-max-context-len {longest}",
-        )
+        what = f"prompt and answer have {len(tokens)} tokens"
+        raise DataError(what, where=f"row {sample.row_id}", expected=f"at most --rollout-max-context-len {longest}")
     sample.tokens = tokens
     sample.response = response
     sample.response_length = len(tokens) - start
@@ -117,11 +114,8 @@ def fill(args: Args, prompts: PromptEncoder, sample: Sample) -> bool:
 def _answer(prompts: PromptEncoder, sample: Sample) -> list[int]:
     """The label and the end token."""
     if not isinstance(sample.label, str) or not sample.label:
-        raise DataError(
-            f"the label is {sample.label!r}",
-            where=f"row {sample.row_id}",
-            expected="the answer as text that is not empty; or no label, and the answers among the prompt's messages",
-        )
+        expected = "the answer as text that is not empty; or no label, and the answers among the prompt's messages"
+        raise DataError(f"the label is {sample.label!r}", where=f"row {sample.row_id}", expected=expected)
     end_token = prompts.tokenizer.eos_token_id
     if end_token is None:
         raise RolloutError("the tokenizer has no end token", where="--hf-checkpoint", expected="eos_token in it")
@@ -181,11 +175,8 @@ def encode_conversation(prompts: PromptEncoder, sample: Sample, mask_type: str) 
     assert isinstance(sample.prompt, list)
     trained = [number for number, message in enumerate(sample.prompt) if _is_trained(message, number, where)]
     if not trained:
-        raise DataError(
-            "there is no answer to train on",
-            where=where,
-            expected="a message of the role 'assistant' without \"loss\": false, or a label",
-        )
+        expected = "a message of the role 'assistant' without \"loss\": false, or a label"
+        raise DataError("there is no answer to train on", where=where, expected=expected)
     messages = [{key: value for key, value in m.items() if key not in SWITCHES} for m in sample.prompt]
     conversation = _Conversation(prompts, messages, trained, sample.metadata.get("tools"), where)
     if not getattr(prompts.tokenizer, "is_fast", False):
@@ -208,9 +199,8 @@ def _is_trained(message: Message, number: int, where: str) -> bool:
     """Whether it is an answer that no switch turns off. A switch of null is absent: tables fill their columns so."""
     for switch in SWITCHES:
         if message.get(switch) not in (None, 0, 1):
-            raise DataError(
-                f"{switch!r} of message {number} is {message[switch]!r}", where=where, expected="true, false, 1 or 0"
-            )
+            what = f"{switch!r} of message {number} is {message[switch]!r}"
+            raise DataError(what, where=where, expected="true, false, 1 or 0")
     return message["role"] == "assistant" and all(message.get(switch) in (None, 1) for switch in SWITCHES)
 
 
@@ -309,12 +299,9 @@ class _Conversation:
         number, end_token = len(self.messages) - 1, self.prompts.tokenizer.eos_token
         content = self.messages[number].get("content")
         if number not in self.trained or not isinstance(content, str) or end_token is None:
-            raise DataError(
-                "the last message is no answer to train on",
-                where=self.where,
-                expected='an assistant\'s message of text, without "loss": false, and a tokenizer with an end token',
-                hint="--loss-mask-type distill_qwen trains on the last message alone",
-            )
+            expected = 'an assistant\'s message of text, without "loss": false, and a tokenizer with an end token'
+            hint = "--loss-mask-type distill_qwen trains on the last message alone"
+            raise DataError("the last message is no answer to train on", where=self.where, expected=expected, hint=hint)
         header = self.render(self.before(number), answering=True)
         text = header + content + end_token
         return text, {number: (len(header), len(text))}
@@ -322,11 +309,9 @@ class _Conversation:
     def before(self, number: int) -> Sequence[Message]:
         """The messages before an answer. Raises DataError if there are none: templates render no empty list."""
         if number == 0:
-            raise DataError(
-                "the conversation begins with an answer, whose header cannot be distinguished from its content",
-                where=self.where,
-                expected="a message of the user or the system first, or a chat template with {% generation %} marks",
-            )
+            what = "the conversation begins with an answer, whose header cannot be distinguished from its content"
+            expected = "a message of the user or the system first, or a chat template with {% generation %} marks"
+            raise DataError(what, where=self.where, expected=expected)
         return self.messages[:number]
 
     def end_of(self, text: str) -> int:

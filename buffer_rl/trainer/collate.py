@@ -75,11 +75,8 @@ def collate(batch: TrainBatch, device: torch.device, *, packed: bool = False) ->
     wrong = np.flatnonzero((prompt_b < 1) | (response_b < 0))
     if wrong.size:
         row = int(wrong[0])
-        raise DataError(
-            f"{lengths_b[row]} tokens with a response of {response_b[row]}",
-            where=str(batch.row_ids[row]),
-            expected="at least one prompt token, and a response of 0 tokens or more",
-        )
+        what, where = f"{lengths_b[row]} tokens with a response of {response_b[row]}", str(batch.row_ids[row])
+        raise DataError(what, where=where, expected="at least one prompt token, and a response of 0 tokens or more")
     max_length = int(lengths_b.max(initial=1))
     tokens_bl = np.zeros((len(lengths_b), max_length), dtype=np.int64)
     valid_bl = np.arange(max_length) < lengths_b[:, None]
@@ -116,11 +113,9 @@ def routed_experts(batch: TrainBatch) -> list[np.ndarray] | None:
     form = np.shape(column[0])[1:]
     for row_id, length, given in zip(batch.row_ids, batch.lengths, column, strict=True):
         if given.ndim != 3 or given.shape[1:] != form or len(given) >= max(length, 1) or given.dtype.kind not in "iu":
-            raise DataError(
-                f"its experts have the shape {list(given.shape)} and the type {given.dtype}, for {length} tokens",
-                where=str(row_id),
-                expected=f"integers, in routed_experts [up to {length - 1}, layers, experts a token], as in other rows",
-            )
+            what = f"its experts have the shape {list(given.shape)} and the type {given.dtype}, for {length} tokens"
+            expected = f"integers, in routed_experts [up to {length - 1}, layers, experts a token], as in other rows"
+            raise DataError(what, where=str(row_id), expected=expected)
         whole = np.full((length, *form), -1, dtype=np.int16)
         whole[: len(given)] = given
         found.append(whole)
@@ -178,17 +173,13 @@ def padded_column(batch: TrainBatch, name: str, like_bt: torch.Tensor) -> torch.
         try:
             return torch.from_numpy(np.array(rows, dtype=np.float32)).to(like_bt.device)
         except (TypeError, ValueError) as error:
-            raise DataError(
-                f"{name} holds no numbers: {error}", where=batch.task, expected="one for each row"
-            ) from error
+            what = f"{name} holds no numbers: {error}"
+            raise DataError(what, where=batch.task, expected="one for each row") from error
     lengths_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     for row_id, row, length in zip(batch.row_ids, rows, lengths_b.tolist(), strict=True):
         if len(row) != length:
-            raise DataError(
-                f"{name} has {len(row)} values for a response of {length} tokens",
-                where=str(row_id),
-                expected="one value for each response token",
-            )
+            what = f"{name} has {len(row)} values for a response of {length} tokens"
+            raise DataError(what, where=str(row_id), expected="one value for each response token")
     values_bt = np.zeros(tuple(like_bt.shape), dtype=np.float32)
     if len(rows):
         values_bt[np.arange(like_bt.shape[1]) < lengths_b[:, None]] = np.concatenate(list(rows))

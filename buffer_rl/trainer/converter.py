@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
-from buffer_rl.errors import ConfigError, PluginError
+from buffer_rl.errors import ConfigError, PluginError, raised_as
 from buffer_rl.trainer.model import checked_pairs, unique_state
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def folder_tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
     if not files:
         raise ConfigError("there are no safetensors files", where=folder, hint="a model converter reads those")
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                    yield name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"not a readable safetensors file: {error}", where=str(file)) from error
+        unreadable = raised_as(
+            ConfigError, "not a readable safetensors file", (SafetensorError, OSError), where=str(file)
+        )
+        with unreadable, safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                yield name, tensors.get_tensor(name)

@@ -84,9 +84,8 @@ def response_values(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     finally:
         handle.remove()
     if found[0].shape[-1] != 1:
-        raise TrainError(
-            f"the output layer of {type(model).__name__} has {found[0].shape[-1]} outputs", expected="one, the value"
-        )
+        what = f"the output layer of {type(model).__name__} has {found[0].shape[-1]} outputs"
+        raise TrainError(what, expected="one, the value")
     return _pad(found[0].float().reshape(-1), micro)
 
 
@@ -101,11 +100,9 @@ def _outputs(
     if isinstance(model, PreTrainedModel):
         config = model.config.get_text_config(decoder=True)
         if problem := length_problem(vars(config), micro.tokens_bl.shape[1]):
-            raise TrainError(
-                f"a row has {micro.tokens_bl.shape[1]} tokens: {problem[0]}",
-                expected=f"rows of at most {problem[1]} tokens",
-                hint=f"--rollout-max-context-len {problem[1]}, or a rollout function that keeps to it",
-            )
+            expected = f"rows of at most {problem[1]} tokens"
+            hint = f"--rollout-max-context-len {problem[1]}, or a rollout function that keeps to it"
+            raise TrainError(f"a row has {micro.tokens_bl.shape[1]} tokens: {problem[0]}", expected=expected, hint=hint)
 
     inputs: dict[str, Any] = {"input_ids": micro.tokens_bl}
     predictor_n = micro.predictor_n
@@ -114,10 +111,8 @@ def _outputs(
     with at_predictors(head, predictor_n, compute):
         outputs = model(**inputs, use_cache=False).logits
     if outputs.shape[:2] != (1, micro.predictor_n.numel()):
-        raise TrainError(
-            f"{type(model).__name__} returned logits of shape {tuple(outputs.shape)}",
-            expected=f"(1, {micro.predictor_n.numel()}, vocabulary)",
-        )
+        what = f"{type(model).__name__} returned logits of shape {tuple(outputs.shape)}"
+        raise TrainError(what, expected=f"(1, {micro.predictor_n.numel()}, vocabulary)")
     selected: torch.Tensor = outputs.squeeze(0)  # whose gradient is a view, too
     return selected
 

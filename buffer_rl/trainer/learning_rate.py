@@ -42,11 +42,8 @@ def decay_steps(args: Args) -> int:
     if args.lr_decay_iters is not None:
         return int(args.lr_decay_iters)
     if args.num_rollout is None:
-        raise ConfigError(
-            "the number of optimizer steps is not known",
-            where="--lr-decay-iters",
-            hint="add --lr-decay-iters N or --num-rollout N",
-        )
+        what = "the number of optimizer steps is not known"
+        raise ConfigError(what, where="--lr-decay-iters", hint="add --lr-decay-iters N or --num-rollout N")
     return int(args.num_rollout) * optimizer_steps(args)
 
 

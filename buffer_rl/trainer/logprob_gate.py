@@ -132,11 +132,8 @@ def compare_log_probs(
         if _is_unknown(engine) or not is_comparable:
             continue
         if len(engine) != len(mask):
-            raise DataError(
-                f"rollout_log_probs has {len(engine)} values for a response of {len(mask)} tokens",
-                where=str(row_id),
-                expected="one value for each response token",
-            )
+            what = f"rollout_log_probs has {len(engine)} values for a response of {len(mask)} tokens"
+            raise DataError(what, where=str(row_id), expected="one value for each response token")
         offsets = np.flatnonzero((np.asarray(mask) != 0) & np.isfinite(trainer))
         if len(offsets):
             pair = (np.asarray(values, dtype=np.float64)[offsets] for values in (engine, trainer))

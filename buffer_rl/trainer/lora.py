@@ -105,10 +105,8 @@ def _copied(module: PreTrainedModel, saved: Mapping[str, torch.Tensor], where: s
     fits = names.keys() == saved.keys() and all(saved[key].shape == own[names[key]].shape for key in names)
     if not fits:
         odd = sorted(names.keys() ^ saved.keys())
-        raise ConfigError(
-            f"the adapter is of another base: {odd[0] if odd else 'shapes'} differ",
-            where=f"--lora-adapter-path {where}",
-        )
+        what = f"the adapter is of another base: {odd[0] if odd else 'shapes'} differ"
+        raise ConfigError(what, where=f"--lora-adapter-path {where}")
     with torch.no_grad():
         for key, name in names.items():
             own[name].copy_(saved[key])
@@ -119,12 +117,9 @@ def _require_targets(module: PreTrainedModel, targets: str | list[str]) -> None:
     config: Any = module.config.get_text_config(decoder=True)
     experts = next((name for name, _ in module.named_parameters() if ".experts." in name), None)
     if targets == ALL_LINEAR and experts is not None:
-        raise ConfigError(
-            f"experts such as {experts} would have no adapter: their matrices are no linear layers",
-            where="--target-modules",
-            expected="the names of linear layers",
-            hint="--target-modules q_proj k_proj v_proj o_proj trains the attention alone",
-        )
+        what = f"experts such as {experts} would have no adapter: their matrices are no linear layers"
+        hint = "--target-modules q_proj k_proj v_proj o_proj trains the attention alone"
+        raise ConfigError(what, where="--target-modules", expected="the names of linear layers", hint=hint)
     if targets != ALL_LINEAR and getattr(config, "tie_word_embeddings", False):
         ends = tuple(
             name.rpartition(".")[2]

@@ -75,11 +75,8 @@ class Model:
         ConfigError if no layers are found."""
         layers = list(layers_of(self.module))
         if not layers:
-            raise ConfigError(
-                f"{type(self.module).__name__} has no torch.nn.ModuleList of layers",
-                where="--recompute-granularity",
-                hint="leave it out",
-            )
+            what = f"{type(self.module).__name__} has no torch.nn.ModuleList of layers"
+            raise ConfigError(what, where="--recompute-granularity", hint="leave it out")
         for layer in layers:  # transformers' own way does so only in train(), in which dropout would come back
             layer.forward = partial(_recomputed, layer.forward)
 
@@ -89,11 +86,8 @@ class Model:
         output layer that is not linear."""
         head: Any = self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         if not isinstance(head, torch.nn.Linear):
-            raise ConfigError(
-                f"the output layer of {type(self.module).__name__} is a {type(head).__name__}",
-                where="--use-critic",
-                expected="torch.nn.Linear, which becomes that of values",
-            )
+            what = f"the output layer of {type(self.module).__name__} is a {type(head).__name__}"
+            raise ConfigError(what, where="--use-critic", expected="torch.nn.Linear, which becomes that of values")
         # The module stays, as the model calls it; a new one would have to be placed by each architecture.
         head.weight = torch.nn.Parameter(torch.zeros_like(head.weight[:1]))
         head.register_parameter("bias", None)
@@ -318,12 +312,10 @@ class ModelFactory:
         torch.nn.Module.to(model, self._device, torch.float32)  # the converter may have assigned tensors of the folder
         absent = [name for name, tensor in unique_state(model).items() if tensor.isnan().any()]
         if absent:
-            raise PluginError(
-                f"{len(absent)} weights were not written, or hold NaN, such as {absent[0]}",
-                where=place("converter", self._converter_name, f"load of {folder}"),
-                expected="a number for every element of every weight",
-                hint="register a buffer that the folder lacks with persistent=False",
-            )
+            what = f"{len(absent)} weights were not written, or hold NaN, such as {absent[0]}"
+            where = place("converter", self._converter_name, f"load of {folder}")
+            hint = "register a buffer that the folder lacks with persistent=False"
+            raise PluginError(what, where=where, expected="a number for every element of every weight", hint=hint)
 
 
 def checked_pairs(answer: object, what: str = "it", where: str = "") -> Iterator[tuple[str, torch.Tensor]]:

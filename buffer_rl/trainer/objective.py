@@ -229,12 +229,9 @@ class Objective:
 
     def _require(self, kind: str, name: str, needs: frozenset[str], batch: TrainBatch) -> None:
         if absent := sorted(needs - batch.columns.keys()):
-            raise PluginError(
-                f"it needs the column {absent[0]!r}, which the rows do not have",
-                where=place(kind, name, batch.task),
-                expected=f"a column beside {', '.join(sorted(batch.columns))}",
-                hint=hint_for(absent[0]),
-            )
+            what = f"it needs the column {absent[0]!r}, which the rows do not have"
+            expected = f"a column beside {', '.join(sorted(batch.columns))}"
+            raise PluginError(what, where=place(kind, name, batch.task), expected=expected, hint=hint_for(absent[0]))
         for column in needs:
             _require_given(batch, column, place(kind, name))
 
@@ -368,12 +365,9 @@ def _require_given(batch: TrainBatch, column: str, reader: str) -> None:
     """Raises DataError, naming the row, if the rollout did not give a column that is read. (What a model computed may
     be NaN: that is for ``--max-non-finite-steps``.)"""
     if column not in DERIVED_FIELDS and (rows := batch.rows_without(column)):
-        raise DataError(
-            f"{reader} reads {column}, and this row has none",
-            where=f"row {rows[0]}, {batch.task}",
-            expected="a finite number for each token that is trained on",
-            hint=hint_for(column),
-        )
+        what = f"{reader} reads {column}, and this row has none"
+        expected = "a finite number for each token that is trained on"
+        raise DataError(what, where=f"row {rows[0]}, {batch.task}", expected=expected, hint=hint_for(column))
 
 
 def _masked_column(rows: TrainBatch, name: str, mask_bt: torch.Tensor) -> torch.Tensor | None:

@@ -158,10 +158,8 @@ class Optimizer:
         expected = set() if step_count == 0 else set(parameters)
         fields = {"step", "exp_avg", "exp_avg_sq"}
         if set(states) != expected or any(set(state) != fields for state in states.values()):
-            raise CheckpointError(
-                f"the optimizer state at step {step_count} covers {len(states)} parameters or lacks moments",
-                expected=f"{sorted(fields)} of {len(expected)} parameters",
-            )
+            what = f"the optimizer state at step {step_count} covers {len(states)} parameters or lacks moments"
+            raise CheckpointError(what, expected=f"{sorted(fields)} of {len(expected)} parameters")
         self.restart(step_count)
         for name, state in states.items():
             parameter = parameters[name]

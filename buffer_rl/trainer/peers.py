@@ -81,11 +81,9 @@ def check_topologies(places: Sequence[Topology]) -> None:
     sizes, steps = {place.dp_size for place in places}, {place.in_step for place in places}
     heads = sorted(place.dp_rank for place in places if place.is_head)
     if len(sizes) != 1 or len(steps) != 1 or heads != list(range(min(sizes))):
-        raise TrainError(
-            f"the heads of the trainer's ranks are of the replicas {heads}, dp_size is {sorted(sizes)}",
-            where="topology of --train-backend",
-            expected="one dp_size and in_step on all ranks, and one head in each replica 0 to dp_size - 1",
-        )
+        what = f"the heads of the trainer's ranks are of the replicas {heads}, dp_size is {sorted(sizes)}"
+        expected = "one dp_size and in_step on all ranks, and one head in each replica 0 to dp_size - 1"
+        raise TrainError(what, where="topology of --train-backend", expected=expected)
 
 
 def summed_over_ranks(numbers: Sequence[float]) -> list[float]:

@@ -56,11 +56,8 @@ def pick_device(requested: str) -> torch.device:
     if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if requested == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "CUDA was asked for and torch sees no CUDA device",
-            where="--train-device",
-            hint="use --train-device cpu, or install a CUDA build of torch",
-        )
+        what = "CUDA was asked for and torch sees no CUDA device"
+        raise ConfigError(what, where="--train-device", hint="use --train-device cpu, or install a CUDA build of torch")
     return torch.device(requested)
 
 
@@ -106,12 +103,9 @@ def load_pretrained(
     folder = checked_folder(path, flag)
     if (quantized := read_config(flag, folder).get("quantization_config")) is not None:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
-        raise ConfigError(
-            f"the weights in {folder} are quantized ({method})",
-            where=flag,
-            expected="weights in float32, bfloat16 or float16; adapters need such a base too",
-            hint="engines may have a quantized folder of their own",
-        )
+        expected = "weights in float32, bfloat16 or float16; adapters need such a base too"
+        hint = "engines may have a quantized folder of their own"
+        raise ConfigError(f"the weights in {folder} are quantized ({method})", where=flag, expected=expected, hint=hint)
     try:
         loaded: Any = auto_class.from_pretrained(
             folder,
@@ -153,9 +147,8 @@ def _require_causal(model: PreTrainedModel, folder: str, flag: str) -> None:
             (gradient,) = torch.autograd.grad(logits[:, :4].square().sum(), embedded[:1])
         gradient = gradient.reshape(ids.numel(), -1)
     except Exception as error:  # fault boundary: many architectures, not all of which take tokens alone
-        raise ConfigError(
-            f"{type(model).__name__} cannot be trained: 8 tokens fail with {type(error).__name__}: {error}", where=flag
-        ) from error
+        what = f"{type(model).__name__} cannot be trained: 8 tokens fail with {type(error).__name__}: {error}"
+        raise ConfigError(what, where=flag) from error
     finally:
         handle.remove()
     if gradient[4:].abs().max() > 1e-6 * gradient[:4].abs().max():
@@ -173,9 +166,8 @@ def load_tokenizer(path: str | None, flag: str, *, trust_remote_code: bool = Fal
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # fault boundary, as in load_model
-        raise ConfigError(
-            f"the tokenizer in {folder} does not load: {type(error).__name__}: {error}", where=flag
-        ) from error
+        what = f"the tokenizer in {folder} does not load: {type(error).__name__}: {error}"
+        raise ConfigError(what, where=flag) from error
 
 
 def checked_folder(path: str | None, flag: str) -> str:
@@ -185,10 +177,7 @@ def checked_folder(path: str | None, flag: str) -> str:
     folder = Path(path)
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "does not exist"
-        raise ConfigError(
-            f"the folder {path} {what}",
-            where=flag,
-            expected="a folder with config.json, safetensors files and a tokenizer",
-            hint="download the model first: nothing is fetched from a hub here",
-        )
+        expected = "a folder with config.json, safetensors files and a tokenizer"
+        hint = "download the model first: nothing is fetched from a hub here"
+        raise ConfigError(f"the folder {path} {what}", where=flag, expected=expected, hint=hint)
     return str(folder)

@@ -425,12 +425,10 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             hint="take --replay-routed-experts out",
         )
     if objective.critic and not offers(built, HasValues):
-        raise ConfigError(
-            f"the trainer {name!r} has no value model",
-            where="--train-backend and --advantage-estimator",
-            expected="a trainer with values(batch)",
-            hint="an advantage estimator without a critic, such as grpo",
-        )
+        what = f"the trainer {name!r} has no value model"
+        where = "--train-backend and --advantage-estimator"
+        hint = "an advantage estimator without a critic, such as grpo"
+        raise ConfigError(what, where=where, expected="a trainer with values(batch)", hint=hint)
     return cast("Trainer", built)
 
 

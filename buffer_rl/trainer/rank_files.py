@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from buffer_rl.errors import CheckpointError
+from buffer_rl.errors import CheckpointError, raised_as
 from buffer_rl.trainer.lora import base_digest
 from buffer_rl.trainer.optimizer import Optimizer
 from buffer_rl.trainer.sharding import PART, load_parts, local, require_shapes, save_parts
@@ -170,11 +170,8 @@ def _set_moments(optimizer: Optimizer, moments: Mapping[str, torch.Tensor], meta
 def _meta(folder: Path, model: torch.nn.Module) -> dict[str, Any]:
     meta = _read_json(folder / "trainer.json")
     if meta.get("format") != FORMAT or meta.get("model") != _architecture(model):
-        raise CheckpointError(
-            f"a checkpoint of format {meta.get('format')} for {meta.get('model')}",
-            where=str(folder),
-            expected=f"format {FORMAT} for {_architecture(model)}",
-        )
+        what = f"a checkpoint of format {meta.get('format')} for {meta.get('model')}"
+        raise CheckpointError(what, where=str(folder), expected=f"format {FORMAT} for {_architecture(model)}")
     if meta.get("base") != (base := base_digest(model)):
         kinds = {True: "all weights", False: "adapters"}
         found, expected = (kinds[each is None] for each in (meta.get("base"), base))
@@ -207,7 +204,9 @@ def _random_state() -> dict[str, Any]:
 
 
 def _set_random_state(state: Mapping[str, Any], file: Path) -> None:
-    try:
+    with raised_as(
+        CheckpointError, "the random state is damaged", (KeyError, TypeError, ValueError, RuntimeError), where=str(file)
+    ):
         version, words, gauss = state["python"]
         kind, keys, position, has_gauss, cached = state["numpy"]
         random.setstate((version, tuple(words), gauss))
@@ -215,8 +214,6 @@ def _set_random_state(state: Mapping[str, Any], file: Path) -> None:
         torch.set_rng_state(_byte_tensor(state["torch"]))
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the random state is damaged: {error}", where=str(file)) from error
 
 
 def _byte_tensor(text: str) -> torch.Tensor:
@@ -225,18 +222,16 @@ def _byte_tensor(text: str) -> torch.Tensor:
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     _require(file)
-    try:
+    with raised_as(
+        CheckpointError, "not a readable safetensors file", (SafetensorError, OSError, ValueError), where=str(file)
+    ):
         return load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"not a readable safetensors file: {error}", where=str(file)) from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     _require(file)
-    try:
+    with raised_as(CheckpointError, "not readable", (OSError, ValueError), where=str(file)):
         value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"not readable: {error}", where=str(file)) from error
     if not isinstance(value, dict):
         raise CheckpointError("not a JSON object", where=str(file))
     return value

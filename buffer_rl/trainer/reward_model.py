@@ -159,11 +159,9 @@ def watch_reward_model(group: ActorGroup, max_deaths: int, notice: Callable[[str
     deaths = 0
 
     def gone(index: int, error: Exception | None = None) -> None:
-        raise WorkerDiedError(
-            f"process {index} of the reward model died; {deaths + (error is not None)} deaths of the role in all",
-            where=ROLE,
-            hint=f"logs/reward_{index}.log has what it printed; --role-max-restarts says how often one is replaced",
-        ) from error
+        what = f"process {index} of the reward model died; {deaths + (error is not None)} deaths of the role in all"
+        hint = f"logs/reward_{index}.log has what it printed; --role-max-restarts says how often one is replaced"
+        raise WorkerDiedError(what, where=ROLE, hint=hint) from error
 
     def replaced(index: int, pid: int) -> None:
         nonlocal deaths

@@ -90,12 +90,10 @@ class RoutingReplay:
         for row_id, experts in zip(batch.row_ids, batch.columns.get("routed_experts", ()), strict=False):
             found = int(experts.max(initial=0))
             if experts.shape[1:2] != (len(self._names),) or found >= self._num_experts:
-                raise DataError(
-                    f"its experts have the shape {list(experts.shape)}, and numbers up to {found}",
-                    where=str(row_id),
-                    expected=f"[tokens, {len(self._names)} layers, …], and numbers below {self._num_experts}",
-                    hint="were these rows recorded with another model?",
-                )
+                what = f"its experts have the shape {list(experts.shape)}, and numbers up to {found}"
+                expected = f"[tokens, {len(self._names)} layers, …], and numbers below {self._num_experts}"
+                hint = "were these rows recorded with another model?"
+                raise DataError(what, where=str(row_id), expected=expected, hint=hint)
 
     @contextmanager
     def within(self, model: PreTrainedModel, given: torch.Tensor | None) -> Iterator[Differing]:
@@ -116,16 +114,13 @@ class RoutingReplay:
     ) -> Any:
         num_tokens = hidden.numel() // hidden.shape[-1]
         if num_tokens != len(given):
-            raise TrainError(
-                f"{type(router).__name__} gets {num_tokens} tokens, and there are experts of {len(given)} places",
-                where="--replay-routed-experts",
-            )
+            what = f"{type(router).__name__} gets {num_tokens} tokens, and there are experts of {len(given)} places"
+            raise TrainError(what, where="--replay-routed-experts")
         with _Given(given, self._num_experts, differing) as mode:
             answer = forward(hidden, *args)
         if mode.num_calls != 1:
-            raise TrainError(
-                f"{type(router).__name__} chose {mode.num_calls} times for each token", where="--replay-routed-experts"
-            )
+            where = "--replay-routed-experts"
+            raise TrainError(f"{type(router).__name__} chose {mode.num_calls} times for each token", where=where)
         return answer
 
 

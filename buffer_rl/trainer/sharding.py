@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from buffer_rl.errors import CheckpointError
+from buffer_rl.errors import CheckpointError, raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,10 +155,8 @@ def load_parts(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     damaged or of another shape."""
     dcp = _checkpoint()
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    try:
+    with raised_as(CheckpointError, "not readable", Exception, where=str(folder)):  # fault boundary: damaged files
         saved = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # fault boundary: damaged files
-        raise CheckpointError(f"not readable: {error}", where=str(folder)) from error
     require_shapes(tensors, {name: tuple(entry.size) for name, entry in saved.items()}, folder)
     dcp.load(dict(tensors), storage_reader=reader)
 
@@ -169,9 +167,6 @@ def require_shapes(tensors: Mapping[str, torch.Tensor], found: Mapping[str, tupl
     if wanted != found:
         differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
         name = differing[0]
-        raise CheckpointError(
-            f"{len(differing)} weights do not fit, such as {name}: {found.get(name, 'absent')}",
-            where=str(where),
-            expected=f"{wanted.get(name, 'absent')}",
-            hint="the checkpoint was made by another --hf-checkpoint",
-        )
+        what = f"{len(differing)} weights do not fit, such as {name}: {found.get(name, 'absent')}"
+        hint = "the checkpoint was made by another --hf-checkpoint"
+        raise CheckpointError(what, where=str(where), expected=f"{wanted.get(name, 'absent')}", hint=hint)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from buffer_rl.algo.kl import MEASURED_KL, adapted_coefficient
-from buffer_rl.errors import BufferRLError, CheckpointError, ConfigError, NonFiniteError, TrainError
+from buffer_rl.errors import BufferRLError, CheckpointError, ConfigError, NonFiniteError, TrainError, raised_as
 from buffer_rl.files.hf_config import read_config, text_config
 from buffer_rl.files.row_file import write_rollout
 from buffer_rl.kinds.token_loss import Sums
@@ -116,17 +116,14 @@ def take_step(
         loss, divisor = summed_over_ranks([own.loss, own.divisor])
         if not math.isfinite(loss) or not math.isfinite(divisor):
             trainer.zero_grad()
-            raise NonFiniteError(
-                f"the loss is not finite: {loss} divided by {divisor}",
-                where=f"optimizer step {part} of its rollout",
-                expected="finite numbers",
-                hint="look at the loss metrics of this step and at its rewards; a lower --lr often helps",
-            )
+            what = f"the loss is not finite: {loss} divided by {divisor}"
+            where = f"optimizer step {part} of its rollout"
+            hint = "look at the loss metrics of this step and at its rewards; a lower --lr often helps"
+            raise NonFiniteError(what, where=where, expected="finite numbers", hint=hint)
         same = trainer.optimizer_step(1 / divisor if divisor else 0.0)
         if not isinstance(same, Mapping) or not {"grad_norm", "lr"} <= same.keys():
-            raise TrainError(
-                f"optimizer_step of the trainer returned {same!r}", expected="a mapping with grad_norm and lr"
-            )
+            expected = "a mapping with grad_norm and lr"
+            raise TrainError(f"optimizer_step of the trainer returned {same!r}", expected=expected)
         return same
 
     same = guard.step(step, rows, part=part)
@@ -170,12 +167,9 @@ def require_old_log_probs(args: Args, batches: Sequence[TrainBatch]) -> None:
         return
     for step, batch in enumerate(batches):
         if "old_log_probs" not in batch.columns:
-            raise TrainError(
-                f"mini-batch {step} of {len(batches)} has no old log-probabilities",
-                where=batch.task,
-                expected="a column old_log_probs: several steps need them from before the first",
-                hint="call log_probs('actor') before train()",
-            )
+            what = f"mini-batch {step} of {len(batches)} has no old log-probabilities"
+            expected = "a column old_log_probs: several steps need them from before the first"
+            raise TrainError(what, where=batch.task, expected=expected, hint="call log_probs('actor') before train()")
 
 
 NON_FINITE_FOLDER = "non_finite"
@@ -289,9 +283,7 @@ class KLControl:
         file = Path(path) / KL_FILE
         if self._objective.kl_coef is None or not file.exists():
             return
-        try:
+        with raised_as(CheckpointError, "not readable", (OSError, ValueError, TypeError, KeyError), where=str(file)):
             saved = json.loads(file.read_text())
             if saved["option"] == adapted_option(self._args):
                 self._objective.kl_coef = float(saved["kl_coef"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"not readable: {error}", where=str(file)) from error

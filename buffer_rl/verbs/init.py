@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.observe.terminal import say
 
 if TYPE_CHECKING:
@@ -70,12 +70,10 @@ def write_project(folder: Path, model: str | None = None) -> list[Path]:
     if existing := [name for name in texts if (folder / name).exists()]:
         hint = f"buffer-rl init FOLDER writes to another one{'; or move them away' if folder.exists() else ''}"
         raise ConfigError(f"already there, and not overwritten: {', '.join(existing)}", where=str(folder), hint=hint)
-    try:
+    with raised_as(ConfigError, "the folder cannot be written", OSError, where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the folder cannot be written: {error}", where=str(folder)) from error
     return [folder / name for name in texts]
 
 

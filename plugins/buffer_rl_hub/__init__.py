@@ -136,10 +136,9 @@ def _data(files: Sequence[str], *, path: str, evaluates: bool) -> tuple[str, lis
         if sorted(same) == chosen and len({os.path.dirname(file) for file in chosen}) == 1:
             return (pattern if len(chosen) > 1 else chosen[0]), [pattern]
     known = [file for file in files if _DATA_FILE.search(file)]
-    raise ConfigError(
-        "the data set has no such file" if path else "which of the data set's files are meant is not clear",
-        expected=f"hf://datasets/ORG/NAME/FILE, and a FILE, pattern or folder of: {', '.join(known[:20]) or 'none'}",
-    )
+    what = "the data set has no such file" if path else "which of the data set's files are meant is not clear"
+    expected = f"hf://datasets/ORG/NAME/FILE, and a FILE, pattern or folder of: {', '.join(known[:20]) or 'none'}"
+    raise ConfigError(what, expected=expected)
 
 
 def _split_of(file: str) -> str:

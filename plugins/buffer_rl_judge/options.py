@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import field_validator
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.options.checks import first, refuse
 from buffer_rl.options.redaction import holds_credentials
 from buffer_rl.options.section import Section, option
@@ -96,11 +97,8 @@ def prompt_of(path: str) -> Template:
     """The template in a file. Raises ConfigError if it cannot be read, names another field, or leaves the response
     out."""
     where, expected = f"--judge-prompt {path}", "$response, and perhaps $prompt, $label and $mark; a dollar sign is $$"
-    try:
-        with open(path, encoding="utf-8") as file:
-            template = Template(file.read())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the prompt cannot be read: {error}", where=where) from error
+    with raised_as(ConfigError, "the prompt cannot be read", (OSError, UnicodeDecodeError), where=where):
+        template = Template(Path(path).read_text(encoding="utf-8"))
     fields = set(template.get_identifiers()) if template.is_valid() else set()
     bad = "response" not in fields or bool(fields - FIELDS)
     refuse(bad, f"{where}: the prompt has other fields, or no response", expected=expected)

@@ -126,11 +126,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout or getattr(config, "window_size", None):
-            raise ConfigError(
-                f"attention with dropout {config.attention_dropout} and window {config.window_size}",
-                where="--transformer-impl local",
-                expected="no dropout, and all earlier tokens",
-            )
+            what = f"attention with dropout {config.attention_dropout} and window {config.window_size}"
+            raise ConfigError(what, where="--transformer-impl local", expected="no dropout, and all earlier tokens")
         self._context = None if pg_collection is None else pg_collection.cp
         self._scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
@@ -147,9 +144,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         """Of packed rows ``[num_tokens, num_heads, head_dim]`` to ``[num_tokens, num_heads * head_dim]``; of padded
         ones ``[length, num_rows, num_heads, head_dim]`` to ``[length, num_rows, num_heads * head_dim]``."""
         if attention_mask is not None or attention_bias is not None:
-            raise TrainError(
-                "attention got a mask, which would be ignored", expected="causal rows, packed or padded on the right"
-            )
+            what = "attention got a mask, which would be ignored"
+            raise TrainError(what, expected="causal rows, packed or padded on the right")
         rank, size = (self._context.rank(), self._context.size()) if self._context is not None else (0, 1)
         if size > 1:  # in one message
             states = gather_states(torch.cat([key, value], -1), self._context)

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.trainer.model import weight_buckets
 from buffer_rl.trainer.pretrained import checked_folder
 from buffer_rl_megatron.compat import current_device
@@ -176,9 +176,8 @@ class Bridge:
         if self._tied:
             left.discard("lm_head.weight")
         if left:
-            raise ConfigError(
-                f"{len(left)} of its tensors have no place in the model, such as {min(left)}", where=str(hf_folder)
-            )
+            what = f"{len(left)} of its tensors have no place in the model, such as {min(left)}"
+            raise ConfigError(what, where=str(hf_folder))
 
     def _fill(self, model: Any, folder: _Folder) -> set[str]:
         used: set[str] = set()
@@ -193,9 +192,8 @@ class Bridge:
             rank, size = self._tensor_place(name)
             shard = self._mapping._weight_split_across_tp(name, whole, target, size)[rank]
             if shard.shape != target.shape:
-                raise ConfigError(
-                    f"{hf_names[0]} gives {name} the shape {tuple(shard.shape)}, not {tuple(target.shape)}"
-                )
+                what = f"{hf_names[0]} gives {name} the shape {tuple(shard.shape)}, not {tuple(target.shape)}"
+                raise ConfigError(what)
             target.copy_(shard)
             used.update(hf_names)
         return used
@@ -313,10 +311,8 @@ class _Folder:
         if not files:
             raise ConfigError(f"there are no safetensors files in {self._path}")
         for file in files:
-            try:
+            with raised_as(ConfigError, f"{file.name} is no readable safetensors file", (SafetensorError, OSError)):
                 opened = self._stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{file.name} is no readable safetensors file: {error}") from error
             self._readers |= dict.fromkeys(opened.keys(), opened.get_tensor)
         return self
 

@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import _get_layout
 
 from buffer_rl.cluster.fork_server import die_with_parent
-from buffer_rl.errors import CheckpointError
+from buffer_rl.errors import CheckpointError, raised_as
 from buffer_rl_megatron.bridge import gather_parameters
 from buffer_rl_megatron.optimizer import check_stored, restore, sharded_state
 from buffer_rl_megatron.options import TRACKER
@@ -136,12 +136,9 @@ def _start_collector() -> None:
         filesystem_async._results_queue = manager.Queue()
 
 
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except (Exception, CheckpointException) as error:  # fault boundary; writers report whatever they met
-        raise CheckpointError(f"the checkpoint cannot be written: {error}", where=str(target)) from error
+def _writing(target: Path) -> AbstractContextManager[None]:
+    caught = (Exception, CheckpointException)  # fault boundary; writers report whatever they met
+    return raised_as(CheckpointError, "the checkpoint cannot be written", caught, where=str(target))
 
 
 def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str) -> int:
@@ -158,11 +155,8 @@ def load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str) 
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:  # fault boundary; torch's CheckpointException is no Exception
-        raise CheckpointError(
-            f"it does not load: {type(error).__name__}: {error}",
-            where=str(source),
-            hint="the model must be the one that was saved; --hf-checkpoint names it",
-        ) from error
+        where, hint = str(source), "the model must be the one that was saved; --hf-checkpoint names it"
+        raise CheckpointError(f"it does not load: {type(error).__name__}: {error}", where=where, hint=hint) from error
 
 
 def _load(chunks: Sequence[torch.nn.Module], optimizer: Any | None, source: Path) -> int:
@@ -226,9 +220,8 @@ def newest(folder: str) -> Path:
     if not tracker.is_file():
         within = sorted(path.glob(f"trainer/{TRACKER}")) or sorted(path.glob(f"step_*/trainer/{TRACKER}"))
         hint = f"--load {within[-1].parent}" if within else ""
-        raise CheckpointError(
-            "this is no torch_dist checkpoint", where=str(path), expected=f"{TRACKER} in it", hint=hint
-        )
+        what = "this is no torch_dist checkpoint"
+        raise CheckpointError(what, where=str(path), expected=f"{TRACKER} in it", hint=hint)
     name = tracker.read_text(encoding="utf-8").strip()
     if name != RELEASE and not name.isdigit():
         raise CheckpointError(f"it says {name!r}", where=str(tracker), expected="a number or release")

@@ -119,16 +119,12 @@ def installed_version() -> str:
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            "megatron-core is not installed", where="buffer_rl_megatron", hint="pip install 'buffer-rl[megatron]'"
-        ) from error
+        hint = "pip install 'buffer-rl[megatron]'"
+        raise ConfigError("megatron-core is not installed", where="buffer_rl_megatron", hint=hint) from error
     if not VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < VERSIONS[1]:
         oldest, unknown = (".".join(map(str, numbers)) for numbers in VERSIONS)
-        raise ConfigError(
-            f"megatron-core {version} may differ from what this package corrects and replaces",
-            where="buffer_rl_megatron",
-            expected=f"megatron-core>={oldest},<{unknown}",
-        )
+        what = f"megatron-core {version} may differ from what this package corrects and replaces"
+        raise ConfigError(what, where="buffer_rl_megatron", expected=f"megatron-core>={oldest},<{unknown}")
     return version
 
 

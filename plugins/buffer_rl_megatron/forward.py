@@ -349,12 +349,11 @@ class AuxiliaryLossWeights:
         """Take the divisor that the objective gave for the outputs. Raises TrainError if the stages have another."""
         divisor = float(sums.divisor)
         if not math.isclose(self._divisors.setdefault(micro.number, divisor), divisor, rel_tol=1e-6, abs_tol=1e-12):
-            raise TrainError(
-                "the weights of the loss depend on log-probabilities, which earlier pipeline stages do not have",
-                where="--moe-router-load-balancing-type and --pipeline-model-parallel-size",
-                expected=f"a divisor of {self._divisors[micro.number]:g} for the micro-batch, not {divisor:g}",
-                hint="take one pipeline stage, --moe-router-load-balancing-type none, or a loss with other weights",
-            )
+            what = "the weights of the loss depend on log-probabilities, which earlier pipeline stages do not have"
+            where = "--moe-router-load-balancing-type and --pipeline-model-parallel-size"
+            expected = f"a divisor of {self._divisors[micro.number]:g} for the micro-batch, not {divisor:g}"
+            hint = "take one pipeline stage, --moe-router-load-balancing-type none, or a loss with other weights"
+            raise TrainError(what, where=where, expected=expected, hint=hint)
 
     def apply(self, micro: Micro) -> None:
         """Have the backward pass of the micro-batch, which begins, take its weight."""

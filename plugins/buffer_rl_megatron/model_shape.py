@@ -7,12 +7,12 @@ such as the arguments of another model.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from buffer_rl.errors import ConfigError
+from buffer_rl.files.hf_config import json_object
 from buffer_rl.options.section import Section, flag_of, option
 
 if TYPE_CHECKING:
@@ -116,27 +116,18 @@ OF_CONFIGURATION: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def read_configuration(folder: str) -> dict[str, Any]:
-    """``config.json`` of a Hugging Face folder; empty where it is not there, which others report."""
+    """``config.json`` of a Hugging Face folder; empty if it is not there, which others report."""
     file = Path(folder) / "config.json"
-    try:
-        found = json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"it is not readable: {error}", where=str(file)) from error
-    return dict(found) if isinstance(found, dict) else {}
+    return json_object("--hf-checkpoint", file) if file.exists() else {}
 
 
 def check_mapped(model_type: str) -> None:
     """Raises ConfigError for an architecture without a mapping to Megatron."""
     others = {entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if model_type not in (*OWN, *others):
-        raise ConfigError(
-            f"there is no Megatron mapping of the architecture {model_type}",
-            where="config.json",
-            expected=", ".join([*OWN, *sorted(others)]),
-            hint="plugins/buffer_rl_megatron_glm4/README.md says how to write one",
-        )
+        what = f"there is no Megatron mapping of the architecture {model_type}"
+        hint = "plugins/buffer_rl_megatron_glm4/README.md says how to write one"
+        raise ConfigError(what, where="config.json", expected=", ".join([*OWN, *sorted(others)]), hint=hint)
 
 
 def check_supported(configuration: Mapping[str, Any]) -> None:
@@ -182,9 +173,7 @@ def check_shape(args: Args, configuration: Mapping[str, Any]) -> None:
         except KeyError:
             continue  # an architecture that names it otherwise
         if found is not None and given != found:
-            raise ConfigError(
-                f"it says {given}, and the model has {found}",
-                where=f"{flag_of(name)} and --hf-checkpoint",
-                expected=f"{flag_of(name)} {found}, or nothing: the model's configuration says it",
-                hint="are these the arguments of another model?",
-            )
+            what = f"it says {given}, and the model has {found}"
+            where = f"{flag_of(name)} and --hf-checkpoint"
+            expected = f"{flag_of(name)} {found}, or nothing: the model's configuration says it"
+            raise ConfigError(what, where=where, expected=expected, hint="are these the arguments of another model?")

@@ -67,9 +67,8 @@ def mapping_for(
     if transformer_impl == "local":
         fields |= LOCAL
     elif transformer_impl != "transformer_engine":
-        raise ConfigError(
-            f"{transformer_impl} is unknown", where="--transformer-impl", expected="local or transformer_engine"
-        )
+        what = f"{transformer_impl} is unknown"
+        raise ConfigError(what, where="--transformer-impl", expected="local or transformer_engine")
     fields |= overrides
 
     def build_base_config(self: Any, **settings: Any) -> Any:

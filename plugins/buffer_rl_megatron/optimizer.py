@@ -253,12 +253,10 @@ def check_stored(
     kind = layout.get("distrib_optim_sharding_type")
     if len(parts) != stored and kind != "fully_reshardable":
         names = {1: "one optimizer", 2: "one optimizer for experts and one for the rest"}
-        raise CheckpointError(
-            f"it has the state of {names.get(stored, stored)}, in the format {kind}",
-            where=where,
-            expected=f"{names.get(len(parts), len(parts))}, as the run has, or the format fully_reshardable",
-            hint="keep --expert-model-parallel-size at 1 or above 1, as it was, or begin with the weights alone",
-        )
+        what = f"it has the state of {names.get(stored, stored)}, in the format {kind}"
+        expected = f"{names.get(len(parts), len(parts))}, as the run has, or the format fully_reshardable"
+        hint = "keep --expert-model-parallel-size at 1 or above 1, as it was, or begin with the weights alone"
+        raise CheckpointError(what, where=where, expected=expected, hint=hint)
     distributed = _is_distributed(parts[0])
     wanted = "optimizer.state.param." if distributed else "optimizer.state.fp32_param."
     needs_weights = distributed or hasattr(parts[0], "fp32_from_float16_groups")

@@ -19,7 +19,7 @@ from buffer_rl.plan.layout import Layout, layout_of
 from buffer_rl.plugin.calls import plugin_error
 from buffer_rl.plugin.hookspecs import hookimpl
 from buffer_rl.plugin.registry import PluginRegistry
-from buffer_rl.plugin.signature import signature_of
+from buffer_rl.plugin.signature import keywords_for, signature_of
 from buffer_rl_megatron.model_shape import check_mapped, check_shape, check_supported, read_configuration
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ HOOKS = {
 """Options that name functions, and what each rank calls these with."""
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 """Parts of a layer that ``--recompute-modules`` may name."""
-PROVIDER_ARGUMENTS = ("vp_stage", "args", "config", "build")
-"""What a model provider is called with besides the part of the model, where it takes it."""
 
 
 class MegatronOptions(Section):
@@ -242,17 +240,14 @@ def _check_functions(args: MegatronArgs) -> None:
         resolve_provider(args.custom_model_provider_path, registry)
 
 
-def resolve_provider(path: str, registry: PluginRegistry) -> tuple[Any, set[str]]:
-    """The function of ``--custom-model-provider-path``, and the names of ``PROVIDER_ARGUMENTS`` that it takes. Raises
-    PluginError for a function that takes no parts of a model."""
+def resolve_provider(path: str, registry: PluginRegistry) -> Any:
+    """The function of ``--custom-model-provider-path``. Raises PluginError if it takes no parts of a model."""
     kind = "model_provider"
     function = registry.resolve(kind, path)
-    parameters = inspect.signature(function).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if not takes_all and not {"pre_process", "post_process"} <= parameters.keys():
+    if len(keywords_for(function, dict.fromkeys(("pre_process", "post_process")))) < 2:
         what = "it builds a whole model, and each rank has a part"
         raise plugin_error(kind_named(kind), path, what, actual=signature_of(function))
-    return function, {name for name in PROVIDER_ARGUMENTS if takes_all or name in parameters}
+    return function
 
 
 def _check_splits(args: MegatronArgs, configuration: dict[str, Any]) -> None:

@@ -128,12 +128,10 @@ def experts_of(
     for row_id, length, experts in zip(rows.row_ids, rows.lengths, rows.columns[COLUMN], strict=True):
         fits = len(experts) < length and experts.shape[1:] == (num_layers, k)
         if not fits or (experts.size and not 0 <= experts.min() <= experts.max() < num_experts):
-            raise DataError(
-                f"{COLUMN} has the shape {experts.shape}, and numbers up to {experts.max(initial=0)}",
-                where=str(row_id),
-                expected=f"at most {length - 1} tokens, {num_layers} layers with experts, in each {k} of {num_experts}",
-                hint="engine and trainer must have the same model",
-            )
+            what = f"{COLUMN} has the shape {experts.shape}, and numbers up to {experts.max(initial=0)}"
+            expected = f"at most {length - 1} tokens, {num_layers} layers with experts, in each {k} of {num_experts}"
+            hint = "engine and trainer must have the same model"
+            raise DataError(what, where=str(row_id), expected=expected, hint=hint)
         parts.append(experts[:, list(layers)].astype(np.int16))
     has = place_t != NONE
     found = np.full((len(place_t), len(layers), k), NONE, dtype=np.int16)
@@ -148,11 +146,9 @@ class _Choice:
 
     def __init__(self, router: torch.nn.Module, layer: int) -> None:
         if not isinstance(router, TopKRouter) or router.routing_type == "sinkhorn" or router.config.moe_router_fusion:
-            raise ConfigError(
-                f"the router {type(router).__name__} of layer {layer} does not ask for the experts of its tokens",
-                where="--replay-routed-experts",
-                expected="megatron-core's TopKRouter without Sinkhorn routing and fused kernels",
-            )
+            what = f"the router {type(router).__name__} of layer {layer} does not ask for the experts of its tokens"
+            expected = "megatron-core's TopKRouter without Sinkhorn routing and fused kernels"
+            raise ConfigError(what, where="--replay-routed-experts", expected=expected)
         self.layer = layer
         self.experts: torch.Tensor | None = None
         self.counts: torch.Tensor | None = None

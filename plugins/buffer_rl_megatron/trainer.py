@@ -28,6 +28,7 @@ from buffer_rl.plan.algorithm import frozen_models_of_trainer
 from buffer_rl.plan.roles import CRITIC, MODEL_OF_ROLE
 from buffer_rl.plugin.calls import call, returned
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.plugin.signature import keywords_for
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.trainer.collate import split_rows
 from buffer_rl.trainer.model import weight_buckets
@@ -292,11 +293,10 @@ def _provider(args: MegatronArgs, registry: PluginRegistry) -> Provider | None:
     kind, name = "model_provider", args.custom_model_provider_path
     if name is None:
         return None
-    function, taken = options.resolve_provider(name, registry)
+    function = options.resolve_provider(name, registry)
 
     def provide(first: bool, last: bool, vp_stage: int | None, config: Any, build: Callable[[], Any]) -> Any:
-        more = {"vp_stage": vp_stage, "args": args, "config": config, "build": build}
-        more = {key: value for key, value in more.items() if key in taken}
+        more = keywords_for(function, {"vp_stage": vp_stage, "args": args, "config": config, "build": build})
         model = call(kind, name, partial(function, pre_process=first, post_process=last, **more))
         if not isinstance(model, GPTModel):
             raise returned(kind, name, model, "a megatron.core.models.gpt.GPTModel, as build() makes it")
@@ -333,11 +333,8 @@ def _pick_device(args: MegatronArgs) -> torch.device:
     """Megatron computes on the CUDA device where there is one. Raises ConfigError."""
     device = pick_device(args.train_device)
     if device.type == "cpu" and torch.cuda.is_available():
-        raise ConfigError(
-            "Megatron computes on the GPU where torch sees one",
-            where="--train-device",
-            hint="for a CPU hide the GPUs: CUDA_VISIBLE_DEVICES=''",
-        )
+        what = "Megatron computes on the GPU where torch sees one"
+        raise ConfigError(what, where="--train-device", hint="for a CPU hide the GPUs: CUDA_VISIBLE_DEVICES=''")
     return device
 
 

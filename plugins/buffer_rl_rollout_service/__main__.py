@@ -14,7 +14,7 @@ from pathlib import Path
 
 from buffer_rl.cluster.process import base_url
 from buffer_rl.engines.http_server import http_server
-from buffer_rl.errors import BufferRLError, ConfigError
+from buffer_rl.errors import BufferRLError, ConfigError, raised_as
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.section import env_of
 from buffer_rl_rollout_service.server import Service
@@ -72,11 +72,9 @@ def token_of(folder: Path) -> str:
 
 def serve(service: Service, folder: Path, host: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError if the address cannot be listened on."""
-    try:
+    with raised_as(ConfigError, "it cannot be listened on", OSError, where=f"--host {host} --port {port}"):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=4096)
-    except OSError as error:
-        raise ConfigError(f"it cannot be listened on: {error}", where=f"--host {host} --port {port}") from error
     url = base_url(host, listener.getsockname()[1])
     say(f"rollout service on {url}, its token is in {TOKEN_VARIABLE} or {folder / TOKEN_FILE}")
     sys.stdout.flush()

@@ -110,7 +110,7 @@ class ServiceClient:
                 problem = error
             place, why = f"{mask_url(self._url)}{path}", str(problem) or type(problem).__name__
             if loop.time() + RETRY_S > deadline:
-                what = f"the call was not done within {timeout_s:g} s: {problem}"
+                what = f"the call was not done within {timeout_s:g} s: {why}"
                 hint = "is it running? python -m buffer_rl_rollout_service --help"
                 raise DeadlineError(what, where=place, hint=hint) from problem
             if not is_told:

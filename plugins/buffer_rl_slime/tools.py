@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from buffer_rl.errors import ConfigError, RolloutError
 from buffer_rl.plugin.registry import PluginRegistry
+from buffer_rl.plugin.signature import keywords_for
 from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.rollout import prompts
 from buffer_rl.rollout.lease import lease_or_none
@@ -162,10 +163,7 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
         return [await apply_rollout_sample_hooks(args, item, **kwargs) for item in value]
     for path in paths:
         hook = load_function(path)
-        parameters = inspect.signature(hook).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        given = kwargs if takes_all else {name: item for name, item in kwargs.items() if name in parameters}
-        answer = hook(args, value, **given)
+        answer = hook(args, value, **keywords_for(hook, kwargs))
         answer = await answer if inspect.isawaitable(answer) else answer
         if answer is not None and not isinstance(answer, Sample):
             what = f"it returned {type(answer).__name__}"

@@ -22,7 +22,7 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.cluster.fork_server import SOCKET_VARIABLE
-from buffer_rl.errors import CheckpointError, ConfigError, DeadlineError
+from buffer_rl.errors import CheckpointError, ConfigError, DeadlineError, raised_as
 from buffer_rl.observe.metrics import METRICS_FILE
 from buffer_rl.observe.run_folder import records_in
 
@@ -110,10 +110,8 @@ class Outcome:
         """What the folder of an ended run holds. Raises CheckpointError if its ledger or model cannot be read."""
         with closing(LedgerAudit(folder / FILE_NAME)) as audit:
             faults, states = audit.faults(), audit.states()
-        try:
+        with raised_as(CheckpointError, "the model is not there", OSError, where=str(folder / "hf")):
             files = [load_file(file) for file in sorted((folder / "hf").glob("*.safetensors"))]
-        except OSError as error:
-            raise CheckpointError(f"the model is not there: {error}", where=str(folder / "hf")) from error
         return cls(
             weights={name: array.tobytes() for file in files for name, array in file.items()},
             trained=frozenset(str(uid) for uid, state in states if state is GroupState.TRAINED),

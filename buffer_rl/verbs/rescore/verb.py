@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from buffer_rl.args import Args
-from buffer_rl.errors import ConfigError
+from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.observe.terminal import say
 from buffer_rl.options.checks import refuse
 from buffer_rl.options.help import add_options, given_flags
@@ -64,10 +64,8 @@ def run(namespace: argparse.Namespace) -> int:
     rescored = asyncio.run(rescore(args, PluginRegistry.from_flags(args.plugin), steps))
     facts = {"run_dir": str(namespace.folder), "reward": _reward_of(args), **facts_of(rescored)}
     if namespace.output:
-        try:
+        with raised_as(ConfigError, "the rows cannot be written", OSError, where="--output"):
             facts["rows_written"] = write_rows(Path(namespace.output), rescored)
-        except OSError as error:
-            raise ConfigError(f"the rows cannot be written: {error}", where="--output") from error
     if namespace.json:
         say(json.dumps(facts, indent=2, ensure_ascii=False))
     else:

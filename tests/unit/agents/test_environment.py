@@ -242,7 +242,7 @@ def test_a_row_has_the_metadata_and_a_seed_of_its_own_takes_the_place_of_the_run
     assert row == {"size": [4], "seed": 5, "label": "1", "prompt": "go"}
     row["size"].append(5)
     assert shared["size"] == [4]
-    assert module._taken(lambda size, seed=1: None, row) == {"size": [4, 5], "seed": 5}
+    assert module.keywords_for(lambda size, seed=1: None, row) == {"size": [4, 5], "seed": 5}
 
 
 # -- environments that misbehave -------------------------------------------------------------------
