@@ -277,7 +277,7 @@ async def test_a_client_says_which_service_does_not_answer_and_stops_at_its_dead
     assert " it is tried again for up to 1." in said[0]
     silent = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with silent, ServiceClient(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", TOKEN) as service:
-        with pytest.raises(DeadlineError, match="within 0.2 s: TimeoutError"):
+        with pytest.raises(DeadlineError, match=r"within 0\.2 s: TimeoutError"):
             await service.statistics(timeout_s=0.2)
     async with ServiceClient("nowhere", TOKEN) as service:
         with pytest.raises(ConfigError, match="no address"):
