@@ -31,6 +31,9 @@ KEPT_HALF_BYTES = 2.5
 """Of a number that a layer keeps with ``--bf16``: norms keep float32."""
 PROCESS_BYTES = 250_000_000
 """Of a process with torch that does nothing yet."""
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
+"""Of the drivers of NVIDIA and AMD."""
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 ENGINE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -77,7 +80,7 @@ def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None)
     disk = sum(space.most for space in spaces)
     needs = Needs(parameters=parameters, disk=disk, processes=processes, cores=cores, rows=rows)
     free_bytes = free_bytes or (lambda folder: shutil.disk_usage(folder).free)
-    return needs, [*_core_notices(args, needs), *_disk_notices(spaces, free_bytes)]
+    return needs, [*_core_notices(args, needs), *_memory_notices(args, needs), *_disk_notices(spaces, free_bytes)]
 
 
 def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[str, tuple[int, str]]:
@@ -127,8 +130,9 @@ class _Shape:
         config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
 
         def number(name: str) -> int:  # Gemma 3n has one for each layer
-            value = config.get(name) or 0
-            return max(value) if isinstance(value, list) else value
+            found = config.get(name)
+            each = found if isinstance(found, list) else [found]
+            return max((value for value in each if isinstance(value, int)), default=0)
 
         hidden, layers, heads = number("hidden_size"), number("num_hidden_layers"), number("num_attention_heads") or 1
         head_dim, key_heads = number("head_dim") or hidden // heads, number("num_key_value_heads") or heads
@@ -216,6 +220,27 @@ def _core_notices(args: Args, needs: Needs) -> list[str]:
     turns = f"{needs.text} on {needs.cores} core{'' if needs.cores == 1 else 's'}: they take turns"
     hint = "fewer are quicker here; --ray-address joins a cluster"
     return [f"{turns}, and most of them hold a model in memory ({hint})"]
+
+
+def _memory_notices(args: Args, needs: Needs) -> list[str]:
+    """Of a run that holds all of it in this machine's own memory. Prompts are not read yet, and count nothing."""
+    if args.ray_address is not None or any(map(os.path.exists, GPU_FILES)):
+        return []
+    found = memory_of_processes(args, needs, 0)
+    whole, has = sum(needs.processes[name] * size for name, (size, _) in found.items()), memory_bytes()
+    if whole <= has:
+        return []
+    name, (size, what) = max(found.items(), key=lambda item: item[1][0])
+    hint = "a lower --max-tokens-per-gpu, or --recompute-granularity full, keeps fewer activations"
+    held = f"a {name} {bytes_text(size)} for {what}"
+    return [f"this machine has {bytes_text(has)} of memory, and the run may take {bytes_text(whole)}: {held} ({hint})"]
+
+
+def memory_bytes() -> int:
+    """Memory that this machine has, or that its container may use."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else ""
+    return min(physical, int(limit)) if limit.isdecimal() else physical
 
 
 def _size_of_model(args: Args) -> tuple[int, int]:

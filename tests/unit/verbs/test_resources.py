@@ -13,6 +13,7 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.section import compose
+from buffer_rl.verbs import resources
 from buffer_rl.verbs.resources import PROCESS_BYTES, Needs, bytes_text, check_resources, memory_of_processes, num_cores
 
 BYTES = 2 * (3 * 4 + 5)  # of the weights of two shapes in 16 bits
@@ -140,6 +141,31 @@ def test_more_processes_than_cores_are_told_with_their_numbers(model: Path) -> N
     )
     assert needs(model, num_train_ranks=cores, rollout_num_engines=1)[1] == []
     assert needs(model, num_train_ranks=cores + 7, ray_address="10.0.0.1:6379")[1] == []
+
+
+def test_a_run_that_does_not_fit_into_memory_is_told_before_it_starts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "GPU_FILES", ())
+    monkeypatch.setattr(resources, "MEMORY_LIMIT", limit := tmp_path / "memory.max")
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    sizes: dict[str, Any] = {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "rollout_max_response_len": 30}
+    sizes["num_train_ranks"] = 1
+    trainer, engine = 17 * 16 + 24 * 30 * 3 * 440 * 4, (34 + 60 * 24 * 64) * 4  # as above, of responses alone
+    limit.write_text(f"{2 * PROCESS_BYTES + trainer + engine}\n")
+    assert needs(model, **sizes)[1] == []
+    limit.write_text(f"{2 * PROCESS_BYTES + trainer + engine - 1}\n")
+    (notice,) = needs(model, **sizes)[1]
+    assert notice.startswith(
+        "this machine has 504 MB of memory, and the run may take 504 MB: a trainer rank 254 MB for "
+    )
+    assert "activations of 720 tokens (--max-tokens-per-gpu)" in notice
+    assert needs(model, **sizes, ray_address="10.0.0.1:6379")[1] == []
+    limit.write_text("max\n")
+    assert needs(model, **sizes)[1] == []
+    monkeypatch.setattr(resources, "GPU_FILES", (str(limit),))
+    limit.write_text("1\n")
+    assert needs(model, **sizes)[1] == []
 
 
 def test_bytes_are_shown_in_powers_of_1000() -> None:
