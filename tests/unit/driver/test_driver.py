@@ -126,7 +126,7 @@ def cost(role: str, method: str, args: tuple[Any, ...]) -> float:
 class World:
     """A driver's surroundings, without processes."""
 
-    def __init__(self, folder: Path, scores: tuple[float, ...] = (0.0,)) -> None:
+    def __init__(self, folder: Path, scores: tuple[float, ...] = (0.0,), schedule: Schedule = PLAN.schedule) -> None:
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(4)))
         args: Any = compose(CORE_SECTIONS)(
@@ -138,6 +138,7 @@ class World:
             ledger=Ledger.in_memory(),
             groups_per_step=2,
             eval_groups=lambda: evals.groups("held"),
+            schedule=schedule,
         )
         self.rollouts = FakeRollouts(self.state, scores)
         self.train = FakeTrain()
@@ -395,6 +396,44 @@ def test_a_rollout_without_groups_is_an_error_that_shows_the_drops(tmp_path: Pat
     world.roles["rollout"] = Dropping(world.state)
     with pytest.raises(RolloutError, match="zero_std"):
         world.driver(replace(PLAN, evaluate=False)).run()
+
+
+@pytest.mark.parametrize("each_step", [True, False])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_run_whose_last_ticket_has_no_group_ends_with_the_step_before_published_evaluated_and_saved(
+    tmp_path: Path, pinned: bool, each_step: bool
+) -> None:
+    """pinned: the evaluation of version 2 is so slow that step 3 is trained before it ends. each_step: else weights
+    are published for evaluations alone."""
+    schedule = Schedule(mode=Mode.ONE_STEP_OFF, target=1, max_staleness=1, drains=True)
+    world = World(tmp_path, schedule=schedule)
+
+    class Dropping(FakeRollouts):
+        def run(self, ticket: Ticket) -> Any:
+            if pinned and ticket.evaluation and ticket.version == 2:
+                return later(super().run(ticket))
+            if ticket.evaluation or ticket.rollout_id < 3:
+                return super().run(ticket)
+            for group in self._state.get_samples(ticket, ticket.num_groups):
+                self._state.reject(ticket, group.uid, group.attempt, "zero_std")
+            return {}, []
+
+    async def later(answer: Any) -> Any:
+        await world.runtime.loop.sleep_until(world.runtime.now() + 100)
+        return answer
+
+    world.roles["rollout"] = rollouts = Dropping(world.state)
+    plan = replace(PLAN, num_rollouts=4, schedule=schedule, publish_each_step=each_step)
+    result = world.driver(plan).run()
+    assert (result.steps, result.stopped_early) == (3, True)
+    why = "the last tickets ended short by all groups of step 4; drops={'zero_std': 2}"
+    assert result.why == why
+    assert f"the run ends after 3 steps: {why}" in world.recorder.said
+    assert world.publisher.versions == ([1, 2, 3] if each_step else [2, 3])
+    assert [span.args for span in world.runtime.spans if span.method == "release"] == [(0,), (1,), (2,), (3,)]
+    assert [step for name, step in world.recorder.events if name == "evaluation"] == [0, 2, 3]
+    assert [ticket.version for ticket in rollouts.tickets if ticket.evaluation] == [0, 2, 3]
+    assert sorted(world.saves.saved) == [2, 3]
 
 
 def test_lockstep_with_staleness_is_a_contradiction() -> None:
