@@ -10,8 +10,8 @@ prompts with 16 samples a step, generation included. Each run is a process with 
 that neither has the quieter machine. TRL first shows on a few steps with how many threads, and in micro-batches of what
 size, it is fastest here. Times begin with the first step; ``start`` is what comes before it. Held-out accuracy is that
 of greedy decoding, by one code for both, from weights saved at the same steps; evaluating is not in the times, nor is
-saving, except with ``--schedule one-step-off``, which generates meanwhile. Between two evaluations the accuracy is
-taken to be on a straight line.
+saving, except with ``--schedule one-step-off`` and ``async``, which generate meanwhile. Between two evaluations the
+accuracy is taken to be on a straight line.
 
 What has run is not run again unless ``--again``: results are lines of ``results.jsonl`` in the folder ``--output``, and
 an interrupted comparison goes on. The table has all results there of the asked tasks and cores.
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cores", type=int, choices=(1, 2), default=2, help="that a run and its children share")
-    schedules = ("lockstep", "pipelined", "one-step-off")
+    schedules = ("lockstep", "pipelined", "one-step-off", "async")
     parser.add_argument("--schedule", choices=schedules, default="lockstep", help="of buffer_rl")
     parser.add_argument("--stream-gradients", action="store_true", help="of buffer_rl, with --schedule pipelined")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="more options of buffer_rl")

@@ -98,9 +98,10 @@ def table(steps: list[dict[str, float]]) -> list[str]:
         times = [step.get(f"perf/{phase}_time", 0.0) for step in steps]
         median = statistics.median(times)
         lines.append(f"{phase:16}{median:>10.3f}{min(times):>8.3f}{max(times):>8.3f}{median / whole:>8.1%}")
-    of = "rollout" if "rollout/generated_tokens" in steps[0] else "production"  # whose tickets are not a step's own
-    tokens = statistics.median(step[f"{of}/generated_tokens"] for step in steps)
-    lines.append(f"{tokens:.0f} tokens a step, {tokens / whole:.0f} tokens/s over whole steps")
+    names = ("rollout/generated_tokens", "production/generated_tokens")  # of tickets, of which a step may end none
+    tokens = sum(step.get(name, 0.0) for step in steps for name in names) / len(steps)
+    mean = statistics.fmean(step["perf/step_time"] for step in steps)
+    lines.append(f"{tokens:.0f} tokens a step, {tokens / mean:.0f} tokens/s; a step takes {mean:.3f} s on average")
     return lines
 
 
