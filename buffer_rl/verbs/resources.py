@@ -8,6 +8,7 @@ import shutil
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
@@ -239,7 +240,9 @@ def _memory_notices(args: Args, needs: Needs) -> list[str]:
 def memory_bytes() -> int:
     """Memory that this machine has, or that its container may use."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else ""
+    limit = ""
+    with suppress(OSError):  # of a system without control groups, or one that does not show them
+        limit = MEMORY_LIMIT.read_text().strip()
     return min(physical, int(limit)) if limit.isdecimal() else physical
 
 

@@ -163,6 +163,8 @@ def test_a_run_that_does_not_fit_into_memory_is_told_before_it_starts(
     assert needs(model, **sizes, ray_address="10.0.0.1:6379")[1] == []
     limit.write_text("max\n")
     assert needs(model, **sizes)[1] == []
+    monkeypatch.setattr(resources, "MEMORY_LIMIT", tmp_path)  # which cannot be read
+    assert needs(model, **sizes)[1] == []
     monkeypatch.setattr(resources, "GPU_FILES", (str(limit),))
     limit.write_text("1\n")
     assert needs(model, **sizes)[1] == []
