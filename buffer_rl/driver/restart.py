@@ -31,7 +31,7 @@ from buffer_rl.driver.runtime import LocalTarget, Target
 from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
-from buffer_rl.observe.observer import RunObserver
+from buffer_rl.observe.observer import RunObserver, set_aside_other_run
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.plan.schedule import RunResult
 from buffer_rl.plugin.registry import PluginRegistry
@@ -57,13 +57,17 @@ class RunSession:
     ) -> None:
         self.provenance = provenance
         step = loaded.step if loaded else None
-        self.observer = stack.enter_context(RunObserver(args, registry, step, provenance.facts(), startup))
+        found = loaded.facts.get(LINEAGE) if loaded else None
+        if found is not None:
+            set_aside_other_run(args.run_dir, found)
+        self.lineage = found or uuid4().hex
+        facts = provenance.facts() | {LINEAGE: self.lineage}
+        self.observer = stack.enter_context(RunObserver(args, registry, step, facts, startup))
         if loaded is not None:
             resumed = resume_notices(loaded.facts, loaded.step, args)
             for line in (*changed_plugins(loaded.facts, provenance), *resumed):
                 self.observer.notice(line)
         self._first_step = loaded.step if loaded else 0
-        self.lineage = (loaded.facts.get(LINEAGE) if loaded else None) or uuid4().hex
         self._code = collect_user_code(args, registry) if ships_code(args) else None
         self.args = args
         self._stack = stack

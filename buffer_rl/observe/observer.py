@@ -12,11 +12,20 @@ from typing import Any
 
 from buffer_rl.args import Args
 from buffer_rl.errors import EndedBySignal
-from buffer_rl.observe.metrics import MetricHub
+from buffer_rl.observe.metrics import METRICS_FILE, MetricHub
 from buffer_rl.observe.progress import ROLLOUT_PHASES, Progress
-from buffer_rl.observe.run_folder import QUARANTINE_FILE, SampleDump, add_facts, write_facts
+from buffer_rl.observe.run_folder import (
+    QUARANTINE_FILE,
+    RUN_FILE,
+    SAMPLES_FILE,
+    SampleDump,
+    add_facts,
+    read_facts,
+    set_aside,
+    write_facts,
+)
 from buffer_rl.observe.startup import StartUp
-from buffer_rl.observe.timeline import TraceFile, WorkSpan
+from buffer_rl.observe.timeline import TRACE_FILE, TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, Spans, spans_after, step_metrics
 from buffer_rl.options.redaction import mask_url
 from buffer_rl.options.section import Options
@@ -29,6 +38,15 @@ FIRST_REQUEST = "first request"
 FAILED, STOPPED = "failed", "stopped"
 MAX_REASON = 2000  # characters of an error in run.json
 IDLE_STEPS = 10  # steps without a gradient, one after another, of which the user is told
+
+
+def set_aside_other_run(run_dir: str | Path, lineage: str) -> None:
+    """Set the files aside that a run of another lineage of checkpoints left in the folder. A run that resumes there
+    would else take them for its own, and cut off their steps after its checkpoint."""
+    if read_facts(run_dir).lineage in ("", lineage):  # "": no run, or one of before lineages were noted
+        return
+    for name in (METRICS_FILE, SAMPLES_FILE, TRACE_FILE, "tensorboard", RUN_FILE):
+        set_aside(Path(run_dir, name))
 
 
 class RunObserver:

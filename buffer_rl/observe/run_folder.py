@@ -228,7 +228,7 @@ class RunFacts:
     driver's processes may use; None if the run did not note it. end: ``how`` the run ended, ``why``, and ``at`` which
     time; empty while it is at work, and after a kill. loss: its name or path. max_staleness: the schedule's bound; None
     if it was not noted. packages: versions by name. parts: of a run that was resumed in its folder each part, the last
-    one too: ``from_step``, ``started``, ``command`` and ``changed``.
+    one too: ``from_step``, ``started``, ``command`` and ``changed``. lineage: that of its checkpoints.
     """
 
     started: str = ""
@@ -244,6 +244,7 @@ class RunFacts:
     cores: int | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     parts: Sequence[Mapping[str, Any]] = ()
+    lineage: str = ""
 
     @property
     def is_supervised(self) -> bool:

@@ -12,6 +12,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.driver.provenance import option_changes, provenance_of, resume_notices
 from buffer_rl.driver.restart import RunSession
 from buffer_rl.files.checkpoint import Checkpoint
+from buffer_rl.observe.run_folder import read_facts, read_jsonl
 from buffer_rl.options.redaction import mask_secrets
 from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
@@ -127,6 +128,32 @@ def test_a_run_that_resumes_says_it_when_it_starts(tmp_path: Path, capsys: pytes
     shown = " ".join("".join(capsys.readouterr()).split())
     assert "--num-rollout 4, now 8" in shown
     assert "--lr-decay-iters 4 keeps the curve" in shown
+
+
+def test_a_run_that_resumes_in_the_folder_of_another_run_keeps_that_runs_files_aside(tmp_path: Path) -> None:
+    registry = PluginRegistry()
+    args = options(num_rollout=8, run_dir=str(tmp_path), progress="none", logger=["tensorboard"])
+
+    def run(step: int, lineage: str | None = None) -> None:
+        loaded = Checkpoint(folder=tmp_path, step=step, facts={"lineage": lineage}) if lineage else None
+        with ExitStack() as stack:
+            session = RunSession(args, registry, loaded, provenance_of(args, registry), stack)
+            for number in range(step, step + 2):
+                session.observer.step(number, {"train/loss": 0.5})
+
+    def steps(name: str) -> list[int]:
+        return sorted({record["step"] for record in read_jsonl(tmp_path / name)})
+
+    run(0)
+    own = read_facts(tmp_path).lineage
+    run(1, own)
+    assert steps("metrics.jsonl") == [0, 1, 2]
+    run(1, "another")
+    assert (steps("metrics.1.jsonl"), steps("metrics.jsonl")) == ([0, 1, 2], [1, 2])
+    assert all(
+        (tmp_path / name).exists() for name in ("samples.1.jsonl", "trace.1.json", "tensorboard.1", "run.1.json")
+    )
+    assert [part["from_step"] for part in read_facts(tmp_path).parts] == [1]
 
 
 def test_an_evaluation_is_owed_to_weights_that_a_death_or_a_signal_left_without_it(tmp_path: Path) -> None:
