@@ -4,6 +4,7 @@ import asyncio
 import random
 from contextvars import Context
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from buffer_rl.rollout.lease import Lease, current_lease
 from buffer_rl.rollout.production import generate_group
 from buffer_rl.rollout.requests import request_id, sampling_seed, shared_seed
 from buffer_rl.rollout.stats import RolloutStats
+from buffer_rl.verbs.plugins import write_plugin
 
 
 def test_outside_a_rollout_there_is_no_context() -> None:
@@ -204,6 +206,16 @@ async def asked(kit: Any, function: str, *, order: Any = None, attempt: int = 1)
         if answering is not None:
             answering.cancel()
     return engine.calls, group.samples
+
+
+async def test_the_skeleton_of_a_generate_function_samples_what_the_trainer_computes(kit: Any, tmp_path: Path) -> None:
+    """At another temperature than --rollout-temperature a run ends, as engine and trainer disagree."""
+    plugin, _ = write_plugin("generate", "own", tmp_path)
+    engine = kit.ScriptedEngine()
+    async with kit.opened(engine, custom_generate_function_path=f"{plugin}:own") as context:
+        params = sampling_params_for(context.args, False)
+        await generate_group(kit.make_lease(context, kit.make_group(0)), params, RolloutStats())
+    assert [asked["temperature"] for _, _, asked in engine.calls] == [context.args.rollout_temperature] * 2
 
 
 async def test_several_responses_of_one_sample_have_seeds_and_request_ids_of_their_own(kit: Any) -> None:
