@@ -64,7 +64,8 @@ def read_rows(args: Args) -> list[RowSource]:
 @dataclass(slots=True, kw_only=True)
 class TriedPrompts:
     """The prompts of one source. text: the first as the model reads it. lengths: tokens of the prompts that were
-    encoded, the first among them. masks: conversations whose loss masks were made."""
+    encoded, the first among them. masks: conversations whose loss masks were made. templated: whether the first is
+    rendered with the chat template; None if it was not looked at."""
 
     use: str
     text: str = ""
@@ -72,6 +73,7 @@ class TriedPrompts:
     longest_at: str = ""
     lengths: list[int] = field(default_factory=list)
     masks: int = 0
+    templated: bool | None = None
 
     def add(self, length: int, where: str) -> None:
         """Count a prompt of ``length`` tokens."""

@@ -88,6 +88,7 @@ def try_rows(
                         raise
                     trial.unchecked.append(f"prompts of {source.use} ({own} may encode what fails here: {error.what})")
             check_lengths(limits, trial)
+            check_templates(trial)
             await score_sources(context, registry, scored, trial)
         finally:
             await context.aclose()
@@ -147,7 +148,8 @@ def _own_function(args: Args, registry: PluginRegistry, source: RowSource) -> st
 def try_prompts(context: RolloutContext, source: RowSource, limits: Sequence[Limit]) -> TriedPrompts:
     """Render and encode the first and the longest prompt, and many others if the longest exceeds a limit."""
     first, longest = source.dataset[0], max(source.spread(MAX_WALKED), key=_size)
-    found = TriedPrompts(use=source.use, text=source.rendered(first, context.prompts))
+    text = source.rendered(first, context.prompts)
+    found = TriedPrompts(use=source.use, text=text, templated=text != first.prompt)
     rows = {first.row: first, longest.row: longest}
     for row in rows.values():
         found.add(len(encode_row(context.prompts, source, row)), source.dataset.where(row))
@@ -232,6 +234,18 @@ def check_lengths(limits: Sequence[Limit], trial: Trial) -> None:
             raise ConfigError(counted, where=of, expected=expected, hint=hint)
         if long:
             trial.notices.append(f"{counted} ({of}); such a prompt {what}")
+
+
+def check_templates(trial: Trial) -> None:
+    """A notice for each evaluation set that is asked with the chat template if training is not, or the reverse."""
+    ways = {True: "with the chat template", False: "as plain text"}
+    trained = {prompts.templated for prompts in trial.prompts if prompts.use == "train"}
+    for prompts in trial.prompts:
+        if prompts.templated is not None and trained == {not prompts.templated}:
+            trial.notices.append(
+                f"the prompts of {prompts.use} are read {ways[prompts.templated]}, those of training "
+                f"{ways[not prompts.templated]}; --apply-chat-template renders texts, too"
+            )
 
 
 def main(given: str, answer: str) -> None:

@@ -147,6 +147,27 @@ def test_the_first_and_the_longest_prompt_are_encoded_as_the_model_reads_them(fo
     assert (prompts.longest, prompts.longest_at) == (20, "train.jsonl:3")
 
 
+def test_prompts_of_an_evaluation_that_are_rendered_otherwise_than_those_of_training_are_a_notice(folder: Path) -> None:
+    rows = {
+        "text.jsonl": {"prompt": "abc", "label": "x"},
+        "chat.jsonl": {"prompt": [message("user", "abc")], "label": "x"},
+    }
+    for name, row in rows.items():
+        write(folder, row, name=name)
+
+    def said(train: str, dev: str, **options: Any) -> list[str]:
+        trial = tried(folder, prompt_data=[train], eval_prompt_data=[f"dev={dev}"], rm_type="f1", **options)
+        return [notice for notice in trial.notices if "those of training" in notice]
+
+    (notice,) = said("chat.jsonl", "text.jsonl")
+    assert notice.startswith("the prompts of eval/dev are read as plain text, those of training with the chat template")
+    (notice,) = said("text.jsonl", "chat.jsonl")
+    assert notice.startswith("the prompts of eval/dev are read with the chat template, those of training as plain text")
+    assert not said("chat.jsonl", "text.jsonl", apply_chat_template=True)
+    assert not said("text.jsonl", "text.jsonl")
+    assert not said("chat.jsonl", "chat.jsonl")
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
