@@ -146,12 +146,18 @@ class RolloutOptions(Section):
                 "renormalises both over these tokens; the same flags with --eval- touch evaluations only)"
             )
         built_in = is_built_in_rollout(args)
-        if trains and built_in and not train_only(args) and _is_alone_in_its_group(args):
-            yield (
-                "--n-samples-per-prompt 1: a reward minus the mean of its group is 0 where the group has one sample, "
-                "so every advantage is 0 and rewards change nothing (take more samples a prompt, or "
-                "--custom-reward-post-process-path or --custom-advantage-function-path of your own)"
-            )
+        if trains and built_in and not train_only(args) and _compares_in_groups(args):
+            if args.n_samples_per_prompt == 1:
+                yield (
+                    "--n-samples-per-prompt 1: a reward minus the mean of its group is 0 where the group has one "
+                    "sample, so every advantage is 0 and rewards change nothing (take more samples a prompt, or "
+                    "--custom-reward-post-process-path or --custom-advantage-function-path of your own)"
+                )
+            elif args.rollout_temperature == 0 and generate_path(args) is None:
+                yield (
+                    "--rollout-temperature 0: the samples of a prompt are equal, so a reward minus the mean of its "
+                    "group is 0 and rewards change nothing (--eval-temperature 0 is for evaluations alone)"
+                )
         generates = not train_only(args) and not (args.num_rollout == 0 and args.eval_function_path)
         if args.multimodal_keys and generates and built_in and generate_path(args) is None:
             yield (
@@ -184,12 +190,12 @@ def _check_replay(args: Args) -> None:
     refuse(replays and not args.replay_recomputed_experts, f"{where}: {what}", hint)
 
 
-def _is_alone_in_its_group(args: Args) -> bool:
-    """Whether the built-in normalisation, estimator and loss, which nothing replaces, get groups of one sample."""
+def _compares_in_groups(args: Args) -> bool:
+    """Whether the built-in normalisation, estimator and loss, which nothing replaces, compare rewards in a group."""
     own = given(args, "custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
     built_in = loss_of(args) in LOSSES and estimator_of(args)[1] in ALGORITHMS
     by_group = rewards_kind(args) is not Rewards.RAW and not args.use_opd
-    return args.n_samples_per_prompt == 1 and built_in and by_group and not own
+    return built_in and by_group and not own
 
 
 class RewardOptions(Section):

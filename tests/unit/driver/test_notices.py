@@ -49,6 +49,18 @@ def test_what_holds_every_group_back_is_told_where_it_costs_the_overlap(flag: st
     assert texts(**{name: "mine:function"}) == []
 
 
+def test_a_rollout_without_chance_is_told_where_its_equal_samples_teach_nothing() -> None:
+    (text,) = texts(rollout_temperature=0.0)
+    assert text.startswith("--rollout-temperature 0: ")
+    quiet: list[dict[str, Any]] = [
+        {"eval_temperature": 0.0},
+        {"rollout_temperature": 0.0, "advantage_estimator": "reinforce_plus_plus"},
+        {"rollout_temperature": 0.0, "num_rollout": 0},
+        {"rollout_temperature": 0.0, "custom_generate_function_path": "mine:generate"},  # which may use a tool
+    ]
+    assert [texts(**options) for options in quiet] == [[]] * len(quiet)
+
+
 OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "pass_at_k", "gpg", "reinforce_plus_plus_baseline", "gspo", "cispo"]
 
 
