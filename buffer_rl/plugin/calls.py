@@ -29,7 +29,7 @@ TAIL_LINES = 12
 _CALLERS = frozenset(
     {
         *(__name__, "buffer_rl.rollout.user_functions", "buffer_rl.agents.play", "buffer_rl.agents.runner"),
-        *("buffer_rl.agents.environment", "asyncio.runners", "asyncio.events"),
+        *("buffer_rl.agents.environment", "asyncio.runners", "asyncio.base_events", "asyncio.events"),
         *("asyncio.threads", "concurrent.futures.thread", "buffer_rl.testing.lint_loss"),
     }
 )

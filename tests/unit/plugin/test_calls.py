@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import EndedBySignal, PluginError, RolloutError, WorkerError
-from buffer_rl.plugin.calls import call
+from buffer_rl.plugin.calls import call, contained_task, error_text
 from buffer_rl.rollout.user_functions import call_plugin
 from buffer_rl.rollout.worker import LoopGuard
 
@@ -63,7 +63,7 @@ async def test_so_is_what_asynchronous_code_and_its_tasks_raise(error: BaseExcep
 
 FORKS = """
 import os
-from buffer_rl.plugin.calls import call
+from buffer_rl.plugin.calls import call, contained_task, error_text
 
 def forks(error):
     if (child := os.fork()) == 0:
@@ -149,6 +149,16 @@ def test_a_callback_that_ends_the_event_loop_fails_the_work_that_waits_for_it() 
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
+
+
+def test_the_traceback_of_a_coroutine_begins_in_the_code_of_the_user() -> None:
+    async def fails() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        asyncio.run(contained_task(fails()))
+    lines = error_text(caught.value).splitlines()
+    assert [line.rpartition(" in ")[2] for line in lines if line.lstrip().startswith("File ")] == ["fails"]
 
 
 def test_a_full_disk_is_named_with_what_to_do_and_without_the_code_that_wrote() -> None:
