@@ -83,6 +83,10 @@ def mapping_for(
 
     # Copies, as a bridge with tied embeddings changes the mapping of its class, and with it those made after it.
     own: dict[str, Any] = {name: dict(getattr(base, name, {})) for name in _MAPPINGS}
+    embeddings = own["_DIRECT_MAPPING"].get("embedding.word_embeddings.weight")
+    if getattr(hf_config, "tie_word_embeddings", False) and embeddings is not None:
+        # The last pipeline stage has a copy of them, which mbridge says of the architectures of Qwen2 alone.
+        own["_DIRECT_MAPPING"]["output_layer.weight"] = embeddings
     own["_build_base_config"], own["_get_transformer_layer_spec"] = build_base_config, layer_spec
     made = type(base.__name__, (base,), own)
     try:

@@ -20,7 +20,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"tie_word_embeddings": False, "num_hidden_layers": 4}),
     "tied qwen3": ("qwen3", {"num_hidden_layers": 4}),
     "llama": ("llama", {}),
+    "tied llama": ("llama", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "tied qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}),
     "qwen3_moe, probabilities of the chosen": ("qwen3_moe", {"norm_topk_prob": True}),
 }
 LAYOUTS = {
