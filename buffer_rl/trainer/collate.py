@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from buffer_rl.errors import DataError
+from buffer_rl.errors import DataError, TrainError
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.records.groups import SAMPLE_SIZES, GroupUid, TrainBatch
 from buffer_rl.trainer.packing import Packing, pack, prompt_keys
@@ -99,6 +99,20 @@ def collate(batch: TrainBatch, device: torch.device, *, packed: bool = False) ->
         packing=packing,
         experts=None if experts is None else _placed(experts, valid_bl, places_bl, packing is None).to(device),
     )
+
+
+def require_vocabulary(batch: TrainBatch, size: int, model: str) -> None:
+    """Raises TrainError for a token that is not among the first ``size``, which ``model`` knows. The vocabulary of a
+    reference or a teacher may be smaller than that of the model that sampled."""
+    given = [batch.columns[name] for name in ("tokens", "kept_tokens") if name in batch.columns]
+    for row_id, *arrays in zip(batch.row_ids, *given, strict=True):
+        if (largest := max((int(np.max(ids, initial=0)) for ids in arrays), default=0)) >= size:
+            raise TrainError(
+                f"the token {largest} is not in the vocabulary of {model}",
+                where=str(row_id),
+                expected=f"token ids below {size}",
+                hint="--ref-load, --opd-teacher-load and --critic-load take models of --hf-checkpoint's vocabulary",
+            )
 
 
 def routed_experts(batch: TrainBatch) -> list[np.ndarray] | None:

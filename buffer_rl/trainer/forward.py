@@ -29,7 +29,7 @@ from buffer_rl.files.hf_config import length_problem
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.observe.pulse import progress
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.trainer.collate import MicroBatch, collate, no_rows, row_blocks, split_rows
+from buffer_rl.trainer.collate import MicroBatch, collate, no_rows, require_vocabulary, row_blocks, split_rows
 from buffer_rl.trainer.output_layer import at_predictors, fused_log_probs, is_fused
 from buffer_rl.trainer.packing import is_packed
 from buffer_rl.trainer.routing_replay import Differing, RoutingReplay
@@ -181,16 +181,6 @@ def replayed(
 
 
 def _require_vocabulary(model: PreTrainedModel, batch: TrainBatch) -> None:
-    """The vocabulary of a reference or a teacher may be smaller than that of the model that sampled."""
-    if not isinstance(model, PreTrainedModel):
-        return
-    size = int(model.config.get_text_config(decoder=True).vocab_size)
-    given = [batch.columns[name] for name in ("tokens", "kept_tokens") if name in batch.columns]
-    for row_id, *arrays in zip(batch.row_ids, *given, strict=True):
-        if (largest := max((int(np.max(ids, initial=0)) for ids in arrays), default=0)) >= size:
-            raise TrainError(
-                f"the token {largest} is not in the vocabulary of {model.config._name_or_path or type(model).__name__}",
-                where=str(row_id),
-                expected=f"token ids below {size}",
-                hint="--ref-load, --opd-teacher-load and --critic-load take models of --hf-checkpoint's vocabulary",
-            )
+    if isinstance(model, PreTrainedModel):
+        size = int(model.config.get_text_config(decoder=True).vocab_size)
+        require_vocabulary(batch, size, model.config._name_or_path or type(model).__name__)

@@ -30,7 +30,7 @@ from buffer_rl.plugin.calls import call, returned
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.plugin.signature import keywords_for
 from buffer_rl.records.groups import TrainBatch
-from buffer_rl.trainer.collate import split_rows
+from buffer_rl.trainer.collate import require_vocabulary, split_rows
 from buffer_rl.trainer.model import weight_buckets
 from buffer_rl.trainer.pretrained import initial_folder, pick_device
 from buffer_rl.trainer.rank_files import read_random, save_random
@@ -68,7 +68,9 @@ class MegatronTrainer:
         registry = PluginRegistry.from_flags(args.plugin)
         self._provider = _provider(args, registry)
         self._hooks = {name: registry.load(path) for name in options.HOOKS if (path := getattr(args, name))}
-        folder, flag = initial_folder(args, CRITIC if objective.critic else "actor")
+        self._vocabularies: dict[str, int] = {}
+        self._trained = CRITIC if objective.critic else "actor"
+        folder, flag = initial_folder(args, self._trained)
         _initialize(args, rank, world_size, self._device, folder)
         if hook := self._hooks.get("custom_megatron_init_path"):
             hook(args)
@@ -92,22 +94,28 @@ class MegatronTrainer:
     def log_probs(self, model: str, batch: TrainBatch) -> list[np.ndarray] | None:
         """Log-probabilities of the response tokens under ``model``: "actor", "ref" or "teacher". Per row
         ``[response_length]`` float32, in nats, at the sampling temperature; None on ranks of other pipeline stages than
-        the last."""
+        the last. Raises TrainError for a token that the model does not know."""
+        chunks = self._models(model)
+        self._require_vocabulary(model, batch)
         if hook := self._hooks.get("custom_megatron_before_log_prob_hook_path"):
-            hook(self._args, self._models(model), "" if model == "actor" else f"{model}_")
+            hook(self._args, chunks, "" if model == "actor" else f"{model}_")
 
         def compute(micro: Micro, logits: torch.Tensor) -> torch.Tensor:
             return response_log_probs(micro, logits, self._objective.temperature, with_entropy=False)[0]
 
-        return self._outputs(self._models(model), batch, compute)
+        return self._outputs(chunks, batch, compute)
 
     def values(self, batch: TrainBatch) -> list[np.ndarray] | None:
-        """A critic's values before each response token: per row ``[response_length]`` float32."""
+        """A critic's values before each response token: per row ``[response_length]`` float32. Raises TrainError for a
+        token that it does not know."""
+        self._require_vocabulary(self._trained, batch)
         return self._outputs(self._chunks, batch, lambda micro, values: padded(values.float().flatten(), micro))
 
     def accumulate(self, batch: TrainBatch) -> Sums:
         """Forward and backward of the rows: adds the gradient of their summed loss to that of the step. Equal rows are
-        grouped into the same micro-batches as in ``log_probs``."""
+        grouped into the same micro-batches as in ``log_probs``. Raises TrainError for a token that the model does not
+        know."""
+        self._require_vocabulary(self._trained, batch)
         if not self._optimizer.has_gradients:
             self._before_step(batch.rollout_id)
 
@@ -239,6 +247,12 @@ class MegatronTrainer:
                     rows[index] = row
         return rows
 
+    def _require_vocabulary(self, name: str, batch: TrainBatch) -> None:
+        """Each tensor rank would take the token for another one's: its log-probability would be 0."""
+        folder, _ = initial_folder(self._args, name)
+        if folder in self._vocabularies:
+            require_vocabulary(batch, self._vocabularies[folder], folder)
+
     def _models(self, name: str) -> list[Any]:
         if name == "actor":
             return self._chunks
@@ -263,6 +277,8 @@ class MegatronTrainer:
             bridge = self.make_bridge(folder)
             chunks = bridge.build(value_head=value_head, provider=self._provider)
             bridge.load(chunks, folder)
+        if size := read_configuration(folder).get("vocab_size"):
+            self._vocabularies[folder] = size
         gather_before_selecting(chunks)
         return bridge, chunks
 

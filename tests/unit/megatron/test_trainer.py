@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from buffer_rl.testing.tiny import make_tiny_model
-from harness.megatron_ranks import HAS_MEGATRON, REASON, RankPool
+from harness.megatron_ranks import HAS_MEGATRON, REASON, RankError, RankPool
 from harness.megatron_rows import CHARACTERS, SEEDS, make_args, make_rows
 from harness.megatron_steps import Case, Found, beyond, run_case
 from harness.trainers import make_trainer, step
@@ -64,3 +66,22 @@ def test_a_trainer_may_bring_a_bridge_of_its_own(model: str, by_transformers: Fo
     batches = [make_rows(12, seed) for seed in SEEDS]
     case = Case(args=make_args(model), batches=batches, trainer="harness.megatron_bridged:BridgedTrainer")
     assert beyond(run_case(ranks, case), by_transformers) == {}
+
+
+@pytest.mark.slow
+def test_a_token_that_no_tensor_rank_knows_has_no_probability(model: str, ranks: RankPool, tmp_path: Path) -> None:
+    """It is no row of any rank's embeddings, and each rank takes it for another one's."""
+    known = make_rows(4, 0)
+    tokens = [row.copy() for row in known.columns["tokens"]]
+    tokens[-1][-1] = 30
+    unknown = replace(known, columns=known.columns | {"tokens": tokens})
+    args = make_args(model, num_train_ranks=2, tensor_model_parallel_size=2)
+    wanted = r"the token 30 is not in the vocabulary of .*(.|\n)*token ids below 30"
+    for batches in ([unknown], [known, unknown]):  # in log-probabilities, in a step
+        with pytest.raises(RankError, match=wanted):
+            run_case(ranks, Case(args=args, batches=batches))
+    larger = make_tiny_model(tmp_path, characters=CHARACTERS, vocab=32)
+    of_reference = args.model_copy(update={"hf_checkpoint": larger, "ref_load": model})
+    with pytest.raises(RankError, match=wanted):
+        run_case(ranks, Case(args=of_reference, batches=[unknown], model="ref"))
+    run_case(ranks, Case(args=of_reference, batches=[unknown]))
