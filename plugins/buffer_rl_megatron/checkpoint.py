@@ -37,6 +37,7 @@ from torch.serialization import _get_layout
 from buffer_rl.cluster.fork_server import die_with_parent
 from buffer_rl.errors import CheckpointError, raised_as
 from buffer_rl_megatron.bridge import gather_parameters
+from buffer_rl_megatron.compat import current_device
 from buffer_rl_megatron.optimizer import check_stored, restore, sharded_state
 from buffer_rl_megatron.options import TRACKER
 
@@ -84,7 +85,8 @@ def _start(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str
     queue = AsyncCallsQueue()
     gather_parameters(chunks)
     with _writing(target):
-        state = _state(chunks, optimizer, _LAYOUT, loading=False)
+        layout = _layout_of(chunks, optimizer)
+        state = _state(chunks, optimizer, layout, loading=False)
         if dist.get_rank() == 0:
             target.mkdir(parents=True, exist_ok=True)
         dist.barrier()
@@ -93,7 +95,7 @@ def _start(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str
             {"checkpoint_version": _VERSION, "iteration": step, **state},
             str(target),
             async_sharded_save=True,
-            content_metadata=dict(_LAYOUT),
+            content_metadata=layout,
         )
         queue.schedule_async_request(_bound_to_this_rank(request))
 
@@ -105,6 +107,18 @@ def _start(chunks: Sequence[torch.nn.Module], optimizer: Any | None, folder: str
         return True
 
     return is_whole
+
+
+def _layout_of(chunks: Sequence[torch.nn.Module], optimizer: Any | None) -> dict[str, Any]:
+    """Megatron writes a parameter of all layers as one tensor, which must be whole. Of a frozen parameter there is no
+    optimizer state: if any layer has one, each layer has tensors of its own."""
+    if optimizer is None:
+        return dict(_LAYOUT)
+    own = [parameter for chunk in chunks for parameter in unwrap_model(chunk).decoder.layers.parameters()]
+    frozen = not all(parameter.requires_grad for parameter in own)
+    found = torch.tensor(int(frozen), device=current_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return {**_LAYOUT, "non_homogeneous_layers": True} if found else dict(_LAYOUT)
 
 
 def _bound_to_this_rank(request: Any) -> Any:

@@ -325,6 +325,13 @@ def without_embeddings(pre_process, post_process, vp_stage=None, build=None):
     return model
 
 
+def without_first_layers(pre_process, post_process, vp_stage=None, build=None):
+    model = build()
+    for layer in model.decoder.layers:
+        layer.requires_grad_(layer.layer_number > 2)
+    return model
+
+
 def tied(pre_process, post_process, vp_stage=None, build=None):
     model = build()
     model.share_embeddings_and_output_weights = True
@@ -367,6 +374,27 @@ def test_what_a_model_provider_freezes_stays(ranks: RankPool, model_of: ModelOf,
     args = make_args(model_of("qwen3"), **own)
     start, found = (run_case(ranks, Case(args=args, batches=batches)).weights for batches in ([], rows()))
     assert [name for name in start if torch.equal(start[name], found[name])] == ["model.norm.weight"]
+
+
+def test_a_trainer_with_frozen_layers_goes_on_from_a_checkpoint_in_another_layout(
+    ranks: RankPool, model_of: ModelOf, tmp_path: Path
+) -> None:
+    """Of these the optimizer has no state, and Megatron would write that of all layers as one tensor."""
+    (tmp_path / "own.py").write_text(PROVIDER)
+    own = {"custom_model_provider_path": f"{tmp_path / 'own.py'}:without_first_layers"}
+    args, batches = make_args(model_of("untied"), **own), rows()
+    whole = run_case(ranks, Case(args=args, batches=batches))
+    saved = args.model_copy(update=SEQUENCE)
+    run_case(ranks, Case(args=saved, batches=batches[:1], save=str(tmp_path)))
+    loaded = args.model_copy(update={PP: 2, "num_train_ranks": 2})
+    found = run_case(ranks, Case(args=loaded, batches=batches[1:], load=str(tmp_path)))
+    whole.steps, found.outputs = whole.steps[1:], whole.outputs
+    assert beyond(found, whole) == {}
+    start = run_case(ranks, Case(args=args, batches=[])).weights
+    layers = {
+        name.split(".")[2] for name in start if ".layers." in name and torch.equal(start[name], found.weights[name])
+    }
+    assert layers == {"0", "1"}
 
 
 def test_a_value_model_of_a_provider_that_ties_embeddings_has_none_to_tie_on_any_stage(
