@@ -322,16 +322,42 @@ def padded(values_o: torch.Tensor, micro: Micro) -> torch.Tensor:
     return padded_bt.masked_scatter(micro.batch.response_bt, values_n)
 
 
+@dataclass(slots=True)
+class CountedTokens:
+    """The passes of an optimizer step so far, over which ``global_aux_loss`` counts each expert's tokens, and all
+    replicas' tokens in them."""
+
+    passes: int = 0
+    tokens: float = 0.0
+
+    def factors(self, micros: Sequence[Micro]) -> dict[int, float]:
+        """Count the passes of ``micros``. Returns by their numbers what the loss is multiplied by. Collective: all
+        replicas make equally many passes.
+
+        Megatron (0.16.1) divides the mean of an expert's tokens over the passes by the tokens of the running pass. This
+        is a share where all passes have equally many; otherwise the divisor must be their mean, too."""
+        size = parallel_state.get_context_parallel_world_size()
+        own = [sum(micro.rows.lengths) if micro.indices else size * micro.is_padding.numel() for micro in micros]
+        tokens = torch.tensor(own, dtype=torch.float64, device=micros[0].is_padding.device)
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        found = {}
+        for micro, of_pass in zip(micros, tokens.tolist(), strict=True):
+            self.passes, self.tokens = self.passes + 1, self.tokens + of_pass
+            found[micro.number] = of_pass * self.passes / self.tokens
+        return found
+
+
 class AuxiliaryLossWeights:
     """The weights, in the passes of ``micros``, of the auxiliary load-balancing loss of experts, whose gradient
-    Megatron adds by itself. Collective: all pipeline stages make it together.
+    Megatron adds by itself. Collective: all pipeline stages make it together. counted: of ``global_aux_loss``.
 
     It is a mean over a micro-batch, and is weighed by the micro-batch's share of the divisor, as the objective's loss
     is. Earlier pipeline stages, whose rows lack what the objective reads, are told the share before the passes: it is
     that of log-probabilities of 0, so that the weights of a loss must not depend on them there.
     """
 
-    def __init__(self, micros: Sequence[Micro], objective: Objective) -> None:
+    def __init__(self, micros: Sequence[Micro], objective: Objective, counted: CountedTokens | None = None) -> None:
+        self._factors = {} if counted is None else counted.factors(micros)
         self._divisors: dict[int, float] = {}
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:
             return
@@ -360,6 +386,7 @@ class AuxiliaryLossWeights:
         # Megatron multiplies its mean over the micro-batch by the tokens without padding; those of all tensor and
         # context ranks, as 0.16.1 sums the counts that it takes for the rank's in place.
         weight = self._divisors[micro.number] / sum(micro.rows.lengths) if micro.indices else 0.0
+        weight *= self._factors.get(micro.number, 1.0)
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight], device=micro.batch.response_bt.device))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from buffer_rl.errors import ConfigError, TrainError
@@ -39,6 +40,7 @@ from buffer_rl_megatron.attention import CausalAttention
 from buffer_rl_megatron.bridge import Bridge, Provider, load_bridge, write_folder
 from buffer_rl_megatron.forward import (
     AuxiliaryLossWeights,
+    CountedTokens,
     Micro,
     gather_before_selecting,
     keep_gradients_of_recomputed_layers,
@@ -84,6 +86,7 @@ class MegatronTrainer:
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
         self._frozen = {name: self._load_frozen(*initial_folder(args, name)) for name in frozen}
         self._place_in_rollout = (-1, 0)
+        self._counted: CountedTokens | None = None
         self._written: Callable[[], bool] = lambda: True
 
     @property
@@ -134,7 +137,7 @@ class MegatronTrainer:
             if not micros:
                 return Sums()
             if options.has_auxiliary_loss(self._args):
-                auxiliary = AuxiliaryLossWeights(micros, self._objective)
+                auxiliary = AuxiliaryLossWeights(micros, self._objective, self._counted)
             before = None if auxiliary is None else auxiliary.apply
             found = run_schedule(
                 self._chunks, micros, compute, backward=True, before_backward=before, replay=self._replay
@@ -299,6 +302,8 @@ class MegatronTrainer:
     def _before_step(self, rollout_id: int) -> None:
         rollout, step = self._place_in_rollout
         self._place_in_rollout = (rollout_id, step + 1 if rollout == rollout_id else 0)
+        self._counted = CountedTokens() if self._args.moe_router_load_balancing_type == "global_aux_loss" else None
+        reset_model_temporary_tensors(self._bridge.config, self._chunks)  # of a step that was not taken
         if hook := self._hooks.get("custom_megatron_before_train_step_hook_path"):
             hook(self._args, *self._place_in_rollout, self._chunks, self._optimizer.megatron, None)
 

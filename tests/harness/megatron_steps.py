@@ -18,9 +18,10 @@ from harness.megatron_ranks import RankPool
 class Case:
     """Options of a run, and the rows of each of its optimizer steps. parts: calls of ``accumulate`` that each step is
     made of. critic: train a value model. scale: a factor of the gradient, 1 where it is right. sleeps: the trainer
-    sleeps and wakes up between the steps. load, save: folders of checkpoints before the first and after the last step.
-    last: rows whose outputs after the last step are asked for, in place of those
-    of the first batch before the first one. model: whose they are. trainer: reference of the class."""
+    sleeps and wakes up between the steps. abandoned: rows of a step before the first one, which is not taken. load,
+    save: folders of checkpoints before the first and after the last step. last: rows whose outputs after the last step
+    are asked for, in place of those of the first batch before the first one. model: whose they are. trainer: reference
+    of the class."""
 
     args: Any
     batches: Sequence[TrainBatch]
@@ -28,6 +29,7 @@ class Case:
     critic: bool = False
     scale: float = 1.0
     sleeps: bool = False
+    abandoned: TrainBatch | None = None
     load: str | None = None
     save: str | None = None
     last: TrainBatch | None = None
@@ -91,6 +93,11 @@ def steps_of_rank(case: Case) -> dict[str, Any]:
 
         if case.load is not None:
             trainer.load(case.load)
+        if case.abandoned is not None:
+            batch = share(case.abandoned)
+            objective.compute_advantages(batch)
+            trainer.accumulate(batch)
+            trainer.zero_grad()
         outputs: dict[Any, Any] = {}
         steps = []
         for number, whole in enumerate(case.batches):

@@ -265,6 +265,49 @@ def test_the_weight_of_the_auxiliary_loss_is_the_divisor(ranks: RankPool, model_
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_auxiliary_loss_of_all_replicas_counts_the_tokens_of_the_passes_so_far(
+    ranks: RankPool, model_of: ModelOf, size: int
+) -> None:
+    """An expert's share is that of all tokens until then (Qiu et al. 2025, arXiv:2501.11873), however many of them a
+    pass has; the first gradient is computed by transformers' router logits."""
+    args = make_args(model_of("qwen3_moe"), **EXPERTS, num_train_ranks=size)
+    args = args.model_copy(update={"moe_router_load_balancing_type": "global_aux_loss"})
+    objective = Objective(args, PluginRegistry.from_flags([]))
+    model = TorchTrainer(args.model_copy(update={"num_train_ranks": 1}), 0, 1, objective)._actor
+    whole = make_rows(7, SEEDS[0])
+    shares = [whole.select(each) for each in balanced_partition(whole.lengths, size)]
+    blocks = [row_blocks(args, share, packed=True, shares_prompts=False) for share in shares]
+    for share in shares:
+        objective.compute_advantages(share)
+    counts, num_tokens, divisor = torch.zeros(2, 4), 0, 0.0  # of each layer's experts
+    for number in range(max(map(len, blocks))):
+        total, of_replicas = torch.zeros(()), []
+        for share, own in zip(shares, blocks, strict=True):
+            rows = share.select(own[number] if number < len(own) else [])
+            tokens = [torch.from_numpy(each).long()[None] for each in rows.columns["tokens"]] or [
+                torch.zeros(1, 1).long()
+            ]
+            routed = [model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits for ids in tokens]
+            scores = [torch.cat(layer).softmax(-1) for layer in zip(*routed, strict=True)]
+            counts += torch.stack([torch.bincount(each.topk(2).indices.flatten(), minlength=4) for each in scores])
+            num_tokens += len(scores[0])
+            if len(rows):
+                micro = collate(rows, torch.device("cpu"))
+                loss, sums = objective(*response_log_probs(model, micro, 1.0), rows)
+                of_replicas.append((float(sums.divisor), scores))
+                total, divisor = total + loss, divisor + float(sums.divisor)
+        for weight, scores in of_replicas:
+            means = torch.stack([each.mean(0) for each in scores])
+            total = total + args.moe_aux_loss_coeff * weight * 4 * (counts / (2 * num_tokens) * means).sum()
+        total.backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    expected = float(torch.nn.utils.get_total_norm(gradients)) / divisor
+    for abandoned in (None, make_rows(12, SEEDS[1])):  # of a step that is not taken nothing is counted
+        case = Case(args=args, batches=[make_rows(7, SEEDS[0])], abandoned=abandoned)
+        assert run_case(ranks, case).steps[0]["grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks(ranks: RankPool, model_of: ModelOf) -> None:
     case = Case(args=make_args(model_of("qwen3"), num_train_ranks=2), batches=rows(), scale=float("inf"))
     with pytest.raises(RankError, match="NonFiniteError"):
