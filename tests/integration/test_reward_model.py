@@ -111,6 +111,7 @@ def test_a_reward_model_that_is_killed_in_mid_rollout_changes_no_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 def test_a_run_learns_what_its_reward_model_was_fitted_to(run: Run, task: Path, tmp_path: Path) -> None:
     """The rule, which labelled what the reward model was fitted to, sees only the evaluation."""
     spec = importlib.util.spec_from_file_location("reward_model_fit", FIT)

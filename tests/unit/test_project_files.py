@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from run import halves
+from run import parts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -118,8 +118,7 @@ def test_the_ci_script_runs_the_tests_of_the_readme():
     assert "make test" in script.read_text()
 
 
-@pytest.mark.parametrize("with_slow", [False, True])
-def test_every_file_of_tests_is_run_by_one_of_the_two_processes(with_slow):
+def test_every_file_of_tests_is_run_by_one_of_the_processes():
     tests = ROOT / "tests"
     files = {
         path
@@ -127,10 +126,11 @@ def test_every_file_of_tests_is_run_by_one_of_the_two_processes(with_slow):
         if path.relative_to(tests).parts[0] not in ("megatron", "sglang", "with_verifiers")
     }
     found = Counter()
-    for half in halves(with_slow):
-        left_out = [ROOT / arg.partition("=")[2] for arg in half if arg.startswith("--ignore=")]
-        for folder in (ROOT / arg for arg in half if not arg.startswith("-")):
-            found.update(p for p in folder.rglob("test_*.py") if not any(p.is_relative_to(out) for out in left_out))
+    for part in parts():
+        left_out = [ROOT / arg.partition("=")[2] for arg in part if arg.startswith("--ignore=")]
+        for place in (ROOT / arg for arg in part if not arg.startswith("-")):
+            own = [place] if place.is_file() else place.rglob("test_*.py")
+            found.update(path for path in own if not any(path.is_relative_to(out) for out in left_out))
     assert found == Counter(files)
 
 

@@ -40,6 +40,8 @@ SHORTEST: dict[str, tuple[str, ...]] = {
     "vocabulary": ("--quick", "--trl-python", "none"),
     "two_cores": ("--quick", "--output", "results"),
 }
+LONG = {"algorithms", "faults", "gpu", "staleness", "two_cores", "vocabulary"}
+"""Together half of the time of all: of the campaign."""
 
 
 def run(name: str, flags: tuple[str, ...], folder: Path) -> None:
@@ -67,7 +69,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_processes: No
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 30)
-@pytest.mark.parametrize("name", SHORTEST)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.campaign] if name in LONG else []) for name in SHORTEST]
+)
 def test_a_benchmark_works_in_its_shortest_form(name: str, folder: Path) -> None:
     run(name, SHORTEST[name], folder)
 
