@@ -63,7 +63,7 @@ async def test_so_is_what_asynchronous_code_and_its_tasks_raise(error: BaseExcep
 
 FORKS = """
 import os
-from buffer_rl.plugin.calls import call, contained_task, error_text
+from buffer_rl.plugin.calls import call
 
 def forks(error):
     if (child := os.fork()) == 0:
