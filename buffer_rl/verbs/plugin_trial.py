@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptRow, RowKeys
 from buffer_rl.data.reader import read_dataset
-from buffer_rl.errors import BufferRLError, PluginError
+from buffer_rl.errors import BufferRLError, DataError, PluginError
 from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import dump_args
 from buffer_rl.plugin.registry import PluginRegistry
@@ -61,7 +61,12 @@ def try_plugin(registry: PluginRegistry, kind: str, reference: str, path: str, a
         **dict.fromkeys(("generate", "agent", "environment"), _try_samples),
     }
     refuse(kind not in trials, f"--on: a plugin of the kind {kind!r} is not called on rows", expected=", ".join(trials))
-    source = RowSource(use="answers", path=path, dataset=read_dataset(path, RowKeys.from_args(args)))
+    try:
+        dataset = read_dataset(path, RowKeys.from_args(args))
+    except DataError as error:  # whose hint names a flag that this verb lacks
+        error.hint += " (here as an option in the file of --config)" if "--" in error.hint else ""
+        raise
+    source = RowSource(use="answers", path=path, dataset=dataset)
     return asyncio.run(trials[kind](registry, kind, reference, source, args))
 
 

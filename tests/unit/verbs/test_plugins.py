@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from buffer_rl.errors import ConfigError, PluginError, RolloutError
+from buffer_rl.errors import ConfigError, DataError, PluginError, RolloutError
 from buffer_rl.plugin.registry import PluginInfo
 from buffer_rl.verbs.plugins import add_parser, first_sentence
 
@@ -213,6 +213,16 @@ def test_a_reward_that_returns_text_is_refused_with_row_and_answer(rows: Path) -
     with pytest.raises(PluginError, match=words) as caught:
         called("reward", "text")
     assert caught.value.hint == ""
+
+
+def test_a_field_that_the_rows_lack_is_named_in_the_file_of_options(rows: Path) -> None:
+    rows.write_text('{"question": "cat", "answer": "tac"}\n')
+    (rows.parent / "run.yaml").write_text("input_key: question\nlabel_key: answer\n")
+    with pytest.raises(DataError) as caught:
+        called("reward", "right")
+    assert "--input-key" in caught.value.hint
+    assert caught.value.hint.endswith(" (here as an option in the file of --config)")
+    assert called("reward", "right", "--config", "run.yaml") == 0
 
 
 def test_a_filter_is_called_on_groups_of_equal_and_of_different_rewards(
