@@ -268,8 +268,8 @@ def _lengths(facts: Mapping[str, Any], then: Any, now: Any) -> tuple[int | None,
 
 
 def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError if ``--load`` was written without the critic that is to go on, or with other training
-    data, in another order.
+    """Raises CheckpointError if ``--load`` was written without the critic that is to go on, of other weights than
+    ``--lora-rank`` trains, or with other training data, in another order.
 
     data: use, path, source_hash and num_rows of the sources that the options name now.
     """
@@ -280,10 +280,15 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
         how = "--hf-checkpoint in place of --load (--num-critic-only-steps trains the critic first)"
         hint = f"resume without it, or start again from the checkpoint's hf/ folder: {how}"
         raise CheckpointError("it was written by a run without a critic, and this run has one", where=where, hint=hint)
-    if train_only(args) or args.data_source_path is not None:
-        return
     facts = manifest.facts
     options = facts.get("options", {})
+    then = options.get("lora_rank", args.lora_rank)
+    if then != args.lora_rank and not rollout_only(args):
+        what = f"it was written with --lora-rank {then}, and this run has --lora-rank {args.lora_rank}"
+        hint = f"resume with --lora-rank {then}, or start again from its hf/ folder: --hf-checkpoint in place of --load"
+        raise CheckpointError(what, where=where, hint=hint)
+    if train_only(args) or args.data_source_path is not None:
+        return
     if "data" not in facts or options.get("data_source_path") is not None:
         return  # of an earlier version, or of a data source that says so itself
     before, now = ([entry for entry in entries if entry["use"] == "train"] for entries in (facts["data"], data))

@@ -355,3 +355,15 @@ def test_an_evaluation_of_a_checkpoint_needs_no_training_data(model: Path) -> No
 def test_a_checkpoint_that_says_nothing_of_its_data_is_left_to_the_buffer(model: Path) -> None:
     write_checkpoint(model.parent / "saves", 1)
     check_checkpoint(options(model, load=str(model.parent / "saves")), [source("aaa")])
+
+
+def test_adapters_of_another_rank_do_not_go_on_from_a_checkpoint(model: Path) -> None:
+    """Else the ranks would find it, once all processes are there."""
+    for then, now in ((0, 4), (4, 0), (4, 8)):
+        folder = saved(model.parent / f"saves{then}{now}", source("aaa"), lora_rank=then)
+        with pytest.raises(CheckpointError, match=f"with --lora-rank {then}, and this run has --lora-rank {now}"):
+            check_checkpoint(options(model, load=folder, lora_rank=now), [source("aaa")])
+        check_checkpoint(options(model, load=folder, lora_rank=then), [source("aaa")])
+        check_checkpoint(options(model, load=folder, lora_rank=now, num_rollout=0), [source("aaa")])
+    of_an_earlier_version = saved(model.parent / "saves", source("aaa"))
+    check_checkpoint(options(model, load=of_an_earlier_version, lora_rank=4), [source("aaa")])
