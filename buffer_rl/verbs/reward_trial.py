@@ -85,7 +85,8 @@ async def _score_source(
             answers = answers_to(sample, prompt_ids, context.prompts.encode_text, end)
         for target in targets:
             at, reward = source.dataset.where(row), target.reference
-            found = await score_answers(args, registry, pool, target, answers, where=at)
+            of_row = at if sample.label is not None else f"{at}, a row without a label"
+            found = await score_answers(args, registry, pool, target, answers, where=of_row)
             if found is None:
                 return f"{reward} needs what exists only while a rollout runs"
             scored.append(TriedRow(use=source.use, where=at, reward=reward, scores=found))

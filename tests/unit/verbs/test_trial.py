@@ -341,6 +341,12 @@ def test_a_reward_that_does_not_tell_answers_apart_is_told(folder: Path, name: s
     assert re.search(words, notice)
 
 
+def test_where_a_reward_raises_at_a_row_without_a_label_it_says_so(folder: Path) -> None:
+    write(folder, {"prompt": "a"})
+    where = r"train\.jsonl:2, a row without a label, the empty answer ''"
+    refused(PluginError, where, folder, custom_rm_path=reward("boxed"))
+
+
 def test_a_label_is_also_tried_in_the_forms_that_rewards_ask_for(folder: Path) -> None:
     write(folder, {"prompt": "a", "label": "word"})
     trial = tried(folder, custom_rm_path=reward("boxed"))
