@@ -55,6 +55,8 @@ from buffer_rl.verbs.table import print_notices
 
 TRIAL_S = 300.0
 """Deadline of the trial in a process of its own; rewards and masks have shorter ones within it."""
+MAX_PRINTED = 100_000
+"""Bytes that are shown of what the trial printed, the last."""
 _DESCRIPTION = """\
 Train a model.
 
@@ -130,7 +132,7 @@ def run(namespace: argparse.Namespace) -> int:
     print_notices(scarce)
     begun = _trial_of(args, registry, rows, engines)
     if namespace.dry_run:
-        trial = begun()
+        trial = begun(lambda: None)
         print_notices(trial.notices)
         registry.call_hook("buffer_rl_configure", config=args)  # what plugins check; a run calls it itself
         if args.load is not None and not is_remote(local_path(args.load)):
@@ -259,12 +261,15 @@ class TrialProcess:
         with open(given, "wb") as file:
             pickle.dump((dump_args(args), engines, sys.path), file)
         command = [sys.executable, "-m", "buffer_rl.verbs.trial", given, self._answer]
-        self._process = start_process(command, streams=(2, 2), env=os.environ, stage="trial")
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115, ``result`` closes it
+        streams = self._printed.fileno(), self._printed.fileno()
+        self._process = start_process(command, streams=streams, env=os.environ, stage="trial")
 
-    def result(self) -> Trial:
-        """Wait for what it has found. Raises as ``try_rows``, and ConfigError if the process ends without an answer or
-        takes longer than ``TRIAL_S``."""
-        with self._folder:
+    def result(self, interrupt: Callable[[], None]) -> Trial:
+        """Wait for what it has found, and show what was printed, before which ``interrupt`` ends the line that grows.
+        Raises as ``try_rows``, and ConfigError if the process ends without an answer or takes longer than
+        ``TRIAL_S``."""
+        with self._folder, self._printed:
             try:
                 status: int | str = self._process.wait(TRIAL_S)
             except subprocess.TimeoutExpired:
@@ -272,6 +277,10 @@ class TrialProcess:
             finally:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
+                self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - MAX_PRINTED))
+                if printed := self._printed.read():
+                    interrupt()
+                    sys.stderr.write(printed.decode(errors="replace"))
             try:
                 with open(self._answer, "rb") as file:
                     found = pickle.load(file)
@@ -285,12 +294,13 @@ class TrialProcess:
 
 def _trial_of(
     args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: list[ContextLimit]
-) -> Callable[[], Trial]:
-    """What returns the result of a trial, which has begun if a process of its own can be forked for it."""
+) -> Callable[[Callable[[], None]], Trial]:
+    """What returns the result of a trial, which has begun if a process of its own can be forked for it. Its argument
+    is called before something is printed there."""
     if args.trial and os.environ.get(SOCKET_VARIABLE):
         return TrialProcess(args, engines).result
 
-    def here() -> Trial:
+    def here(_: Callable[[], None]) -> Trial:
         check_eval_prompts(args, engines, sources)
         if not args.trial:
             return Trial(unchecked=["prompts and rewards (--no-trial)"])
@@ -305,7 +315,7 @@ def _launch(
     args: Args,
     registry: PluginRegistry,
     data: Sequence[Mapping[str, Any]],
-    trial: Callable[[], Trial],
+    trial: Callable[[Callable[[], None]], Trial],
     began: float,
     arguments: Sequence[str],
 ) -> int:
@@ -325,7 +335,7 @@ def _launch(
             stack.enter_context(variables(direct_variables(args)))
             stack.enter_context(ray_session(None, object_store_bytes=round(args.object_store_gb * 1e9)))
             startup.ready("Ray")
-        found = trial()
+        found = trial(startup.end_line)
         if args.trial:
             startup.ready("trial")
         if found.notices:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.testing.tiny import make_char_tokenizer
 from buffer_rl.verbs.generate import _prompt_samples
 from buffer_rl.verbs.row_sources import Trial
-from buffer_rl.verbs.train import read_data
+from buffer_rl.verbs.train import TrialProcess, read_data
 from buffer_rl.verbs.trial import try_rows
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -75,6 +77,10 @@ def group_of_two(args, group):
     return [1.0, 0.0]
 
 def ends(args, sample):
+    sys.exit(3)
+
+def says(args, sample):
+    print("printed by the reward")
     sys.exit(3)
 
 def hangs(args, sample):
@@ -306,6 +312,21 @@ def test_the_label_an_empty_and_a_truncated_answer_are_scored_where_prints_do_no
     assert (trial.notices, trial.unchecked) == ([], [])
     out, err = capfd.readouterr()
     assert (out, err.count("printed by the reward")) == ("", 9)
+
+
+@pytest.mark.parametrize("name", ["share", "says"])
+def test_what_a_trial_in_its_process_prints_is_shown_after_the_line_that_grows(
+    folder: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, {"prompt": "a", "label": "word"})
+    options = {"hf_checkpoint": "model", "prompt_data": ["train.jsonl"], "custom_rm_path": reward(name)}
+    trial = TrialProcess(compose(CORE_SECTIONS).model_validate({**options, "num_rollout": 1}), [])
+    with nullcontext() if name == "share" else pytest.raises(PluginError, match="SystemExit: 3"):
+        trial.result(lambda: print("; the line ends", file=sys.stderr, flush=True))
+    out, err = capfd.readouterr()
+    first, *others = err.splitlines()
+    assert (out, first) == ("", "; the line ends")
+    assert others == ["printed by the reward"] * 3
 
 
 @pytest.mark.parametrize(
