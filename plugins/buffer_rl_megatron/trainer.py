@@ -70,13 +70,13 @@ class MegatronTrainer:
         registry = PluginRegistry.from_flags(args.plugin)
         self._provider = _provider(args, registry)
         self._hooks = {name: registry.load(path) for name in options.HOOKS if (path := getattr(args, name))}
-        self._vocabularies: dict[str, int] = {}
+        self._vocabularies: dict[str, tuple[int, str]] = {}
         self._trained = CRITIC if objective.critic else "actor"
-        folder, flag = initial_folder(args, self._trained)
+        folder, _ = initial_folder(args, self._trained)
         _initialize(args, rank, world_size, self._device, folder)
         if hook := self._hooks.get("custom_megatron_init_path"):
             hook(args)
-        self._bridge, chunks = self._built(folder, flag, value_head=objective.critic)
+        self._bridge, chunks = self._built(self._trained, value_head=objective.critic)
         if args.recompute_granularity is not None:
             keep_gradients_of_recomputed_layers(chunks)
         replays = args.replay_routed_experts and not objective.critic
@@ -84,7 +84,7 @@ class MegatronTrainer:
         self._chunks = data_parallel(args, self._bridge.config, chunks)
         self._optimizer = Optimizer(args, self._chunks)
         frozen = [] if objective.critic else frozen_models_of_trainer(args)
-        self._frozen = {name: self._load_frozen(*initial_folder(args, name)) for name in frozen}
+        self._frozen = {name: self._load_frozen(name) for name in frozen}
         self._place_in_rollout = (-1, 0)
         self._counted: CountedTokens | None = None
         self._written: Callable[[], bool] = lambda: True
@@ -207,9 +207,10 @@ class MegatronTrainer:
             set_random()
 
     def load_ref(self, path: str) -> None:
-        """The reference model takes the weights in the Hugging Face folder ``path``."""
-        with compat.cpu_devices():
-            self._bridge.load(self._models("ref"), path)
+        """The reference model becomes the one in the Hugging Face folder ``path``, whose configuration may be another
+        than that of the one before."""
+        self._frozen.pop("ref", None)  # so that there are never two of them
+        self._frozen["ref"] = self._load_frozen("ref", path)
 
     def sleep(self) -> None:
         """Free what training alone needs, for engines on the same device: gradients; on a GPU also weights and the
@@ -252,9 +253,8 @@ class MegatronTrainer:
 
     def _require_vocabulary(self, name: str, batch: TrainBatch) -> None:
         """Each tensor rank would take the token for another one's: its log-probability would be 0."""
-        folder, _ = initial_folder(self._args, name)
-        if folder in self._vocabularies:
-            require_vocabulary(batch, self._vocabularies[folder], folder)
+        if name in self._vocabularies:
+            require_vocabulary(batch, *self._vocabularies[name])
 
     def _models(self, name: str) -> list[Any]:
         if name == "actor":
@@ -263,17 +263,19 @@ class MegatronTrainer:
             expected = ", ".join(MODEL_OF_ROLE.values())
             raise TrainError(f"there is no model {name!r}", where="log_probs", expected=expected)
         if name not in self._frozen:
-            self._frozen[name] = self._load_frozen(*initial_folder(self._args, name))
+            self._frozen[name] = self._load_frozen(name)
         return self._frozen[name]
 
-    def _load_frozen(self, folder: str | None, flag: str) -> list[Any]:
-        _, chunks = self._built(folder, flag)
+    def _load_frozen(self, name: str, path: str | None = None) -> list[Any]:
+        _, chunks = self._built(name, path)
         for chunk in chunks:
             chunk.requires_grad_(False)
         return chunks
 
-    def _built(self, folder: str | None, flag: str, *, value_head: bool = False) -> tuple[Bridge, list[Any]]:
-        """A model of this rank, filled from ``folder``."""
+    def _built(self, name: str, path: str | None = None, *, value_head: bool = False) -> tuple[Bridge, list[Any]]:
+        """A model of this rank, filled from the folder ``path``; if it is not given, from the one that ``name`` starts
+        with."""
+        folder, flag = (path, f"load_{name}") if path else initial_folder(self._args, name)
         if folder is None:
             raise ConfigError("no model was named", where=flag, expected="a Hugging Face folder")
         with compat.cpu_devices():
@@ -281,7 +283,7 @@ class MegatronTrainer:
             chunks = bridge.build(value_head=value_head, provider=self._provider)
             bridge.load(chunks, folder)
         if size := read_configuration(folder).get("vocab_size"):
-            self._vocabularies[folder] = size
+            self._vocabularies[name] = (size, folder)
         gather_before_selecting(chunks)
         return bridge, chunks
 

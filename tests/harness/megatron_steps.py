@@ -20,8 +20,8 @@ class Case:
     made of. critic: train a value model. scale: a factor of the gradient, 1 where it is right. sleeps: the trainer
     sleeps and wakes up between the steps. abandoned: rows of a step before the first one, which is not taken. load,
     save: folders of checkpoints before the first and after the last step. last: rows whose outputs after the last step
-    are asked for, in place of those of the first batch before the first one. model: whose they are. trainer: reference
-    of the class."""
+    are asked for, in place of those of the first batch before the first one. model: whose they are. reference: a folder
+    that the reference is loaded from at the start. trainer: reference of the class."""
 
     args: Any
     batches: Sequence[TrainBatch]
@@ -34,6 +34,7 @@ class Case:
     save: str | None = None
     last: TrainBatch | None = None
     model: str = "actor"
+    reference: str | None = None
     trainer: str = "buffer_rl_megatron.trainer:MegatronTrainer"
 
 
@@ -93,6 +94,8 @@ def steps_of_rank(case: Case) -> dict[str, Any]:
 
         if case.load is not None:
             trainer.load(case.load)
+        if case.reference is not None:
+            trainer.load_ref(case.reference)
         if case.abandoned is not None:
             batch = share(case.abandoned)
             objective.compute_advantages(batch)

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer_rl.testing.tiny import make_tiny_model
 from harness.megatron_ranks import HAS_MEGATRON, REASON, RankError, RankPool
 from harness.megatron_rows import CHARACTERS, SEEDS, make_args, make_rows
-from harness.megatron_steps import Case, Found, beyond, run_case
+from harness.megatron_steps import LIMITS, Case, Found, beyond, run_case
 from harness.trainers import make_trainer, step
 
 pytestmark = [pytest.mark.skipif(not HAS_MEGATRON, reason=REASON), pytest.mark.timeout(300)]
@@ -85,3 +86,20 @@ def test_a_token_that_no_tensor_rank_knows_has_no_probability(model: str, ranks:
     with pytest.raises(RankError, match=wanted):
         run_case(ranks, Case(args=of_reference, batches=[unknown], model="ref"))
     run_case(ranks, Case(args=of_reference, batches=[unknown]))
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_replaced_has_the_configuration_of_its_folder(
+    model: str, by_transformers: Found, ranks: RankPool, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 50.0}
+    other = make_tiny_model(tmp_path, characters=CHARACTERS, rms_norm_eps=0.05, rope_parameters=rope)
+    args = make_args(model, ref_load=other)
+    batches = [make_rows(12, SEEDS[0])]
+    before, after = (
+        run_case(ranks, Case(args=args, batches=batches, model="ref", reference=folder)).outputs
+        for folder in (None, model)
+    )
+    expected = by_transformers.outputs
+    assert max(np.abs(after[row] - expected[row]).max(initial=0) for row in expected) < LIMITS["outputs"]
+    assert max(np.abs(before[row] - expected[row]).max(initial=0) for row in expected) > 0.1
