@@ -6,8 +6,10 @@ what an engine downloads, keep the user's proxies for every other address: ``no_
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -41,6 +43,25 @@ def _set(changes: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables of this process while threads of Ray may read them.
+
+    For a new name, ``setenv`` of glibc before 2.41 frees the table that ``getenv`` walks in another thread. Here new
+    names enter with a table of their own, which takes the old one's place in one store; neither is freed.
+    """
+    new = [os.fsencode(f"{name}=") for name in values if name not in os.environ]
+    if new and sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.strdup.restype = ctypes.c_void_p
+        place = ctypes.POINTER(ctypes.c_void_p).in_dll(libc, "environ")
+        count = next(index for index in range(sys.maxsize) if not place[index])
+        entries = [*place[:count], *map(libc.strdup, new), None]
+        table = (ctypes.c_void_p * len(entries))(*entries)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
+        ctypes.c_void_p.in_dll(libc, "environ").value = ctypes.addressof(table)
+    os.environ.update(values)
 
 
 def direct_variables(args: Args, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

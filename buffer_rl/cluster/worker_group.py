@@ -10,7 +10,6 @@ for answers that it gets as arguments, which calls before its own give.
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from buffer_rl.cluster.actor_group import ActorGroup, FusedProcesses
 from buffer_rl.cluster.calling import Call
 from buffer_rl.cluster.dispatch import Cut, F, To, all_answers, declared_methods, settled
 from buffer_rl.cluster.dispatch import dispatch as declare
+from buffer_rl.cluster.environment import set_variables
 from buffer_rl.cluster.member import Member
 from buffer_rl.errors import ConfigError, DeadlineError, WorkerError
 from buffer_rl.plan.layout import Layout
@@ -212,7 +212,7 @@ class _Worker:
     """A worker in its process: what its code raises to end the process is an error of the call."""
 
     def __init__(self, make: Callable[[], Any], rank: int, size: int, local_rank: int) -> None:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
+        set_variables({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)})
         self._made = _contained(make)
 
     def ready(self) -> None:

@@ -10,7 +10,6 @@ still takes connections where that answer is late. Ray takes seconds to say that
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ import ray
 from buffer_rl.args import Args
 from buffer_rl.cluster.calling import name_failure
 from buffer_rl.cluster.devices import Node
-from buffer_rl.cluster.environment import direct_variables
+from buffer_rl.cluster.environment import direct_variables, set_variables
 from buffer_rl.cluster.locality import require_local_engines
 from buffer_rl.cluster.placement import Placement, is_node_gone
 from buffer_rl.cluster.process import STOP_TIMEOUT_S, refuses_connections, starts_engines
@@ -70,7 +69,7 @@ class EngineHost:
             reference = self._args.rollout_engine
             found = PluginRegistry.from_flags(self._args.plugin).resolve("engine", reference)
             args = at_this_node(self._args)
-            os.environ.update(direct_variables(args))  # which its server inherits
+            set_variables(direct_variables(args))  # which its server inherits
             self._engine = named_launcher(found, reference)(args, self._index, self._log_path)
 
     def wait_ready(self, timeout_s: float) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,7 +21,7 @@ from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.storage import StorageUnit
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import To, dispatch
-from buffer_rl.cluster.environment import direct_variables
+from buffer_rl.cluster.environment import direct_variables, set_variables
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
@@ -133,7 +132,7 @@ class RolloutWorker(Member):
         redirect_output(log_path)
         self._run_dir = Path(log_path).parent.parent  # absolute, unlike --run-dir
         self._args = load_args(args_text)
-        os.environ.update(direct_variables(self._args))
+        set_variables(direct_variables(self._args))
         self._client = BufferClient(
             buffer,
             timeout_s=self._args.buffer_timeout_s,

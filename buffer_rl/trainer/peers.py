@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+from buffer_rl.cluster.environment import set_variables
 from buffer_rl.errors import BufferRLError, TrainError
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.records.groups import Topology
@@ -128,7 +129,7 @@ class Rendezvous:
         import torch.distributed as dist
 
         if _is_loopback(address) and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else that of the machine's name
+            set_variables({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")})  # else of its name
         listener, self._listener = self._listener, None
         if listener is not None and rank != 0:
             listener.close()

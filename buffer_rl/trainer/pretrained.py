@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from buffer_rl.cluster.environment import set_variables
 from buffer_rl.errors import ConfigError
 from buffer_rl.files.hf_config import read_config
 from buffer_rl.options.section import flag_of
@@ -31,7 +32,8 @@ def prepare_torch(args: Args, seed: int) -> None:
     # The run has a display of its own, and what this process prints goes into a log file.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with one
+        set_variables({"CUBLAS_WORKSPACE_CONFIG": workspace})
         torch.use_deterministic_algorithms(True)
 
 

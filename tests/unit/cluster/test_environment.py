@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import urllib.request
 from types import SimpleNamespace
 from typing import Any
@@ -70,3 +72,41 @@ def test_a_process_without_proxies_keeps_its_other_variables() -> None:
     environ = {"http_proxy": "a", "ALL_PROXY": "b", "No_Proxy": "c", "grpc_proxy": "d", "PROXY_PORT": "1", "HOME": "/"}
     drop_proxies(environ)
     assert environ == {"PROXY_PORT": "1", "HOME": "/"}
+
+
+READ_WHILE_SET = """
+import ctypes, os, sys, threading
+from buffer_rl.cluster.environment import set_variables
+
+os.environ["SET_BEFORE"] = "1"  # the table is one of malloc's from here on, as in a worker of Ray
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+libc.malloc.restype = ctypes.c_void_p
+
+def fill(size):
+    ctypes.memset(libc.malloc(size), 255, size)  # as others use the memory that is free
+
+def read():
+    while not done:
+        libc.getenv(b"IS_NOT_THERE")  # walks the whole table, without Python's lock
+
+done = []
+readers = [threading.Thread(target=read) for _ in range(2)]
+for reader in readers:
+    reader.start()
+for number in range(2000):
+    set_variables({f"NEW_{number}": str(number), "SET_BEFORE": str(number)})
+    fill(8 * len(os.environ))
+done.append(True)
+for reader in readers:
+    reader.join()
+assert libc.getenv(b"NEW_1234") == b"1234" and libc.getenv(b"SET_BEFORE") == b"1999"
+assert {f"NEW_{number}": str(number) for number in range(2000)}.items() <= os.environ.items()
+os.environ["AFTER"] = "1"
+assert libc.getenv(b"AFTER") == b"1"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's table of variables")
+def test_variables_are_set_while_other_threads_read_them() -> None:
+    subprocess.run([sys.executable, "-c", READ_WHILE_SET], check=True, timeout=120)
