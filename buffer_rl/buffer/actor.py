@@ -10,6 +10,7 @@ are written to the object store before the lock is taken. User code never runs h
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -19,11 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import orjson
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.buffer.calls import CallLog, Kind, NumberedCall, kind_of, mutates, reads
+from buffer_rl.buffer.codec import json_text
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import PID, process_note
@@ -170,7 +171,7 @@ class BufferActor:
         path = Path(folder) / STATE_FILE
         failed = raised_as(CheckpointError, "the Buffer's state cannot be written", OSError, where=str(path))
         with failed, path.open("wb") as file:
-            file.write(orjson.dumps(self._state.state_dict()))
+            file.write(json_text(self._state.state_dict()))
             file.flush()
             os.fsync(file.fileno())
 
@@ -178,9 +179,8 @@ class BufferActor:
     def load(self, folder: str) -> None:
         """Continue from the state in ``folder``."""
         path = Path(folder) / STATE_FILE
-        caught = (OSError, orjson.JSONDecodeError)
-        with raised_as(CheckpointError, "the Buffer's state cannot be read", caught, where=str(path)):
-            state = orjson.loads(path.read_bytes())
+        with raised_as(CheckpointError, "the Buffer's state cannot be read", (OSError, ValueError), where=str(path)):
+            state = json.loads(path.read_bytes())
         self._state.load_state_dict(state, lambda: self._ledger.restore(Path(folder) / FILE_NAME))
         self._sign()
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import orjson
 
-from buffer_rl.buffer.codec import group_to_json
+from buffer_rl.buffer.codec import group_to_json, json_text
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import (
     GroupUid,
@@ -83,7 +82,7 @@ class RequeueRule:
             return fresh
         kept = replace(fresh, samples=samples)
         try:
-            orjson.dumps(group_to_json(kept))
+            json_text(group_to_json(kept))
         except TypeError:  # user code left a value in it that no checkpoint can hold
             return fresh
         return kept

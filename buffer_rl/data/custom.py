@@ -41,7 +41,6 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Prompt, Sample, SampleGroup
 from buffer_rl.records.utf8 import lone_surrogate
 
-JSON_INTEGERS = range(-(2**63), 2**64)
 MAX_STATE_BYTES = 64 * 2**20
 """The state travels and is kept with each batch; 64 MiB take some tenths of a second."""
 
@@ -162,8 +161,7 @@ class GroupReader:
                 self._refuse(f"{where} holds {surrogate}, a lone surrogate, which UTF-8 cannot encode")
             return value.encode().decode()
         if isinstance(value, int):
-            number = int(value)  # a range looks through all its numbers for one of a subclass
-            return number if number in JSON_INTEGERS else self._refuse(f"{where} has more than 64 bits: {number}")
+            return int(value)
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else self._refuse(f"{where} is {value}")
         if isinstance(value, bytes):

@@ -36,7 +36,7 @@ from buffer_rl.records.groups import SampleGroup
 
 def make_actor(folder: Path, num_rows: int = 6, rollout_batch_size: int = 2) -> BufferActor:
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(num_rows)))
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "label": 2**64 + i}) + "\n" for i in range(num_rows)))
     args: Any = compose(CORE_SECTIONS)(
         run_dir=str(folder / "run"),
         prompt_data=str(path),
@@ -151,7 +151,9 @@ def test_what_was_saved_is_loaded_and_a_missing_state_is_an_error(tmp_path: Path
     again = Caller(make_actor(tmp_path))
     again.change("load", str(tmp_path))
     ticket = again.change("generate", 0, False)
-    assert [group.uid for group in again.change("get_samples", ticket, 2)] == [group.uid for group in leased]
+    restored = again.change("get_samples", ticket, 2)
+    assert [group.uid for group in restored] == [group.uid for group in leased]
+    assert [[sample.label for sample in group] for group in restored] == [[2**64 + g.uid.row] * 2 for g in leased]
     with pytest.raises(CheckpointError, match=r"cannot be read.*absent|absent.*cannot be read"):
         Caller(make_actor(tmp_path)).change("load", str(tmp_path / "absent"))
 

@@ -97,9 +97,15 @@ def test_a_response_whose_fields_do_not_belong_together_starts_anew(breakage: di
     assert KEEP.on_requeue(group_of(sample), prompts(1)) == prompts(1)
 
 
-def test_what_no_checkpoint_can_hold_is_queued_as_prompts() -> None:
-    sample = responded(0, Status.ABORTED, (1, 2), metadata={"tool": object()})
+@pytest.mark.parametrize("metadata", [{"tool": object()}, {"calls": {3: "a key of JSON is a text"}}])
+def test_what_no_checkpoint_can_hold_is_queued_as_prompts(metadata: dict[str, Any]) -> None:
+    sample = responded(0, Status.ABORTED, (1, 2), metadata=metadata)
     assert KEEP.on_requeue(group_of(sample), prompts(1)) == prompts(1)
+
+
+def test_an_integer_of_more_than_64_bits_costs_no_tokens() -> None:
+    sample = responded(0, Status.ABORTED, (1, 2), metadata={"answer": 2**64})
+    assert KEEP.on_requeue(group_of(sample), prompts(1))[0].response_length == 2
 
 
 def test_under_the_mask_a_complete_group_starts_anew_and_older_tokens_are_context() -> None:
