@@ -166,14 +166,11 @@ class BufferActor:
 
     @reads
     def save(self, folder: str) -> None:
-        """Write the Buffer's state and ledger into ``folder``."""
+        """Write the Buffer's state and ledger into ``folder``, which is then sealed: all files of it are synced."""
         self._ledger.backup(Path(folder) / FILE_NAME)
         path = Path(folder) / STATE_FILE
-        failed = raised_as(CheckpointError, "the Buffer's state cannot be written", OSError, where=str(path))
-        with failed, path.open("wb") as file:
-            file.write(json_text(self._state.state_dict()))
-            file.flush()
-            os.fsync(file.fileno())
+        with raised_as(CheckpointError, "the Buffer's state cannot be written", OSError, where=str(path)):
+            path.write_bytes(json_text(self._state.state_dict()))
 
     @mutates
     def load(self, folder: str) -> None:

@@ -14,7 +14,6 @@ from an older checkpoint publishes a version again: that gets a folder of anothe
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Self
 
 from buffer_rl.args import Args
 from buffer_rl.errors import CheckpointError, ConfigError
+from buffer_rl.files.checkpoint import sync_path
 from buffer_rl.weights.disk import VERSION_GLOB, disk_folder, remove_versions, write_folder
 
 POINTER = "newest.json"
@@ -101,8 +101,6 @@ class FollowFolder:
 
     def _move_pointer(self, newest: Newest) -> None:
         temporary = self._folder / f".{POINTER}.tmp"
-        with temporary.open("w") as file:
-            file.write(json.dumps(asdict(newest)))
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(json.dumps(asdict(newest)))
+        sync_path(temporary)
         temporary.replace(self._folder / POINTER)
