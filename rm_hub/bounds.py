@@ -26,6 +26,8 @@ _BINOMIAL = frozenset({"\\binom", "\\dbinom", "\\tbinom"})
 _OPEN = {"{": "}", "(": ")", "[": "]"}
 _CLOSE = frozenset(_OPEN.values())
 _POWER = frozenset({"^", "**"})
+# What ends a base that is no group: |9|!, 9\%^9.
+_ENDS = frozenset({"|", "%", r"\%", r"\|", r"\}", r"\vert", r"\Vert", r"\rvert", r"\rVert", r"\rfloor", r"\rceil"})
 _SPACING = frozenset({"\\left", "\\right", "\\big", "\\Big", "\\!", "\\,", "\\;", "\\ "})
 
 
@@ -95,7 +97,9 @@ class _Reader:
             atom = self._atom(depth)
             # In \frac{9}{1}^{9} the power is of both groups: neighbours count as one base.
             base = _Size(digits=run.digits + atom.digits, terms=atom.terms, powers=max(run.powers, atom.powers))
-            powered = self._powered(atom if run == _Size() else base, depth)
+            if token in _ENDS:
+                base = _Size(digits=digits, terms=product, powers=powers)
+            powered = self._powered(base if token in _ENDS or run != _Size() else atom, depth)
             digits, powers = digits + powered.digits, max(powers, powered.powers)
             product *= powered.terms
             if product > MAX_TERMS:
@@ -107,16 +111,18 @@ class _Reader:
         return _Size(digits=digits, terms=terms + product, powers=powers, value=value)
 
     def _powered(self, base: _Size, depth: int) -> _Size:
-        while self._peek() == "!":
+        while (token := self._peek()) == "!" or token in _POWER:
             self._next += 1
-            base = _factorial(base)
-        if self._peek() not in _POWER:
-            return base
-        self._next += 1
-        while self._peek() in {"+", "-"}:
-            self._next += 1
-        exponent = self._powered(self._atom(depth), depth)
-        return _power(base, exponent)
+            if token == "!":
+                base = _factorial(base)
+                continue
+            while self._peek() in {"+", "-"}:
+                self._next += 1
+            exponent = self._atom(depth)
+            if self._peek() == "!":
+                _factorial(_power(base, exponent))  # 9^2! may be read as (9^2)!, too
+            base = _power(base, self._powered(exponent, depth))
+        return base
 
     def _atom(self, depth: int) -> _Size:
         token = self._peek()
@@ -128,6 +134,11 @@ class _Reader:
         if token in _BINOMIAL:
             above, below = self._atom(depth), self._atom(depth)
             return _Size(digits=max(above.largest, below.largest))
+        if token == "\\Gamma":
+            return _factorial(self._atom(depth))
+        if token == "\\sqrt" and self._peek() == "[":
+            index, base = self._atom(depth), self._atom(depth)
+            return base if index.value is not None else _power(base, index)  # by 1/9, the root is a power
         if token.isdecimal():
             value = int(token) if len(token) <= 6 else None
             return _Size(digits=len(token), value=value)
