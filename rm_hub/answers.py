@@ -7,6 +7,7 @@ of reasoning models (DeepSeek-R1, arXiv:2501.12948, table 1). Every function tak
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Any
 
 from buffer_rl.errors import RewardError
@@ -106,7 +107,7 @@ def last_line(text: str) -> str:
 
 
 def labels_of(sample: Sample, *, reward: str) -> list[str]:
-    """The accepted answers as text: the label, or each of a list of labels.
+    """The accepted answers as text: the label, or each of a list of labels, numbers without an exponent.
 
     Raises RewardError if there is none, or one that is neither text nor a number. ``reward`` names who asks.
     """
@@ -115,7 +116,7 @@ def labels_of(sample: Sample, *, reward: str) -> list[str]:
         what, expected = f"the label is {sample.label!r:.80}", "text or a number, or a list of them"
         hint = "name the field that holds it with --label-key"
         raise RewardError(what, where=where(sample, reward), expected=expected, hint=hint)
-    return [str(label) for label in labels]
+    return [format(Decimal(str(label)), "f") if isinstance(label, float) else str(label) for label in labels]
 
 
 def where(sample: Sample, reward: str) -> str:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from buffer_rl.errors import RewardError
@@ -43,9 +45,10 @@ def score(args: Any, sample: Sample) -> float:
     The final answer is the ``\boxed{...}`` after the reasoning (of several, each must be right), else what the last
     line states after ``:``, ``=``, ``####`` or "is". There is none if the words beside it refuse it or leave it open
     (``rm_hub/doubt.py``). Words are compared as text. The label is one LaTeX expression as a whole (``3: 4`` is a
-    ratio), in dollars or without, a price (``$18``), or text with such an expression in a box. An answer beyond the
-    limits of ``rm_hub/bounds.py`` earns 1.0 only if it is the label's own text. Raises RewardError if there is no
-    label, or one with words around an expression, or math-verify is not installed.
+    ratio), in dollars or without, a price (``$18``), or text with such an expression in a box. Decimals count to six
+    places, or to four digits of the label's smallest number where these end later. An answer beyond the limits of
+    ``rm_hub/bounds.py`` earns 1.0 only if it is the label's own text. Raises RewardError if there is no label, or one
+    with words around an expression, or math-verify is not installed.
     """
     labels = [_label(label, sample) for label in labels_of(sample, reward="rm_hub.math")]
     equal = _comparison()
@@ -124,9 +127,25 @@ def _comparison() -> Callable[[str, str], bool]:
         return found
 
     def equal(label: str, answer: str) -> bool:
-        return bool(verify(parsed(label), parsed(answer), timeout_seconds=None))
+        gold = parsed(label)
+        # By themselves six decimals, and 15 of a difference: below 1e-6 all numbers would be equal.
+        digits = {"float_rounding": 3 + (place := _first_place(gold)), "numeric_precision": 12 + place}
+        return bool(verify(gold, parsed(answer), timeout_seconds=None, **digits))
 
     return equal
+
+
+def _first_place(label: list[Any]) -> int:
+    """The decimal place of the first digit of the smallest number in a parsed label, 0 excepted; at least 3."""
+    from sympy import preorder_traversal
+
+    place, nodes = 3, preorder_traversal(label)
+    for node in nodes:
+        if getattr(node, "is_number", False):
+            nodes.skip()
+            with suppress(ArithmeticError, TypeError, ValueError):  # of what has no size: infinity, 1/0
+                place = max(place, math.ceil(-math.log10(abs(complex(node.doit())))))
+    return place
 
 
 def _read_numbers_as_literals() -> None:
