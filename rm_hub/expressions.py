@@ -1,14 +1,15 @@
 r"""Reads and compares small mathematical expressions without computer algebra and without ``eval``. No reward itself.
 
 Two expressions are equal if they have equal values wherever both are tried: exactly, as fractions, where only rational
-numbers occur, else to ``TOLERANCE``. A polynomial identity that holds at random points holds with a probability
-near 1 (Schwartz 1980, Fast probabilistic algorithms for verification of polynomial identities, J. ACM 27(4),
-section 2). No number grows beyond ``MAX_BITS``, so that every comparison ends within milliseconds.
+numbers occur, else to ``TOLERANCE`` of their size. A polynomial identity that holds at random points holds with a
+probability near 1 (Schwartz 1980, Fast probabilistic algorithms for verification of polynomial identities, J. ACM
+27(4), section 2). No number grows beyond ``MAX_BITS``, so that every comparison ends within milliseconds.
 """
 
 from __future__ import annotations
 
 import cmath
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ MAX_CHARACTERS = 256
 MAX_DEPTH = 32
 MAX_BITS = 1024
 TOLERANCE = 1e-9
+NOISE = 1e-13
+"""What rounding leaves of terms that cancel, relative to the largest of them."""
 
 Value = Fraction | complex
 
@@ -46,7 +49,7 @@ def equal(first: str, second: str) -> bool:
         one, other = _value(first, shift), _value(second, shift)
         if one is None and other is None:
             continue
-        if one is None or other is None or not _close(one, other):
+        if one is None or other is None or not _close(*one, *other):
             return False
         trials += 1
     return trials > 0
@@ -54,13 +57,7 @@ def equal(first: str, second: str) -> bool:
 
 def evaluate(text: str, variables: Mapping[str, Value]) -> Value:
     """The value of an expression. Raises ExpressionError."""
-    text = _IGNORED.sub("", _MIXED.sub(r"(\1+\2/\3)", text))
-    if not text or len(text) > MAX_CHARACTERS:
-        raise ExpressionError("empty or too long")
-    try:
-        return _Reader(text, variables).whole()
-    except (ZeroDivisionError, OverflowError) as error:
-        raise ExpressionError(str(error)) from error
+    return _Reader(text, variables).whole()
 
 
 class _EveryLetter(dict[str, Value]):
@@ -71,34 +68,43 @@ class _EveryLetter(dict[str, Value]):
         self._shift = shift
 
     def __missing__(self, name: str) -> Value:
-        number = sum(ord(letter) * place for place, letter in enumerate(name, 1))
-        return _POINTS[(number + 2 * self._shift) % len(_POINTS)] + Fraction(number % 89, 1009)
+        number = int.from_bytes(hashlib.sha256(f"{name} {self._shift}".encode()).digest())
+        return _POINTS[number % len(_POINTS)] + Fraction(number % 89, 1009)
 
 
-def _value(text: str, shift: int) -> Value | None:
+def _value(text: str, shift: int) -> tuple[Value, float] | None:
+    """The value of an expression, and the largest number that is added, or given to a function; None if it has none."""
     try:
-        return evaluate(text, _EveryLetter(shift))
+        reader = _Reader(text, _EveryLetter(shift))
+        return reader.whole(), reader.largest
     except ExpressionError:
         return None
 
 
-def _close(one: Value, other: Value) -> bool:
+def _close(one: Value, largest: float, other: Value, other_largest: float) -> bool:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
-    return abs(complex(one) - complex(other)) <= TOLERANCE * max(1.0, abs(complex(one)), abs(complex(other)))
+    size = max(abs(complex(one)), abs(complex(other)))
+    return abs(complex(one) - complex(other)) <= max(TOLERANCE * size, NOISE * max(largest, other_largest))
 
 
 class _Reader:
     """Recursive descent: sum, product (also of neighbours), power, atom. Computes while it reads."""
 
     def __init__(self, text: str, variables: Mapping[str, Value]) -> None:
-        self._text = text
+        self._text = _IGNORED.sub("", _MIXED.sub(r"(\1+\2/\3)", text))
+        if not self._text or len(self._text) > MAX_CHARACTERS:
+            raise ExpressionError("empty or too long")
         self._at = 0
         self._depth = 0
         self._variables = variables
+        self.largest = 0.0
 
     def whole(self) -> Value:
-        value = self._sum()
+        try:
+            value = self._sum()
+        except (ZeroDivisionError, OverflowError) as error:
+            raise ExpressionError(str(error)) from error
         if self._at < len(self._text):
             raise ExpressionError(f"not understood: {self._text[self._at :]!r:.40}")
         return value
@@ -110,6 +116,7 @@ class _Reader:
         value = self._product()
         while sign := self._taken("+", "-"):
             term = self._product()
+            self.largest = max(self.largest, abs(complex(value)), abs(complex(term)))
             value = _checked(value + term if sign == "+" else value - term)
         self._depth -= 1
         return value
@@ -136,12 +143,7 @@ class _Reader:
         base = self._atom()
         if not self._taken("^", "**"):
             return base
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise ExpressionError("nested too deeply")
-        exponent = -self._power() if self._taken("-") else self._power()
-        self._depth -= 1
-        return _raised(base, exponent)
+        return _raised(base, self._signed_power())
 
     def _atom(self) -> Value:
         for opening, closing in (("(", ")"), ("{", "}"), ("[", "]")):
@@ -178,6 +180,7 @@ class _Reader:
         exponent = self._atom() if self._taken("^") else Fraction(1)
         bracket = self._text.startswith(("(", "{"), self._at)
         argument = self._atom() if bracket else self._power()
+        self.largest = max(self.largest, 1.0, abs(complex(argument)))
         return _raised(_checked(function(complex(argument))), exponent)
 
     def _argument(self) -> Value:
