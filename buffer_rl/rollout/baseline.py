@@ -21,6 +21,7 @@ from buffer_rl.kinds.marks import needs_of
 from buffer_rl.kinds.reward import check_group_rewards
 from buffer_rl.plan.algorithm import estimator_needs, estimator_of, is_supervised, loss_flag, loss_of
 from buffer_rl.records.groups import Sample, SampleGroup, Status
+from buffer_rl.rollout.stats import penalised_lengths
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -76,8 +77,7 @@ def set_baseline(args: Args, group: SampleGroup, greedy: SampleGroup) -> str:
     if any(sample.reward is None for sample in greedy):
         return "baseline_abstained"
     rewards = np.asarray([sample.get_reward_value(args) for sample in greedy], dtype=np.float64)
-    lengths = np.asarray([sample.response_length for sample in greedy])
-    baseline = float(np.mean(shaped(args, rewards, lengths)))
+    baseline = float(np.mean(shaped(args, rewards, penalised_lengths(args, greedy))))
     for sample in group:
         sample.train_metadata = {**(sample.train_metadata or {}), BASELINE: baseline}
     return ""

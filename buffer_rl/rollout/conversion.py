@@ -21,7 +21,7 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
-from buffer_rl.rollout.options import plays_agents
+from buffer_rl.rollout.stats import penalised_lengths
 from buffer_rl.rollout.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -198,16 +198,10 @@ class GroupConverter:
                 raise self.post_process.returned(values.tolist(), expected, at=at)
         return raw_rewards, rewards
 
-    def _penalised_lengths(self, samples: Sequence[Sample]) -> np.ndarray:
-        """The lengths that penalties are about: of agents' samples the sampled tokens, each once."""
-        if not plays_agents(self.args):
-            return np.asarray([sample.response_length for sample in samples])
-        return np.asarray([sum(row.effective_response_length for row in sample.rows) for sample in samples])
-
     def _normalised(self, samples: Sequence[Sample], raw: np.ndarray) -> np.ndarray:
         """Shaped, and normalised as the algorithm says, over ``sample_index``: a sample that fanned out counts once,
         with the mean of its parts, and every part gets its sample's value, of raw rewards as well."""
-        shaped_rewards = shaped(self.args, raw, self._penalised_lengths(samples))
+        shaped_rewards = shaped(self.args, raw, penalised_lengths(self.args, samples))
         if all(sample.sample_index == place for place, sample in enumerate(samples)):  # no sample fanned out
             return normalized(rewards_kind(self.args), shaped_rewards, self.args.pass_at_k)
         _, place = np.unique([s.sample_index for s in samples], return_inverse=True)

@@ -15,6 +15,7 @@ import numpy as np
 from buffer_rl.errors import RolloutError
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.records.groups import Sample, SampleGroup, Status, equal_rewards, sample_means
+from buffer_rl.rollout.options import plays_agents
 
 if TYPE_CHECKING:
     from buffer_rl.args import Args
@@ -67,6 +68,12 @@ def sampled_tokens(rows: Iterable[Sample]) -> int:
         row.response_length if row.loss_mask is None else int(np.count_nonzero(np.asarray(row.loss_mask, dtype=object)))
         for row in rows
     )
+
+
+def penalised_lengths(args: Args, samples: Iterable[Sample]) -> np.ndarray:
+    """The lengths that penalties are about, ``[num_samples]``: of agents' samples the sampled tokens, each once."""
+    by_agents = plays_agents(args)
+    return np.asarray([sampled_tokens(sample.rows) if by_agents else sample.response_length for sample in samples])
 
 
 def known_reward(args: Args, group: SampleGroup) -> float | None:

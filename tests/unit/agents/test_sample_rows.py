@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.queue import RequeueRule
 from buffer_rl.buffer.selections import selection_metrics
 from buffer_rl.records.groups import FilterDecision, Sample, SampleGroup, Status
+from buffer_rl.rollout.baseline import baseline_of, set_baseline
 from buffer_rl.rollout.conversion import GroupConverter
 from buffer_rl.rollout.default import DefaultRollout
 from buffer_rl.rollout.production import score_group
@@ -106,6 +108,14 @@ async def test_penalties_of_length_count_sampled_tokens_once_and_not_what_was_re
     _, columns = encode(await fanned_out(), **options, advantage_estimator="ppo", normalize_advantages=False)
     expected = shaped(make_args(**options), np.array([0.0, 1.0, 2.0]), np.array([8, 2, 2]))
     assert columns["reward"].tolist() == pytest.approx(expected[[0, 0, 0, 1, 2]])
+
+
+async def test_the_baseline_of_a_greedy_conversation_is_penalised_as_the_samples_are() -> None:
+    args = make_args(length_penalty=0.5, rollout_max_response_len=16)
+    group = await fanned_out()
+    assert set_baseline(args, group, replace(group, samples=group[:1])) == ""
+    expected = shaped(args, np.array([0.0]), np.array([8]))
+    assert [baseline_of(sample) for sample in group] == pytest.approx([*expected] * 3)
 
 
 async def unscored(args: Any, sample: Sample, session: Any) -> None:
