@@ -64,11 +64,7 @@ def policy_loss(args: Args, inputs: LossInputs) -> TokenLoss:
     values_bt, clipped_bt = clipped_surrogate(args, inputs.advantages, ratio_of(log_ratio_bt))
     return TokenLoss(
         values_bt,
-        metrics={
-            "pg_loss": Metric(values_bt, Reduction.LOSS),
-            "pg_clipfrac": clipped_bt,
-            "ppo_kl": -log_ratio_bt,
-        },
+        metrics={"pg_loss": Metric(values_bt, Reduction.LOSS), "pg_clipfrac": clipped_bt, "ppo_kl": -log_ratio_bt},
     )
 
 

@@ -118,10 +118,7 @@ KINDS = (
         signature="(args, index, log_path) -> EngineProcess",
     ),
     PluginKind(
-        name="router",
-        flags=("--router",),
-        protocol=RouterLauncher,
-        signature="(args, log_path) -> RouterProcess",
+        name="router", flags=("--router",), protocol=RouterLauncher, signature="(args, log_path) -> RouterProcess"
     ),
     PluginKind(
         name="weight_transport",

@@ -56,11 +56,7 @@ class FailurePolicy:
     """The failures of one rollout, counted in ``stats``. stop: set when the rollout needs no more groups."""
 
     def __init__(
-        self,
-        context: RolloutContext,
-        buffer: RolloutBuffer,
-        stats: RolloutStats,
-        stop: asyncio.Event | None = None,
+        self, context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats, stop: asyncio.Event | None = None
     ) -> None:
         self._context = context
         self._buffer = buffer

@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 
 
 def response_log_probs(
-    model: PreTrainedModel,
-    micro: MicroBatch,
-    temperature: float,
-    *,
-    with_entropy: bool = True,
+    model: PreTrainedModel, micro: MicroBatch, temperature: float, *, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(log_probs_bt, entropy_bt)`` in nats, float32, 0 on padding; both differentiable in the model's weights.
 

@@ -79,10 +79,7 @@ class Packing:
 
 
 def pack(
-    rows: Sequence[np.ndarray],
-    prompt_b: np.ndarray,
-    device: torch.device,
-    experts: Sequence[np.ndarray] | None = None,
+    rows: Sequence[np.ndarray], prompt_b: np.ndarray, device: torch.device, experts: Sequence[np.ndarray] | None = None
 ) -> Packing:
     """rows: of each its tokens, ``[length]`` int32 or int64. prompt_b: how many of them are its prompt, at least one.
     Rows with equal prompts share them, if those have equal ``experts``, ``[length, ...]`` of each row."""

@@ -64,12 +64,7 @@ def pick_device(requested: str) -> torch.device:
 
 
 def load_model(
-    path: str | None,
-    device: torch.device,
-    flag: str,
-    *,
-    trust_remote_code: bool = False,
-    **how: Any,
+    path: str | None, device: torch.device, flag: str, *, trust_remote_code: bool = False, **how: Any
 ) -> PreTrainedModel:
     """The causal language model in the folder ``path``, as ``load_pretrained`` loads it. Raises ConfigError, too, for
     one that is not causal."""

@@ -153,12 +153,7 @@ def start_roles(
 
         processes = FusedProcesses(members, partial(placement.options, placed))
         return {
-            role: ActorGroup(
-                role,
-                partial(processes.start_member, role),
-                counts[role],
-                timeout_s=args.train_timeout_s,
-            )
+            role: ActorGroup(role, partial(processes.start_member, role), counts[role], timeout_s=args.train_timeout_s)
             for role in together
         }
 
