@@ -364,7 +364,7 @@ class Session:
         bounds = [bound for bound in (max_tokens, room) if bound is not None]
         params["max_new_tokens"] = min([params["max_new_tokens"], *bounds])
         if stop:
-            params["stop"] = [*params.get("stop", ()), *stop]
+            params["stop"] = [*(params.get("stop") or ()), *([stop] if isinstance(stop, str) else stop)]
         return params
 
     def _bound_by_session(self, params: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ class AgentSession(Protocol):
         """The assistant's message to ``messages``, in OpenAI's form: ``role``, ``content``, perhaps
         ``reasoning_content`` and ``tool_calls``.
 
+        stop: a string or several, beside the run's.
         call: a name for this request. Requests that are equal and run at once are told apart by it, also after a
         death, and a request that is repeated under its name gets its answer once more.
         train: whether the answer is trained, or is context of those that are, such as that of another player."""

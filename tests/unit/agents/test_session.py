@@ -18,9 +18,9 @@ from buffer_rl.agents.session import (
 )
 from buffer_rl.agents.turns import rows
 from buffer_rl.errors import DataError, EngineError
-from buffer_rl.records.groups import VersionSpan
+from buffer_rl.records.groups import Sample, VersionSpan
 from buffer_rl.rollout.requests import Requests
-from harness.agent_play import AgentEngine, session_of, user
+from harness.agent_play import AgentEngine, roll, session_of, user
 
 
 def echo(prompt: str, params: dict[str, Any]) -> str:
@@ -140,6 +140,18 @@ async def test_max_tokens_and_stop_may_only_shorten() -> None:
     assert [params["stop"] for _, _, params in engine.calls] == [["!", "?"], ["!"]]
     assert short.answer is not None
     assert (len(short.turn.output_ids), short.answer.finish_reason) == (3, "length")
+
+
+@pytest.mark.parametrize("stop", ["END", ["END"]])
+async def test_a_stop_string_is_one_string_in_a_run_that_has_none_of_its_own(stop: Any) -> None:
+    async def agent(args: Any, sample: Sample, session: Any) -> float:
+        await session.chat(user("go"), stop=stop)
+        return 1.0
+
+    engine = AgentEngine()
+    fake, _ = await roll(agent, engine, num_samples=1, more_groups=0)
+    assert [params["stop"] for _, _, params in engine.calls] == [["END"]]
+    assert [sample.reward for group in fake.finished for sample in group] == [1.0]
 
 
 async def test_after_the_last_turn_the_session_has_ended() -> None:
