@@ -237,12 +237,10 @@ class Agents:
             "observed_tokens": sum(row.response_length - row.effective_response_length for row in played.rows),
         }
         own |= {f"prompt_{cause}": count for cause, count in session.causes.items()}
-        if errors := num_errors(session.exchanges[-1].messages) if session.exchanges else 0:
-            own["tool_errors"] = errors
-        if session.replayed:
-            own["replayed"] = session.replayed
-        if untrained := sum(not each.train for each in session.exchanges):
-            own["untrained"] = untrained
+        num_tool_errors = num_errors(session.exchanges[-1].messages) if session.exchanges else 0
+        untrained = sum(not each.train for each in session.exchanges)
+        rare = {"tool_errors": num_tool_errors, "replayed": session.replayed, "untrained": untrained}
+        own |= {name: count for name, count in rare.items() if count}
         if outcome.gave_up:
             own[f"gave_up_{outcome.gave_up}"] = 1
         elif outcome.end in LIMITS:

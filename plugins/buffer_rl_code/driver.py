@@ -9,9 +9,12 @@ what the candidate prints; a candidate that learns it can only answer, and answe
 A VALUE is a number, text, boolean or null, or ``[NAME, items]`` with the name of its type; a dict has pairs as items.
 """
 
+import atexit
 import json
 import os
 import sys
+import threading
+from types import ModuleType
 from typing import Any
 
 MAX_TEXT = 1 << 18
@@ -26,20 +29,19 @@ def main() -> None:
         answer_calls(out, task)
     else:
         for text in task["inputs"]:
-            say(out, task["nonce"], json.dumps(output_of(out, task["code"], text)))
+            say(out, task["nonce"], json.dumps(output_of(task["code"], text)))
 
 
 def say(out: int, nonce: str, text: str) -> None:
-    data = memoryview((f"\n{nonce} {text}\n").encode("utf-8", "replace"))
-    while data:
-        data = data[os.write(out, data) :]
+    with open(out, "wb", closefd=False) as file:
+        file.write((f"\n{nonce} {text}\n").encode("utf-8", "replace"))
 
 
 def answer_calls(out: int, task: dict[str, Any]) -> None:
     sink = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(sink, number)
-    names: dict[str, Any] = {"__name__": "candidate"}
+    names = names_of("candidate")
     try:
         exec(compile(task["code"], "candidate.py", "exec"), names)
     except BaseException as error:
@@ -56,26 +58,23 @@ def answer_calls(out: int, task: dict[str, Any]) -> None:
         say(out, task["nonce"], text[:MAX_TEXT])
 
 
-def output_of(out: int, code: str, text: str) -> dict[str, Any]:
+def output_of(code: str, text: str) -> dict[str, Any]:
     """What a process of its own prints for one input."""
-    given, reader, writer = write_input(text), *os.pipe()
+    given, (reader, writer) = write_input(text), os.pipe()
     child = os.fork()
     if child == 0:
-        os.dup2(given, 0)
-        os.dup2(writer, 1)
-        os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-        for number in (out, given, reader, writer):
-            os.close(number)
+        for number, file in enumerate((given, writer, os.open("/dev/null", os.O_WRONLY))):
+            os.dup2(file, number)
+        os.closerange(3, 1 << 10)
         run(code)
     os.close(given)
     os.close(writer)
-    kept = b""
-    while block := os.read(reader, 1 << 16):
+    kept = bytearray()
+    while len(kept) <= MAX_TEXT and (block := os.read(reader, 1 << 16)):
         kept += block
-        if len(kept) > MAX_TEXT:
-            os.kill(child, 9)
-            break
     os.close(reader)
+    if len(kept) > MAX_TEXT:
+        os.kill(child, 9)
     status = os.waitpid(child, 0)[1]
     if len(kept) > MAX_TEXT:
         return {"error": f"more than {MAX_TEXT} bytes"}
@@ -87,29 +86,35 @@ def output_of(out: int, code: str, text: str) -> dict[str, Any]:
 def write_input(text: str) -> int:
     """The input as a file, so that it may be longer than a pipe holds."""
     number = os.open("/tmp", os.O_RDWR | os.O_TMPFILE)
-    data = memoryview(text.encode())
-    while data:
-        data = data[os.write(number, data) :]
+    with open(number, "wb", closefd=False) as file:
+        file.write(text.encode())
     os.lseek(number, 0, os.SEEK_SET)
     return number
 
 
 def run(code: str) -> None:
-    """The candidate as a script, to the end of this process."""
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    status = 0
+    """The candidate as a script, to the end of this process: as the interpreter's, but much quicker."""
+    status: Any = None
     try:
-        exec(compile(code, "candidate.py", "exec"), {"__name__": "__main__"})
+        try:
+            exec(compile(code, "candidate.py", "exec"), names_of("__main__"))
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.__stdout__.flush()  # type: ignore[union-attr]
     except SystemExit as error:
-        status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+        status = error.code
     except BaseException:
         status = 1
-    try:
-        sys.stdout.flush()
-    except BaseException:
-        status = 1
-    os._exit(status & 255)
+    os._exit(int(status not in (None, 0)))
+
+
+def names_of(module: str) -> dict[str, Any]:
+    """The names of a new module, which the standard library finds by its name, with what ``site`` adds to scripts."""
+    found = sys.modules[module] = ModuleType(module)
+    found.__dict__.update(exit=sys.exit, quit=sys.exit)
+    return found.__dict__
 
 
 def told(error: BaseException) -> str:

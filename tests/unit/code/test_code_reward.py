@@ -62,6 +62,29 @@ def test_the_share_of_tests_that_the_code_passes(code: str, tests: Any, fraction
     assert score(ARGS, sample_of(code, tests, Status.TRUNCATED)) == 0.0
 
 
+SUM = "a, b = map(int, input().split())\n"
+SCRIPTS = {
+    "exit": SUM + "print(a + b)\nexit()\nprint('more')",
+    "quit": SUM + "print(a + b)\nif a < 99: quit(0)\nprint('more')",
+    "output at the end": "import atexit, io, sys\nsys.stdout = text = io.StringIO()\n"
+    "atexit.register(lambda: sys.__stdout__.write(text.getvalue()))\n" + SUM + "print(a + b)",
+    "first output": "import sys\n" + SUM + "sys.__stdout__.write(str(a + b))",
+    "a thread": "import threading, time\ndef main():\n    time.sleep(0.05)\n    print(sum(map(int, input().split())))\n"
+    "threading.Thread(target=main).start()",
+    "types by name": "import typing\nclass A:\n    next: 'A'\ntyping.get_type_hints(A)\n" + SUM + "print(a + b)",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_ends_as_it_does_in_the_interpreter(name: str) -> None:
+    assert score(ARGS, sample_of(SCRIPTS[name], SUMS)) == 1.0
+
+
+def test_classes_of_a_candidate_may_name_types_of_their_own() -> None:
+    code = "from dataclasses import dataclass\n@dataclass\nclass A:\n    value: object\n    next: 'A' = None\n"
+    assert score(ARGS, sample_of(code + "def add(a, b): return A(a + b).value", CALLS)) == 1.0
+
+
 FORGERIES = {
     "early exit": "import os\nos._exit(0)",
     "exit of the script": "raise SystemExit(0)",
