@@ -153,14 +153,17 @@ class JudgeClient:
                 raise refusal
         try:
             answer = json.loads(data)
-            text = answer["choices"][0]["message"]["content"]
-            used = (answer.get("usage") or {}).get("total_tokens")
+            (choice, *_), used = answer["choices"], (answer.get("usage") or {}).get("total_tokens")
+            text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             text = None
         if not isinstance(text, str):
             raise RewardError(f"the judge answered no completion: {shown}", where=place)
         if self._tokens and isinstance(used, int):
             self._tokens.give_back(_guess(body) - used)
+        if is_cut:  # what stands in brackets may be a quotation
+            hint = "a greater max_tokens in --judge-params"
+            raise RewardError(f"the judge answered {text[-200:]!r}, cut at its limit of tokens", where=place, hint=hint)
         return text
 
     def _known(self, digest: str) -> str | None:

@@ -201,8 +201,7 @@ def rubric_of(metadata: Mapping[str, Any], *, where: str) -> list[tuple[str, flo
 
 
 def _last_in_brackets(answer: str) -> str:
-    found = _BRACKETS.findall(answer)
-    return str(found[-1]) if found else ""
+    return str(["", *_BRACKETS.findall(answer)][-1])
 
 
 def _fields(args: JudgeArgs, sample: Sample, *responses: str) -> dict[str, str]:
@@ -215,6 +214,4 @@ def _fields(args: JudgeArgs, sample: Sample, *responses: str) -> dict[str, str]:
 
 
 def _text_of(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt)

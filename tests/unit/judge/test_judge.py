@@ -156,6 +156,11 @@ async def test_an_abstention_is_no_number(tmp_path: Path) -> None:
         ("I like it.", "a number from 0 to 10", 1),
         ("[[11]]", "a number from 0 to 10", 1),
         ("[[nan]]", "a number from 0 to 10", 1),
+        (
+            web.json_response({"choices": [{"message": {"content": "It says [[10]]"}, "finish_reason": "length"}]}),
+            "cut",
+            1,
+        ),
         (web.Response(text="<html>"), "no completion", 1),
         (web.json_response({"choices": []}), "no completion", 1),
         (web.json_response({"choices": [{"message": {"content": None}}]}), "no completion", 1),
@@ -163,7 +168,7 @@ async def test_an_abstention_is_no_number(tmp_path: Path) -> None:
         (web.Response(status=302, headers={"Location": "http://127.0.0.1:9/"}), "HTTP 302", 1),
         (web.Response(text="x" * (MAX_ANSWER_BYTES + 5)), "no completion", 1),
     ],
-    ids=["words", "eleven", "nan", "html", "no choice", "no text", "refused", "elsewhere", "endless"],
+    ids=["words", "eleven", "nan", "cut", "html", "no choice", "no text", "refused", "elsewhere", "endless"],
 )
 async def test_what_cannot_be_read_is_a_named_failure_and_not_asked_again(
     tmp_path: Path, answer: Any, words: str, requests: int
