@@ -35,6 +35,7 @@ MAX_ANSWER_BYTES = 1 << 20
 RETRIED = frozenset({408, 429, 500, 502, 503, 504, 529})
 CHARACTERS_A_TOKEN = 3  # of a guess, until the answer says how many there were
 CACHE = "judge.sqlite"
+_TIMEOUT = aiohttp.ClientTimeout(sock_connect=30)  # of the answer, the caller's deadline alone
 
 T = TypeVar("T")
 
@@ -138,7 +139,7 @@ class JudgeClient:
         headers = {"Authorization": f"Bearer {key}"} if (key := self._args.judge_api_key) else {}
         url = f"{str(self._args.judge_url).rstrip('/')}/chat/completions"
         async with (
-            aiohttp.ClientSession(headers=headers) as session,
+            aiohttp.ClientSession(headers=headers, timeout=_TIMEOUT) as session,
             session.post(url, json=body, proxy=_proxy_of(url), allow_redirects=False) as response,
         ):
             data = await response.content.read(MAX_ANSWER_BYTES + 1)
@@ -167,11 +168,10 @@ class JudgeClient:
         return text
 
     def _known(self, digest: str) -> str | None:
-        if self._cache is None or not self._cache.exists():
-            return None
-        with suppress(sqlite3.Error), closing(sqlite3.connect(self._cache, timeout=5.0)) as cache:
-            found = cache.execute("SELECT answer FROM answers WHERE digest = ?", (digest,)).fetchone()
-            return None if found is None else str(found[0])
+        if self._cache is not None and self._cache.exists():
+            with suppress(sqlite3.Error), closing(sqlite3.connect(self._cache, timeout=5.0)) as cache:
+                found = cache.execute("SELECT answer FROM answers WHERE digest = ?", (digest,)).fetchone()
+                return None if found is None else str(found[0])
         return None  # it is being made
 
     def _keep(self, digest: str, answer: str) -> None:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -200,6 +201,18 @@ async def test_a_busy_judge_is_asked_again_and_a_stalled_or_absent_one_is_named(
         assert "no place among the requests of --judge-concurrency 1 within" in str(found[1])
     with pytest.raises(RewardError, match="the judge failed"):
         await Score()(options(url, tmp_path).model_copy(update={"rm_timeout_s": 1.0}), sample())
+
+
+async def test_a_slow_judge_has_the_time_of_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a client of aiohttp allows a request by itself."""
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+
+    async def answer() -> web.Response:
+        await asyncio.sleep(0.3)
+        return web.json_response({"choices": [{"message": {"content": "[[8]]"}}]})
+
+    async with judging(lambda text, _: answer()) as (url, _):
+        assert await Score()(options(url, tmp_path), sample()) == 0.8
 
 
 async def test_equal_requests_are_one_now_and_later(tmp_path: Path) -> None:
