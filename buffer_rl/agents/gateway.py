@@ -215,7 +215,7 @@ class Gateway:
             asked = _read(dialect, await request.body(), opened.session)
             return json_response({"input_tokens": opened.session.num_prompt_tokens(asked.messages, asked.tools)})
         except (JSONError, BufferRLError) as error:
-            return _refused(dialect, refusal_of(error))
+            return _refused(dialect, Refusal(what=str(error)) if isinstance(error, JSONError) else refusal_of(error))
 
     async def _finish(self, request: HTTPRequest) -> Response:
         name, finish = request.path_params["name"], Finish.of_text(await request.body())

@@ -193,6 +193,14 @@ async def test_what_would_change_the_distribution_or_is_no_request_is_refused(ch
     assert engine.calls == []
 
 
+@pytest.mark.parametrize("path", ["messages", "messages/count_tokens"])
+async def test_a_body_that_is_no_json_is_a_fault_of_the_request(path: str) -> None:
+    async with anthropic_over(AgentEngine()) as (_, client), httpx.AsyncClient() as raw:
+        url, headers = f"{client.base_url}v1/{path}", {"x-api-key": client.api_key}
+        answer = await raw.post(url, content=b'{"messages": [', headers=headers)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 async def test_tools_without_a_schema_are_left_out_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     engine = AgentEngine()
     search = {"type": "web_search_20250305", "name": "web_search"}
