@@ -54,7 +54,7 @@ def read_answer(
     reasoning, content = split_reasoning(opened_reasoning(prompt) + text)
     calls: list[Message] = []
     if tools:
-        schemas = {name: _properties(tool) for tool in tools if (name := _function(tool).get("name"))}
+        schemas = {str(_function(tool).get("name")): _properties(tool) for tool in tools}
         content, calls = _take_calls(content, schemas)
     return answer_with(content, reasoning, calls, finish_reason, identity)
 

@@ -154,6 +154,12 @@ async def test_a_stop_string_is_one_string_in_a_run_that_has_none_of_its_own(sto
     assert [sample.reward for group in fake.finished for sample in group] == [1.0]
 
 
+async def test_an_answer_is_read_whatever_the_names_of_tools_are() -> None:
+    tools = [{"type": "function", "function": {"name": ["add"], "parameters": {}}}]
+    async with session_of(AgentEngine(say("so<tool_call>{}</tool_call>"))) as session:
+        assert (await session.chat(user("go"), tools)).reply.message["content"] == "so<tool_call>{}</tool_call>"
+
+
 async def test_after_the_last_turn_the_session_has_ended() -> None:
     engine = AgentEngine()
     async with session_of(engine, agent_max_turns=2) as session:
