@@ -1,10 +1,11 @@
 """Runs a candidate on the tests' inputs. This file is the program in the sandbox: standard library alone, no imports
 of ours. Whatever happens here, the verdict is made outside.
 
-Standard input: ``{"nonce", "code", "inputs": [text, …]}`` or ``{"nonce", "code", "calls": [{"fn", "args", "kwargs"},
-…]}``, without what is expected. Standard output: a line ``NONCE ready``, then for each test, in order,
-``NONCE {"stdout": text}``, ``NONCE {"value": VALUE}`` or ``NONCE {"error": text}``. The nonce tells these lines from
-what the candidate prints; a candidate that learns it can only answer, and answers are compared outside.
+Standard input: ``{"nonce", "limit", "code", "inputs": [text, …]}`` or ``{"nonce", "limit", "code", "calls": [{"fn",
+"args", "kwargs"}, …]}``, without what is expected; limit: of an answer's bytes. Standard output: a line
+``NONCE ready``, then for each test, in order, ``NONCE {"stdout": text}``, ``NONCE {"value": VALUE}`` or
+``NONCE {"error": text}``. The nonce tells these lines from what the candidate prints; a candidate that learns it can
+only answer, and answers are compared outside.
 
 A VALUE is a number, text, boolean or null, or ``[NAME, items]`` with the name of its type; a dict has pairs as items.
 """
@@ -17,7 +18,6 @@ import threading
 from types import ModuleType
 from typing import Any
 
-MAX_TEXT = 1 << 18
 MAX_DEPTH = 32
 
 
@@ -29,7 +29,7 @@ def main() -> None:
         answer_calls(out, task)
     else:
         for text in task["inputs"]:
-            say(out, task["nonce"], json.dumps(output_of(task["code"], text)))
+            say(out, task["nonce"], json.dumps(output_of(task["code"], text, task["limit"])))
 
 
 def say(out: int, nonce: str, text: str) -> None:
@@ -55,11 +55,11 @@ def answer_calls(out: int, task: dict[str, Any]) -> None:
             text = json.dumps(answer)
         except BaseException as error:
             text = json.dumps({"error": told(error)})
-        say(out, task["nonce"], text[:MAX_TEXT])
+        say(out, task["nonce"], text[: task["limit"]])
 
 
-def output_of(code: str, text: str) -> dict[str, Any]:
-    """What a process of its own prints for one input."""
+def output_of(code: str, text: str, limit: int) -> dict[str, Any]:
+    """What a process of its own prints for one input. limit: of bytes."""
     given, (reader, writer) = write_input(text), os.pipe()
     child = os.fork()
     if child == 0:
@@ -70,16 +70,14 @@ def output_of(code: str, text: str) -> dict[str, Any]:
     os.close(given)
     os.close(writer)
     kept = bytearray()
-    while len(kept) <= MAX_TEXT and (block := os.read(reader, 1 << 16)):
+    while len(kept) <= limit and (block := os.read(reader, 1 << 16)):
         kept += block
     os.close(reader)
-    if len(kept) > MAX_TEXT:
+    if len(kept) > limit:
         os.kill(child, 9)
     status = os.waitpid(child, 0)[1]
-    if len(kept) > MAX_TEXT:
-        return {"error": f"more than {MAX_TEXT} bytes"}
-    if status:
-        return {"error": f"exit status {os.waitstatus_to_exitcode(status)}"}
+    if status or len(kept) > limit:
+        return {"error": f"exit status {os.waitstatus_to_exitcode(status)} after {len(kept)} bytes"}
     return {"stdout": kept.decode("utf-8", "replace")}
 
 

@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from buffer_rl.kinds.marks import rows_may_choose
 from buffer_rl.records.groups import Sample, Status
 from buffer_rl_code import driver
 from buffer_rl_code.options import sandbox_of
-from buffer_rl_code.row_tests import Tests, tests_of
+from buffer_rl_code.row_tests import SPARE, Tests, tests_of
 from buffer_rl_code.sandbox import Program, Sandbox
 from rm_hub.answers import answer_of, where
 
@@ -54,14 +55,15 @@ def code_of(answer: str) -> str:
 def _share(args: Any, sample: Sample) -> float:
     place = where(sample, "code")
     tests = tests_of(sample.metadata, where=place)
+    if tests.limit > OUTPUT_BYTES:
+        raise RewardError("its tests expect too much text", where=place, expected=f"{OUTPUT_BYTES // SPARE} characters")
     code = code_of(answer_of(args, sample))
     if sample.status is not Status.COMPLETED or not code.strip() or len(code) > MAX_CODE:
         return 0.0
     answers = answers_to(sandbox_of(args), code, tests, timeout_s=args.code_timeout_s, memory_mb=args.code_memory_mb)
     if answers is None:
         raise RewardError("the sandbox ended before the code was loaded", where=place)
-    right = sum(tests.is_right(number, answer) for number, answer in enumerate(answers))
-    return right / len(tests.expected)
+    return sum(tests.is_right(number, answer) for number, answer in enumerate(answers)) / len(tests.expected)
 
 
 def answers_to(
@@ -69,7 +71,7 @@ def answers_to(
 ) -> list[Mapping[str, Any]] | None:
     """Answers of the code to the first tests, perhaps to all; None if the sandbox did not come to the code."""
     nonce = secrets.token_hex(16)
-    given = json.dumps({"nonce": nonce, "code": code, **tests.task}).encode()
+    given = json.dumps({"nonce": nonce, "limit": tests.limit, "code": code, **tests.task}).encode()
     program = Program(code=_driver(), stdin=given, timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES)
     printed, mark = sandbox.run(program).stdout.decode(errors="replace").splitlines(), f"{nonce} "
     lines = [line.removeprefix(mark) for line in printed if line.startswith(mark)]
@@ -77,12 +79,10 @@ def answers_to(
         return None
     answers: list[Mapping[str, Any]] = []
     for line in lines[1 : 1 + len(tests.expected)]:
-        try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):  # cut at a limit, or the candidate's own
-            answer = {}
-        answers.append(answer if isinstance(answer, Mapping) else {})
-    return answers
+        answers.append({})
+        with suppress(ValueError, RecursionError):  # cut at a limit, or the candidate's own
+            answers[-1] = json.loads(line)
+    return [answer if isinstance(answer, Mapping) else {} for answer in answers]
 
 
 @lru_cache(maxsize=1)

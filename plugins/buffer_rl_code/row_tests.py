@@ -12,6 +12,7 @@ from buffer_rl.errors import RewardError
 from buffer_rl_code.driver import packed, unpacked
 
 MAX_TESTS = 200
+SPARE = 4  # bytes of an answer as the driver writes it, for each character of what is expected
 EXPECTED = (
     'metadata {"tests": [...]}: pairs {"input": text, "output": text}, or calls {"fn": name, "args": [...], '
     '"expected": value}, or texts "assert fn(...) == value", all of one form'
@@ -33,6 +34,11 @@ class Tests:
     task: Mapping[str, Any]
     expected: Sequence[Any]
     json: bool = False
+
+    @property
+    def limit(self) -> int:
+        """Bytes of one answer: enough for all that is expected, and so it says nothing of a single test."""
+        return max(1 << 18, SPARE * len(ascii(self.expected)))
 
     def is_right(self, number: int, answer: Mapping[str, Any]) -> bool:
         """Whether the answer to test ``number`` is the expected one: text without white space at the ends of lines and
@@ -118,6 +124,5 @@ def _with_lists(value: Any) -> Any:
 
 
 def _same(answer: Any, expected: Any) -> bool:
-    if isinstance(answer, float) and isinstance(expected, float) and math.isnan(answer) and math.isnan(expected):
-        return True
-    return bool(answer == expected)
+    are_nan = all(isinstance(value, float) and math.isnan(value) for value in (answer, expected))
+    return are_nan or bool(answer == expected)

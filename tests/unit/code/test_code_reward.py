@@ -80,6 +80,27 @@ def test_a_script_ends_as_it_does_in_the_interpreter(name: str) -> None:
     assert score(ARGS, sample_of(SCRIPTS[name], SUMS)) == 1.0
 
 
+LONG = "".join(f"{number}\n" for number in range(60000))
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("for number in range(int(input())): print(number)", {"input": "60000\n", "output": LONG}),
+        (
+            "def f(n): return [[i] for i in range(n)]",
+            {"fn": "f", "args": [60000], "expected": [[i] for i in range(60000)]},
+        ),
+    ],
+    ids=["printed", "returned"],
+)
+def test_a_long_answer_is_right_and_what_no_answer_can_be_is_an_error(code: str, test: dict[str, Any]) -> None:
+    assert score(ARGS, sample_of(code, [test])) == 1.0
+    test = {**test, **{name: test[name] * 12 for name in ("output", "expected") if name in test}}
+    with pytest.raises(RewardError, match="too much text"):
+        score(ARGS, sample_of(code, [test]))
+
+
 def test_classes_of_a_candidate_may_name_types_of_their_own() -> None:
     code = "from dataclasses import dataclass\n@dataclass\nclass A:\n    value: object\n    next: 'A' = None\n"
     assert score(ARGS, sample_of(code + "def add(a, b): return A(a + b).value", CALLS)) == 1.0
