@@ -24,12 +24,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer_rl.buffer.calls import CallLog, Kind, NumberedCall, kind_of, mutates, reads
-from buffer_rl.buffer.codec import json_text
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import PID, process_note
 from buffer_rl.buffer.ledger_file import FILE_NAME, LedgerPlace, new_ledger
-from buffer_rl.buffer.queue import RequeueRule
+from buffer_rl.buffer.queue import RequeueRule, json_text
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
 from buffer_rl.cluster.hangs import ReplacementWatch

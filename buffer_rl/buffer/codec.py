@@ -11,13 +11,11 @@ travel as the numbers in them, since every object of a class of ours costs a cal
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
-import orjson
 
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup, Status, VersionSpan
@@ -55,15 +53,6 @@ _RESPONSE_FIELDS = (
     "remove_sample",
     "train_metadata",
 )
-
-
-def json_text(value: Any) -> bytes:
-    """JSON of ``value``, also where integers have more than 64 bits, which orjson refuses. Raises TypeError for what is
-    no JSON. ``json.loads`` reads it: orjson makes such integers floats."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return json.dumps(value).encode()
 
 
 def group_to_json(group: SampleGroup) -> dict[str, Any]:

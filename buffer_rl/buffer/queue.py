@@ -8,14 +8,16 @@ older than those at the lease may have to be context alone (``mask_older``).
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 
-from buffer_rl.buffer.codec import group_to_json, json_text
+from buffer_rl.buffer.codec import group_to_json
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.groups import (
     GroupUid,
@@ -34,6 +36,15 @@ if TYPE_CHECKING:
 
 
 DONE = (Status.COMPLETED, Status.TRUNCATED)
+
+
+def json_text(value: Any) -> bytes:
+    """JSON of ``value``, also where integers have more than 64 bits, which orjson refuses. Raises TypeError for what is
+    no JSON. ``json.loads`` reads it: orjson makes such integers floats."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
