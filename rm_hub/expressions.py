@@ -92,7 +92,7 @@ class _Reader:
     """Recursive descent: sum, product (also of neighbours), power, atom. Computes while it reads."""
 
     def __init__(self, text: str, variables: Mapping[str, Value]) -> None:
-        self._text = _IGNORED.sub("", _MIXED.sub(r"(\1+\2/\3)", text))
+        self._text = _IGNORED.sub("", _MIXED.sub(r"(\1+\2/\3)", text.replace("\N{MINUS SIGN}", "-")))
         if not self._text or len(self._text) > MAX_CHARACTERS:
             raise ExpressionError("empty or too long")
         self._at = 0
@@ -216,6 +216,8 @@ def _raised(base: Value, exponent: Value) -> Value:
             root = Fraction(math.isqrt(base.numerator), math.isqrt(base.denominator))
             if root * root == base:
                 return root
+        if base < 0 and exponent.denominator % 2:  # the root that is real, such as -2 of -8
+            return (-1) ** exponent.numerator * _raised(-base, exponent)
     return _checked(complex(base) ** complex(exponent))
 
 
