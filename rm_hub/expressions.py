@@ -217,7 +217,7 @@ def _raised(base: Value, exponent: Value) -> Value:
             if root * root == base:
                 return root
         if base < 0 and exponent.denominator % 2:  # the root that is real, such as -2 of -8
-            return (-1) ** exponent.numerator * _raised(-base, exponent)
+            return _raised(-base, exponent) * (-1 if exponent.numerator % 2 else 1)
     return _checked(complex(base) ** complex(exponent))
 
 
