@@ -134,8 +134,8 @@ async def contained_task(work: Awaitable[Answer]) -> Answer:
 
 
 async def awaited(work: Awaitable[Answer], loop: asyncio.AbstractEventLoop | None = None) -> Answer:
-    """Await ``work`` of a user, in a task of its own. It is cancelled with the caller; a CancelledError of its own is
-    an UncommonError. loop: that of another thread, in which the task runs."""
+    """Await ``work`` of a user, in a task of its own. It is cancelled with the caller; a CancelledError or
+    GeneratorExit of its own is an UncommonError. loop: that of another thread, in which the task runs."""
     task: asyncio.Future[Answer]
     if loop is None:
         task = asyncio.ensure_future(contained_task(work))
@@ -146,8 +146,8 @@ async def awaited(work: Awaitable[Answer], loop: asyncio.AbstractEventLoop | Non
     before = caller.cancelling()  # in Python 3.11 a task group that failed leaves a count behind
     try:
         return await task
-    except asyncio.CancelledError as error:
-        if caller.cancelling() > before or not task.cancelled():
+    except (asyncio.CancelledError, GeneratorExit) as error:
+        if caller.cancelling() > before or not task.done():
             raise
         raise UncommonError(error_name(error)) from error
 

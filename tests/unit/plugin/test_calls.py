@@ -44,7 +44,7 @@ async def test_whatever_code_raises_is_an_error_that_names_it(error: BaseExcepti
     assert "user_functions.py" not in str(threaded.value)
 
 
-@pytest.mark.parametrize("error", ENDING[:3], ids=repr)
+@pytest.mark.parametrize("error", ENDING, ids=repr)
 async def test_so_is_what_asynchronous_code_and_its_tasks_raise(error: BaseException) -> None:
     async def raises() -> None:
         raising(error)()
