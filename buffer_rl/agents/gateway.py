@@ -127,8 +127,8 @@ class Gateway:
             yield f"{self._url}/sessions/{name}/v1", key
         finally:
             del self._opened[name]
-            if session.told is not None:
-                self._remember(name, key, session.told)
+            if session.reported is not None:
+                self._remember(name, key, session.reported)
             for task in list(opened.running):
                 task.cancel()
 
@@ -220,7 +220,7 @@ class Gateway:
     async def _finish(self, request: HTTPRequest) -> Response:
         name, finish = request.path_params["name"], Finish.of_text(await request.body())
         opened, (_, before) = self._opened.get(name), self._finished.get(name, ("", None))
-        before = before if opened is None else opened.session.told
+        before = before if opened is None else opened.session.reported
         if before is None:
             try:
                 if opened is None:
@@ -235,9 +235,9 @@ class Gateway:
             return _refused(chat_dialect.DIALECT, Refusal(what=finish.failed or ""))
         return json_response({"status": "finished"})
 
-    def _remember(self, name: str, key: str, told: Finish) -> None:
+    def _remember(self, name: str, key: str, reported: Finish) -> None:
         """An agent that did not get the answer to its finish repeats it."""
-        self._finished[name] = key, told
+        self._finished[name] = key, reported
         while len(self._finished) > MOST_FINISHED:
             del self._finished[next(iter(self._finished))]
 

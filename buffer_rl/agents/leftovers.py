@@ -28,7 +28,7 @@ SHOWN = 120
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """bits: one for each blocked signal. since: the id of the newest process when the mark was made; what bears it is
+    """bits: one for each blocked signal. since: the id of the newest process when the mark was made; what has them is
     newer.
 
     Example:

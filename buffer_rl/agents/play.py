@@ -197,7 +197,7 @@ class Agents:
         """That of an agent that ended by itself."""
         where = place(self._kind, self._reference, f"row {prompt.row_id}")
         try:
-            answer = task.result() if session.told is None else session.told.result()
+            answer = task.result() if session.reported is None else session.reported.result()
         except AgentTimeoutError:
             return Outcome(end=End.TIMEOUT)
         except GiveUp as given_up:

@@ -78,11 +78,11 @@ class Episode:
         print("".join(traceback.format_exception(error)), file=sys.stderr)
         return True
 
-    def _finish(self, told: dict[str, Any]) -> bool:
+    def _finish(self, report: dict[str, Any]) -> bool:
         self._is_finished = True
         until = time.monotonic() + TIMEOUT_S
-        while True:  # told again, it counts once
-            status, answer = _post(f"{self.base_url}/finish", self.api_key, told)
+        while True:  # sent again, it counts once
+            status, answer = _post(f"{self.base_url}/finish", self.api_key, report)
             if status or self.ended.is_set() or time.monotonic() > until:
                 break
             time.sleep(PAUSE_S)

@@ -141,7 +141,7 @@ class Session:
     exchanges: in the order in which they were recorded. end: None as long as requests are taken; ``ended`` is done
     then. overflowed: the last prompt left no room for an answer. scored: the id of the exchange that the reward is
     about; empty for the last one. running: requests that are not answered yet. params: the run's, of sampling.
-    told: what the agent told of its end over HTTP, in place of what it returns. turn_rewards: of exchanges, by id.
+    reported: what the agent sent of its end over HTTP, in place of what it returns. turn_rewards: of exchanges, by id.
     replayed: turns that the journal answered.
     """
 
@@ -156,7 +156,7 @@ class Session:
         self.scored: str | Mapping[str, Any] = ""
         self.causes: Counter[Cause] = Counter()
         self.running = self.replayed = 0
-        self.told: Finish | None = None
+        self.reported: Finish | None = None
         self.turn_rewards: Counter[str] = Counter()
         self.params = dict(params)
         self._lease, self._sample, self._limits = lease, sample, limits
@@ -300,16 +300,16 @@ class Session:
         self.failure = error
         self.close(End.ENGINE)
 
-    def finish(self, told: Finish) -> None:
-        """End with what the agent has told. Raises SessionEndedError after the end."""
+    def finish(self, reported: Finish) -> None:
+        """End with what the agent has sent. Raises SessionEndedError after the end."""
         self._require_open()
-        self.told = told
-        self.scored = told.answer or self.scored
+        self.reported = reported
+        self.scored = reported.answer or self.scored
         try:
-            for name, number in told.turn_rewards.items():
+            for name, number in reported.turn_rewards.items():
                 self.reward(number, name)
         except RolloutError as error:
-            self.told = replace(told, failed=str(error))
+            self.reported = replace(reported, failed=str(error))
         self.close(End.DONE)
 
     def reward(self, number: float, answer: str | Mapping[str, Any] = "") -> None:

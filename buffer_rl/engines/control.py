@@ -211,8 +211,8 @@ class EngineControlClient:
         self._hold()
         self._folder, self._adapter, self._versions = None, None, {}
         answers = self._ask(PAUSE, {"mode": mode}).values()
-        told = [int(answer["retracted_tokens"]) for answer in answers if "retracted_tokens" in answer]
-        return sum(told) if told else None
+        counts = [int(answer["retracted_tokens"]) for answer in answers if "retracted_tokens" in answer]
+        return sum(counts) if counts else None
 
     def resume(self, urls: Collection[str] | None = None) -> None:
         """End the publication: the engines at ``urls`` go on, or all; replacements among them serve, if all have the

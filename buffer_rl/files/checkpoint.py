@@ -254,7 +254,7 @@ def _older_named(chosen: Path) -> Iterator[None]:
         steps = _steps_in(chosen.parent) if named else {}
         if named and (older := [step for step in steps if step < int(named[1])]):
             error.hint = error.hint or f"copy it again, or resume from the one before it: --load {steps[max(older)]}"
-        error.hint = error.hint or "copy it again; there is none before it here: a run without --load starts anew"
+        error.hint = error.hint or "copy it again; there is none before it here: a run without --load starts at step 0"
         raise
 
 

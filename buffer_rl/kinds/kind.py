@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, TypeVar
 Power = TypeVar("Power")
 
 
-def offers(built: object, power: Callable[..., Power]) -> TypeGuard[Power]:
+def implements(built: object, power: Callable[..., Power]) -> TypeGuard[Power]:
     """Whether an object of a constructed kind has all methods and attributes of the Protocol ``power``.
 
     From Python 3.12 on, ``isinstance`` does not see what an object gets by ``__getattr__``, which a guarded one does.
@@ -19,7 +19,7 @@ def offers(built: object, power: Callable[..., Power]) -> TypeGuard[Power]:
 
 
 def absent_of(built: object, power: Any) -> list[str]:
-    """The names that ``offers`` does not find."""
+    """The names that ``implements`` does not find."""
     return [name for name in vars(power) if not name.startswith("_") and not hasattr(built, name)]
 
 

@@ -35,8 +35,8 @@ PRIOR = 0.3
 """Standard deviation of the share of a first term, before any value is seen."""
 STEP_SHARE, FIXED_SHARE = 0.5, 0.0
 """Shares that are expected: of what a decoding step takes whatever its batch, and of the fixed part of an update."""
-TOLD = 0.7
-"""By how much the values of a run must narrow a share, to be said to tell it."""
+DETERMINED = 0.7
+"""By how much the values of a run must narrow a share, for it to count as determined."""
 LEAST_NOISE = 1e-4
 """Relative to the mean value."""
 OUTLIER = 4.0
@@ -178,13 +178,13 @@ def _step(seconds: float, found: Mapping[str, float], shape: Shape) -> Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """``a * x + b * y`` near each value. residual: the median of the relative errors. is_told: whether the values tell
-    the two terms apart."""
+    """``a * x + b * y`` near each value. residual: the median of the relative errors. is_determined: whether
+    the values tell the two terms apart."""
 
     a: float
     b: float
     residual: float
-    is_told: bool
+    is_determined: bool
 
 
 def least_squares(rows: Sequence[tuple[float, float]], values: Sequence[float], share: float) -> Fit:
@@ -196,7 +196,7 @@ def least_squares(rows: Sequence[tuple[float, float]], values: Sequence[float], 
     given, wanted = np.asarray(rows, dtype=float), np.asarray(values, dtype=float)
     middle = float(np.mean(wanted))
     if middle <= 0:
-        return Fit(a=0.0, b=0.0, residual=0.0, is_told=False)
+        return Fit(a=0.0, b=0.0, residual=0.0, is_determined=False)
     chosen = np.ones(len(wanted), dtype=bool)
     for _ in range(2):
         free = given @ np.linalg.lstsq(given[chosen], wanted[chosen], rcond=None)[0]
@@ -208,7 +208,7 @@ def least_squares(rows: Sequence[tuple[float, float]], values: Sequence[float], 
         chosen = errors <= max(OUTLIER * float(np.median(errors)), LEAST_NOISE * middle)
     spread = float(np.sqrt((prior @ np.linalg.pinv(system.T @ system) @ prior.T)[0, 0]))  # 1: as wide as before
     residual = float(np.median(errors / np.maximum(wanted, LEAST_NOISE * middle)))
-    return Fit(a=float(found[0]), b=float(found[1]), residual=residual, is_told=spread < TOLD)
+    return Fit(a=float(found[0]), b=float(found[1]), residual=residual, is_determined=spread < DETERMINED)
 
 
 def _non_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -231,7 +231,7 @@ def _generation(
     depths = [step.longest * _rounds(step.dropped, shape.groups) for step in steps]
     fit = least_squares(list(zip(depths, shares, strict=True)), spent, STEP_SHARE)
     residuals["generation"] = fit.residual
-    if not fit.is_told:
+    if not fit.is_determined:
         what = "what a decoding step takes whatever its batch"
         unknown.append(f"{what}: noise leaves it open, and half of generation is expected")
     scores = [step.times.get("reward", 0.0) / (shape.groups + step.dropped) for step in steps]
@@ -253,7 +253,7 @@ def _training(
     shares = [step.tokens / shape.ranks for step in steps]
     fit = least_squares([(1.0, share) for share in shares], [step.times["update"] for step in steps], FIXED_SHARE)
     residuals["update"] = fit.residual
-    if not fit.is_told:
+    if not fit.is_determined:
         unknown.append("a fixed part of an update: noise leaves it open, and all in proportion to tokens is expected")
     forward = median(seconds) / fmean(shares) if seconds else 0.0
     if seconds:

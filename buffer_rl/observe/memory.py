@@ -22,7 +22,7 @@ class PeakMemory:
         self._folder = folder
 
     def take(self, device: Any = None) -> dict[str, float]:
-        """The peaks in GB (10^9 bytes) by kind, ``host`` and ``device``; both are counted anew from now. A system
+        """The peaks in GB (10^9 bytes) by kind, ``host`` and ``device``; both are counted from now on. A system
         without procfs has no ``host``. Where the kernel refuses to set the mark back, it is that of the whole process.
 
         device: ``torch.cuda``, or what has its ``max_memory_allocated`` and ``reset_peak_memory_stats``; None without

@@ -159,7 +159,7 @@ def _keep_one_of_each_group(
         if (group := declared(field, "one_of")) and values.get(name) not in (None, []):
             groups.setdefault(group, []).append(name)
 
-    def told(name: str) -> str:
+    def described(name: str) -> str:
         return f"{flag_of(name)} {mask_secrets(values[name], name)} ({origins[name]})"
 
     notices, errors = [], []
@@ -168,10 +168,10 @@ def _keep_one_of_each_group(
         kept = [name for name in given if ranks[name] == strongest]
         rivals = [name for name in kept if known[name].default or str(values[name]) != str(known[name].default)]
         if len(rivals) > 1:
-            what = f"these options exclude each other: {' and '.join(map(told, rivals))}"
+            what = f"these options exclude each other: {' and '.join(map(described, rivals))}"
             errors.append(ConfigError(what, hint="keep one of them"))
         for name in [name for name in given if name not in kept]:
-            notices.append(f"{told((rivals or kept)[0])} replaces {told(name)}")
+            notices.append(f"{described((rivals or kept)[0])} replaces {described(name)}")
             del values[name]
             origins[name] = Origin(source=Source.DEFAULT)
     return notices, errors

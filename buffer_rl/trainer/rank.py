@@ -26,7 +26,7 @@ from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
-from buffer_rl.kinds.kind import offers
+from buffer_rl.kinds.kind import implements
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import (
@@ -362,7 +362,7 @@ class TrainRank(Member):
     @dispatch(collect=lambda _, answers: all(answers))
     def is_saved(self) -> bool:
         """Whether what ``save`` began is written. Raises CheckpointError if it cannot be."""
-        return self._trainer.is_saved() if offers(self._trainer, SavesLater) else True
+        return self._trainer.is_saved() if implements(self._trainer, SavesLater) else True
 
     def load(self, path: str) -> None:
         """The inverse of ``save``."""
@@ -408,14 +408,14 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             expected="--train-backend torch, or a class that is derived from its",
             hint="take --fsdp-size out",
         )
-    if args.lora_rank and not (offers(built, TrainsAdapters) and built.trains_adapters):
+    if args.lora_rank and not (implements(built, TrainsAdapters) and built.trains_adapters):
         raise ConfigError(
             f"the trainer {name!r} trains all weights",
             where="--lora-rank",
             expected="--train-backend torch, or a class that is derived from its",
             hint="take --lora-rank out",
         )
-    replays = offers(built, ReplaysExperts) and built.replays_experts
+    replays = implements(built, ReplaysExperts) and built.replays_experts
     if args.replay_routed_experts and not objective.critic and not replays:
         raise ConfigError(
             f"the trainer {name!r} sends tokens to the experts that its own routers choose",
@@ -424,7 +424,7 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
             "buffer_rl.kinds.trainer.ReplaysExperts)",
             hint="take --replay-routed-experts out",
         )
-    if objective.critic and not offers(built, HasValues):
+    if objective.critic and not implements(built, HasValues):
         what = f"the trainer {name!r} has no value model"
         where = "--train-backend and --advantage-estimator"
         hint = "an advantage estimator without a critic, such as grpo"

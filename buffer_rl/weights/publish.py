@@ -35,7 +35,7 @@ from buffer_rl.engines.client import GenerateResult, parse_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.errors import BufferRLError, EngineError, WorkerDiedError
 from buffer_rl.kinds.engine import Releases, Stages, WeightTransport
-from buffer_rl.kinds.kind import offers
+from buffer_rl.kinds.kind import implements
 from buffer_rl.plan.algorithm import is_supervised
 from buffer_rl.weights.sender import Senders
 
@@ -116,7 +116,7 @@ class Publisher:
             if self._is_held:
                 with contextlib.suppress(WorkerDiedError):  # the worker in its place sends anyway
                     self.unhold()
-        if offers(self.transport, Releases):
+        if implements(self.transport, Releases):
             self.transport.release(version)
         metrics = self._metrics(started) | dict(self.measure())
         if self.follow is not None:
@@ -237,7 +237,7 @@ class Publisher:
     def _stage(self, version: int) -> None:
         """Have the engines prepare the version while they generate, if all of them can, and what it is takes the place
         of what they serve: adapters are loaded beside it."""
-        if getattr(self.transport, "keeps_requests", False) or not offers(self.transport, Stages):
+        if getattr(self.transport, "keeps_requests", False) or not implements(self.transport, Stages):
             return
         infos = self.engines.server_info()
         if all(info.prepares_weights for info in infos.values()):
@@ -245,7 +245,7 @@ class Publisher:
             self._staged = frozenset(infos)
 
     def _update(self, version: int) -> None:
-        if self._staged and self._staged.issuperset(self.engines.targets()) and offers(self.transport, Stages):
+        if self._staged and self._staged.issuperset(self.engines.targets()) and implements(self.transport, Stages):
             self.transport.swap(version)
             return
         if not self.transport.staged:

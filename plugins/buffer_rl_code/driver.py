@@ -45,7 +45,7 @@ def answer_calls(out: int, task: dict[str, Any]) -> None:
     try:
         exec(compile(task["code"], "candidate.py", "exec"), names)
     except BaseException as error:
-        say(out, task["nonce"], json.dumps({"error": told(error)}))
+        say(out, task["nonce"], json.dumps({"error": error_text(error)}))
         return
     for call in task["calls"]:
         try:
@@ -54,7 +54,7 @@ def answer_calls(out: int, task: dict[str, Any]) -> None:
             answer = {"value": packed(names[call["fn"]](*args, **kwargs))}
             text = json.dumps(answer)
         except BaseException as error:
-            text = json.dumps({"error": told(error)})
+            text = json.dumps({"error": error_text(error)})
         say(out, task["nonce"], text[: task["limit"]])
 
 
@@ -115,7 +115,7 @@ def names_of(module: str) -> dict[str, Any]:
     return found.__dict__
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import field_validator
 
 from buffer_rl.errors import ConfigError
-from buffer_rl.kinds.kind import offers
+from buffer_rl.kinds.kind import implements
 from buffer_rl.options.checks import refuse
 from buffer_rl.options.redaction import holds_credentials
 from buffer_rl.options.section import Section, option
@@ -89,7 +89,7 @@ def sandbox_of(args: CodeArgs) -> Sandbox:
     found = _class_of(shipped, tuple(args.plugin))
     made = found(args) if callable(found) else found
     expected = f"a class, called with args, whose objects have {' and '.join(METHODS)}"
-    if not offers(made, Sandbox):
+    if not implements(made, Sandbox):
         raise ConfigError(f"{reference} is no sandbox", where="--code-sandbox", expected=expected)
     return made
 

@@ -94,7 +94,7 @@ class ServiceClient:
     async def _call(self, method: str, path: str, payload: Any, timeout_s: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        is_told = False
+        is_logged = False
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -113,8 +113,8 @@ class ServiceClient:
                 what = f"the call was not done within {timeout_s:g} s: {why}"
                 hint = "is it running? python -m buffer_rl_rollout_service --help"
                 raise DeadlineError(what, where=place, hint=hint) from problem
-            if not is_told:
-                is_told = True
+            if not is_logged:
+                is_logged = True
                 _log.warning("%s: %s; it is tried again for up to %.1f s", place, why, deadline - loop.time())
             await asyncio.sleep(RETRY_S)
 

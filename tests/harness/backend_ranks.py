@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from buffer_rl.cluster.process import reserved_port
 from buffer_rl.errors import CheckpointError, NonFiniteError
-from buffer_rl.kinds.kind import offers
+from buffer_rl.kinds.kind import implements
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.kinds.trainer import SavesLater, Sleeps
 from buffer_rl.plugin.registry import PluginRegistry
@@ -71,12 +71,12 @@ def train(
     accounts = [take_step(trainer, objective, deals) for deals in steps[:-1]]
     trainer.save(str(folder))
     deadline = time.monotonic() + DEADLINE_S
-    while offers(trainer, SavesLater) and not trainer.is_saved():
+    while implements(trainer, SavesLater) and not trainer.is_saved():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     dist.barrier()
     resumed.load(str(folder))
-    if offers(trainer, Sleeps):
+    if implements(trainer, Sleeps):
         trainer.sleep()
         trainer.wake_up()
     accounts.append(take_step(trainer, objective, steps[-1]))

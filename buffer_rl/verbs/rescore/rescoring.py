@@ -84,7 +84,7 @@ class Rescored:
 
 
 async def rescore(args: Args, registry: PluginRegistry, steps: Iterable[RecordedStep]) -> list[Rescored]:
-    """Score all groups anew. args: the run's options, with the other reward. Raises ConfigError, PluginError and
+    """Score all groups again. args: the run's options, with the other reward. Raises ConfigError, PluginError and
     DataError for a reward that cannot be used at all; what it raises for a sample is counted."""
     scorer, converter = Scorer(args, registry), GroupConverter.from_args(args, registry)
     dynamic_filter = UserFunction.named(registry, "filter", args.dynamic_sampling_filter_path)

@@ -84,8 +84,8 @@ class GroupLife:
 
     def facts(self) -> dict[str, Any]:
         """As JSON values, with the sentences."""
-        told, missing = sentences(self), not_recorded(self)
-        return {**asdict(self), "uid": str(self.uid), "sentences": told, "not_recorded": missing}
+        lines, missing = sentences(self), not_recorded(self)
+        return {**asdict(self), "uid": str(self.uid), "sentences": lines, "not_recorded": missing}
 
 
 def group_life(records: RunRecords, uid: GroupUid) -> GroupLife:
@@ -217,16 +217,16 @@ def nearest(uids: Sequence[GroupUid], text: str, count: int = 3) -> list[GroupUi
 
 def sentences(life: GroupLife) -> list[str]:
     """The life as plain sentences, the oldest first."""
-    told = [_origin(life), *(_attempt(attempt, life) for attempt in life.attempts), *map(_later, life.later)]
+    lines = [_origin(life), *(_attempt(attempt, life) for attempt in life.attempts), *map(_later, life.later)]
     if life.failures:
         counted = ", ".join(f"{count} {domain}" for domain, count in life.failures.items())
-        told.append(f"Failed attempts at it, by domain: {counted}.")
+        lines.append(f"Failed attempts at it, by domain: {counted}.")
     if life.error:
-        told.append(f"The error: {life.error.splitlines()[0]}")
-    told += [_samples(life.record, life.reward_key, "Its samples")] if life.record is not None else []
-    told += [_samples(r, life.reward_key, f"Evaluated with version {r.rollout_id}") for r in life.evaluations]
-    told += _verdict(life)
-    return [sentence for sentence in told if sentence]
+        lines.append(f"The error: {life.error.splitlines()[0]}")
+    lines += [_samples(life.record, life.reward_key, "Its samples")] if life.record is not None else []
+    lines += [_samples(r, life.reward_key, f"Evaluated with version {r.rollout_id}") for r in life.evaluations]
+    lines += _verdict(life)
+    return [sentence for sentence in lines if sentence]
 
 
 def _origin(life: GroupLife) -> str:
@@ -300,21 +300,21 @@ def _verdict(life: GroupLife) -> list[str]:
     """Where it is now, unless what happened last says it."""
     if life.kind == "evaluation":
         return []
-    told = []
+    lines = []
     if life.replaced_by:
         one_of = "one of " * (len(life.replaced_by) > 1)
-        told.append(f"In its place the ticket leased {one_of}{', '.join(life.replaced_by)}.")
+        lines.append(f"In its place the ticket leased {one_of}{', '.join(life.replaced_by)}.")
     if not life.attempts:
         return ["It was never leased: no rollout has needed it yet."]
     if life.kind == "foreign" and life.state == GroupState.PENDING:
-        return [*told, "It was lost before its step, or not needed, and no queue has it: it may be imported again."]
+        return [*lines, "It was lost before its step, or not needed, and no queue has it: it may be imported again."]
     if life.state == GroupState.FINISHED and life.later and life.later[-1].after is GroupState.FINISHED:
-        told.append("It is selected, and the step has not committed it.")
+        lines.append("It is selected, and the step has not committed it.")
     elif life.state in _NOW:
-        told.append(_NOW[GroupState(life.state)])
+        lines.append(_NOW[GroupState(life.state)])
     if life.state in _NOW and not life.at_work:
-        told.append("No process of this machine writes the ledger: the run has ended, or is on another machine.")
-    return told
+        lines.append("No process of this machine writes the ledger: the run has ended, or is on another machine.")
+    return lines
 
 
 def not_recorded(life: GroupLife) -> list[str]:

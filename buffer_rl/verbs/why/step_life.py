@@ -126,25 +126,25 @@ def engine_changes(lines: Sequence[str], start: float, end: float) -> list[str]:
 
 def sentences(life: StepLife) -> list[str]:
     """The step as plain sentences."""
-    told = []
+    lines = []
     if life.seconds is not None and life.phases:
         parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in life.phases.items())
         slowest = max(life.phases, key=lambda name: life.phases[name])
         share = life.phases[slowest] / max(sum(life.phases.values()), 1e-9)
-        told.append(f"It took {life.seconds:.3f} s: {parts}. The longest phase was {slowest}, {share:.0%}.")
-    told += [_waited(role, waits) for role, waits in life.waits.items() if any(waits.values())]
-    told.append(_groups(life))
+        lines.append(f"It took {life.seconds:.3f} s: {parts}. The longest phase was {slowest}, {share:.0%}.")
+    lines += [_waited(role, waits) for role, waits in life.waits.items() if any(waits.values())]
+    lines.append(_groups(life))
     if life.leased:
         work = f"; in work: {life.in_work}" if life.in_work else ""
-        told.append(f"The ticket train_{life.step} leased {life.leased} groups, {life.requeued} went back{work}.")
+        lines.append(f"The ticket train_{life.step} leased {life.leased} groups, {life.requeued} went back{work}.")
     if life.dropped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in life.dropped.items())
-        told.append(f"Dropped: {reasons}.")
+        lines.append(f"Dropped: {reasons}.")
     if life.failures:
         counted = ", ".join(f"{name} {value:g}" for name, value in life.failures.items())
-        told.append(f"Failures: {counted}.")
-    told += [f"Began again, or changed: {line}." for line in life.restarts]
-    return told
+        lines.append(f"Failures: {counted}.")
+    lines += [f"Began again, or changed: {line}." for line in life.restarts]
+    return lines
 
 
 def _waited(role: str, waits: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""What an object of a plugin offers beyond what its kind must have."""
+"""What an object of a plugin implements beyond what its kind must have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import buffer_rl.kinds
 from buffer_rl.errors import TrainError
-from buffer_rl.kinds.kind import absent_of, offers
+from buffer_rl.kinds.kind import absent_of, implements
 from buffer_rl.kinds.trainer import SavesLater, Sleeps
 from buffer_rl.plugin.calls import Guarded
 
@@ -22,9 +22,9 @@ class Saves:
 
 def test_a_guarded_object_offers_what_its_own_does() -> None:
     guarded = Guarded("trainer", "mine:Saves", Saves(), TrainError, ())
-    assert offers(guarded, SavesLater)
+    assert implements(guarded, SavesLater)
     assert guarded.is_saved()
-    assert not offers(guarded, Sleeps)
+    assert not implements(guarded, Sleeps)
     assert absent_of(Saves, Sleeps) == ["sleep", "wake_up"]
 
 

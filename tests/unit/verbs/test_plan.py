@@ -150,7 +150,7 @@ def test_one_step_far_from_the_others_does_not_change_a_fit() -> None:
     found = least_squares(rows, values, 0.5)
     assert (found.a, found.b) == pytest.approx((2.0, 3.0), rel=1e-4)
     assert found.residual == pytest.approx(0.0, abs=1e-4)
-    assert found.is_told
+    assert found.is_determined
 
 
 def test_noise_leaves_a_share_that_rows_hardly_tell_near_what_is_expected() -> None:
@@ -162,7 +162,7 @@ def test_noise_leaves_a_share_that_rows_hardly_tell_near_what_is_expected() -> N
         found = least_squares(rows, values, 0.5)
         assert 0.3 < found.a < 0.7
         assert found.a + found.b == pytest.approx(1.0, abs=0.1)
-        assert not found.is_told
+        assert not found.is_determined
 
 
 def test_roles_with_processes_of_their_own_are_named_as_left_out(tmp_path: Path) -> None:
