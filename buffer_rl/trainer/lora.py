@@ -53,7 +53,9 @@ def add_adapters(module: PreTrainedModel, args: Args) -> dict[str, torch.Tensor]
     Raises ConfigError for modules that are not there or that cannot have one alone (tied embeddings), for experts,
     whose matrices are no linear layers, under ``all-linear``, and for an adapter of another kind, rank or base."""
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners import tuners_utils
 
+    tuners_utils._torch_supports_distributed = False  # else, of a base in several copies, it takes a part for the whole
     targets: Any = ALL_LINEAR if args.target_modules == [ALL_LINEAR] else args.target_modules
     saved: dict[str, torch.Tensor] = {}
     if args.lora_adapter_path is not None:

@@ -148,21 +148,25 @@ def test_a_checkpoint_has_the_adapters_alone_and_belongs_to_its_base(model: str,
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_processes")
-def test_two_ranks_have_the_adapters_of_one_whether_their_base_is_split_or_not(model: str, tmp_path: Path) -> None:
+def test_ranks_have_the_adapters_of_one_whether_their_base_is_split_or_not(model: str, tmp_path: Path) -> None:
+    """Four ranks have two copies of the base."""
     args = options(model, **LARGE_EPS)
     split = args.model_copy(update={"fsdp_size": 2})
     half = [each.model_copy(update={"bf16": True}) for each in (args, split)]
     found: dict[int, list[list[Any]]] = {}
-    for deals, jobs in ([(0, 1, 2)], [args, half[0]]), ([(0, 1), (2,)], [args, split, half[1]]):
+    two, four = ([(0, 1), (2,)], [args, split, half[1]]), ([(0,), (1,), (2,), ()], [split])
+    for deals, jobs in ([(0, 1, 2)], [args, half[0]]), two, four:
         steps = [[[groups_of(recorded_rows(number, 3), *ranks) for ranks in deals]] for number in range(4)]
         job = tmp_path / f"job_{len(deals)}"
         job.write_bytes(pickle.dumps([("torch", each, steps) for each in jobs]))
         found[len(deals)] = [list(ranks) for ranks in zip(*run_ranks(len(deals), job), strict=True)]
-    ((alone,), (half_alone,)), ranks = found[1], found[2]
-    for (first, second), expected, limit in zip(ranks, (alone, alone, half_alone), (1e-6, 1e-6, 1e-3), strict=True):
-        assert largest_difference(first["weights"], second["weights"]) == 0
-        assert largest_difference(first["weights"], expected["weights"]) <= limit
-        assert largest_difference(first["resumed"], first["weights"]) == 0
+    ((alone,), (half_alone,)), several = found[1], [*found[2], *found[4]]
+    limits = 1e-6, 1e-6, 1e-3, 1e-6
+    for ranks, expected, limit in zip(several, (alone, alone, half_alone, alone), limits, strict=True):
+        for rank in ranks:
+            assert largest_difference(rank["weights"], ranks[0]["weights"]) == 0
+            assert largest_difference(rank["resumed"], rank["weights"]) == 0
+        assert largest_difference(ranks[0]["weights"], expected["weights"]) <= limit
 
 
 def test_experts_and_tied_embeddings_have_no_adapters(model: str, tmp_path: Path) -> None:
