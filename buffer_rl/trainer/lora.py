@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from buffer_rl.args import Args
 
 ALL_LINEAR = "all-linear"
-PART = ".lora_"
-"""What the names of adapters' weights have, and no others."""
+PART = ".default.weight"
+"""What the names of adapters' weights have, and no others; those of embeddings, which are no linear layers, do not."""
 _BASE = ".base_layer."
 _END = 1024
 _PEFT = "base_model.model."
@@ -76,7 +76,7 @@ def add_adapters(module: PreTrainedModel, args: Args) -> dict[str, torch.Tensor]
         if PART in name:
             weight.data = weight.data.float()
         if weight.requires_grad != (PART in name):
-            raise ConfigError(f"{name} would {'' if weight.requires_grad else 'not '}be trained", where="--lora-rank")
+            raise ConfigError(f"{name} is not of a linear layer", where="--target-modules", expected="linear layers")
     return _copied(module, saved, str(args.lora_adapter_path)) if saved else {}
 
 

@@ -176,9 +176,11 @@ def test_experts_and_tied_embeddings_have_no_adapters(model: str, tmp_path: Path
     attention = make_trainer(options(mixture, target_modules=["q_proj", "v_proj"]))
     names = [name for name, weight in attention._actor.named_parameters() if weight.requires_grad]
     assert len(names) == 2 * 2 * 2
-    for target, words in ("embed_tokens", "embed_tokens is tied"), ("nowhere", "(?i)target"):
+    untied = make_tiny_model(tmp_path / "untied", architecture="llama", characters="abcd=")
+    tied, embedding = (model, "embed_tokens is tied"), (untied, r"embed_tokens.lora_embedding_A.* is not of a linear")
+    for (folder, words), target in (tied, "embed_tokens"), (embedding, "embed_tokens"), ((model, "(?i)target"), "nowhere"):
         with pytest.raises(ConfigError, match=words):
-            make_trainer(options(model, target_modules=[target]))
+            make_trainer(options(folder, target_modules=[target]))
 
 
 def whole_trainer(args: Any, rank: int, world_size: int, objective: Objective) -> TorchTrainer:
