@@ -196,12 +196,12 @@ class MergedChange:
         for name, layer in layers_with_adapter(module).items():
             weight, delta = whole(layer.base_layer.weight).float(), _delta(layer)
             now = (weight + delta).to(rounded)
-            before = weight + self._before[name][1] @ self._before[name][0] if name in self._before else weight
+            before = weight + self._before[name][0] @ self._before[name][1] if name in self._before else weight
             equal += int((now == before.to(rounded)).sum())
             total += now.numel()
             own = layer.active_adapters[0]
-            down, up = layer.lora_A[own].weight, layer.lora_B[own].weight
-            self._before[name] = (down.detach().clone(), layer.scaling[own] * up.detach())
+            down, up = layer.lora_A[own].weight.clone(), layer.scaling[own] * layer.lora_B[own].weight
+            self._before[name] = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
         return equal / total
 
 

@@ -251,8 +251,14 @@ def test_adapters_alone_are_written_and_the_policy_without_them_is_the_base(mode
         assert apart(own, base) > 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_share_that_rounding_leaves_unchanged_is_that_of_the_merged_weights(model: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "qwen2"), (torch.bfloat16, "qwen2"), (torch.float32, "gpt2")]
+)
+def test_the_share_that_rounding_leaves_unchanged_is_that_of_the_merged_weights(
+    tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
+    """The matrices of a GPT-2 have a row an input."""
+    model = make_tiny_model(tmp_path / "model", "qwen2", characters="abcd=", init_scale=0.2, model_type=kind)
     trainer = after(0, options(model, lr=1e-4, engine_dtype=str(dtype).removeprefix("torch.")))
 
     def merged() -> dict[str, torch.Tensor]:
