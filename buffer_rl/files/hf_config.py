@@ -53,8 +53,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """``max_position_embeddings`` of the language model; None where it states none."""
-    return _length(text_config(config).get("max_position_embeddings"))
+    """``max_position_embeddings`` of the language model, or GPT-2's ``n_positions``; None where it states none."""
+    text = text_config(config)
+    return _length(text.get("max_position_embeddings", text.get("n_positions")))
 
 
 def vocab_size(config: Mapping[str, Any]) -> int | None:

@@ -126,7 +126,7 @@ class AdapterCheck(LogProbCheck):
     ) -> Self:
         """With the run's tolerance."""
         config = text_config(read_config("--hf-checkpoint", required(args.hf_checkpoint, "hf_checkpoint")))
-        allowed = tolerance(args.engine_dtype, int(config["num_hidden_layers"]))
+        allowed = tolerance(args.engine_dtype, int(config.get("num_hidden_layers") or config["n_layer"]))
         if args.max_logprob_diff is not None:
             allowed = min(allowed, args.max_logprob_diff)
         temperature = check_temperature(args)

@@ -53,4 +53,5 @@ def test_other_kinds_of_rope_have_no_such_limit(kind):
 def test_the_longest_sequence_is_that_of_the_text_part():
     assert max_positions(config()) == 256
     assert max_positions({"model_type": "gemma3", "text_config": config()}) == 256
+    assert max_positions({"model_type": "gpt2", "n_positions": 1024}) == 1024
     assert max_positions({"model_type": "bloom"}) is None

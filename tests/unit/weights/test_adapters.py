@@ -72,6 +72,15 @@ def engines() -> Iterator[Engines]:
         yield [one, other]
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer"])
+def test_the_tolerance_is_of_the_layers_whatever_their_number_is_called(tmp_path: Path, name: str) -> None:
+    """GPT-2 has another name for it. Four times half an epsilon, by a logit of 10, by the root of 16: 80 epsilons."""
+    (tmp_path / "config.json").write_text(f'{{"{name}": 8}}')
+    args: Any = compose(CORE_SECTIONS)(hf_checkpoint=str(tmp_path))
+    unused: Any = None
+    assert AdapterCheck.of(args, unused, unused, unused).max_diff == pytest.approx(80 * 2.0**-23)
+
+
 @pytest.mark.parametrize(("options", "most"), [({}, 2), ({"schedule": "async", "max_staleness": 2}, 4)])
 def test_adapters_that_no_request_can_name_are_unloaded_and_their_folders_removed(
     make_run: Make, engines: Engines, tmp_path: Path, options: dict[str, Any], most: int
