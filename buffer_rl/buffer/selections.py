@@ -424,7 +424,8 @@ def selection_metrics(store: ColumnStore, uids: Iterable[GroupUid], window: Wind
     for uid in uids:
         cells = store[uid].cells
         samples = [row.sample_index for row in store[uid].rows]
-        columns = {name: np.asarray(cells[name].inline) for name in _READ if _is_inline(cells.get(name))}
+        inline = {name: cell.inline for name in _READ if (cell := cells.get(name)) is not None}
+        columns = {name: np.asarray(values) for name, values in inline.items() if values is not None}
         for name in _MEANS.keys() & columns.keys():
             means = sample_means(samples, columns[name].astype(np.float64).tolist())
             values.setdefault(name, []).extend(means)
@@ -453,7 +454,3 @@ def selection_metrics(store: ColumnStore, uids: Iterable[GroupUid], window: Wind
         metrics["production/finished_groups"] = float(window.num_finished)
         metrics["production/passes"] = float(window.num_passed)
     return metrics
-
-
-def _is_inline(cell: Cell | None) -> bool:
-    return cell is not None and cell.inline is not None

@@ -78,7 +78,7 @@ def open_parts(path: str) -> list[OpenPart]:
         paths = files.matches(path)
         if not paths:
             raise DataError("no file matches the pattern", where=mask_url(path))
-    elif files.is_folder(path) and not _is_saved_folder(path):
+    elif files.is_folder(path) and not any(files.exists(files.join(path, name)) for name in (STATE_FILE, SPLITS_FILE)):
         paths = [files.join(path, name) for name in files.list_folder(path) if _is_data(name)]
         if not paths:
             saved = f"a folder that Dataset.save_to_disk wrote (with {STATE_FILE})"
@@ -111,10 +111,6 @@ def _is_pattern(path: str) -> bool:
     if path.startswith(("http://", "https://")) or not any(character in path for character in _MAGIC):
         return False
     return not files.exists(path)
-
-
-def _is_saved_folder(path: str) -> bool:
-    return any(files.exists(files.join(path, name)) for name in (STATE_FILE, SPLITS_FILE))
 
 
 def _is_data(name: str) -> bool:

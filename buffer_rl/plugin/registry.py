@@ -142,7 +142,8 @@ class PluginRegistry:
         """Import a path reference without checking it against any kind. Raises PluginError."""
         if self._entry_points.is_blocked(reference):
             raise plugin_error(None, reference, f"blocked by -p no:{reference}")
-        search = Search(kind=None, shown=reference, folders=self._folders, known=tuple(self._all_names()))
+        known = tuple(sorted({name for kind in KINDS for name in self._candidates(kind)}))
+        search = Search(kind=None, shown=reference, folders=self._folders, known=known)
         if form_of(reference) is Form.NAME and find_module(reference, self._folders) is None:
             raise search.error("no kind has this name", suggestion=nearest(reference, search.known), known=search.known)
         return import_object(search, search.locate(reference))
@@ -194,9 +195,6 @@ class PluginRegistry:
         for (resolved_kind, _), adapter in self._resolved.items():
             if resolved_kind == kind:
                 yield PluginInfo.of(adapter.origin, loaded=True)
-
-    def _all_names(self) -> list[str]:
-        return sorted({name for kind in KINDS for name in self._candidates(kind)})
 
     def _load(self, row: PluginKind, reference: object, origin: Origin) -> object:
         if not isinstance(reference, str):

@@ -348,14 +348,10 @@ def _loss_masks(samples: Sequence[Sample]) -> list[np.ndarray]:
             rows.append(np.full(sample.response_length, not sample.remove_sample, dtype=np.float32))
         else:
             rows.append(_per_token(sample, sample.loss_mask, "loss_mask"))
-    at = next((i for i, mask in enumerate(rows) if not _is_mask(mask)), None)
+    at = next((i for i, mask in enumerate(rows) if not ((mask == 0.0) | (mask == 1.0)).all()), None)
     if at is not None:
         raise _unusable(samples[at], "its loss_mask holds something else", "0 or 1 for each response token")
     return rows
-
-
-def _is_mask(values: np.ndarray) -> bool:
-    return bool(((values == 0.0) | (values == 1.0)).all())
 
 
 def _log_probs(samples: Sequence[Sample], name: str) -> list[np.ndarray]:

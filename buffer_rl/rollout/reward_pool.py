@@ -95,7 +95,8 @@ class RewardPool:
         async with self._free:
             while len(outcomes) < len(samples):
                 if len(lost) >= MAX_LOST_PER_CALL:
-                    outcomes.extend([_skipped_outcome(lost[-1])] * (len(samples) - len(outcomes)))
+                    why = f"not run: {MAX_LOST_PER_CALL} samples of this group already cost a reward process"
+                    outcomes.extend([Outcome(kind=lost[-1], text=why)] * (len(samples) - len(outcomes)))
                     break
                 batch = await self._score_on_one(target, samples[len(outcomes) :])
                 lost += [outcome.kind for outcome in batch if outcome.kind in COSTLY]
@@ -303,7 +304,3 @@ def _read_outcome(answer: dict[str, Any]) -> Outcome:
         more = {name: answer.get(name, "") for name in ("expected", "hint")}
         return Outcome(kind=FailureKind(answer["kind"]), text=answer["error"], **more)
     return Outcome(value=answer["ok"], metadata=answer.get("metadata", ()))
-
-
-def _skipped_outcome(kind: FailureKind | None) -> Outcome:
-    return Outcome(kind=kind, text=f"not run: {MAX_LOST_PER_CALL} samples of this group already cost a reward process")

@@ -176,11 +176,11 @@ def likely_causes(
     limit = required(args.max_logprob_diff, "max_logprob_diff")
     where, ours, theirs = np.concatenate(offsets), np.concatenate(engine), np.concatenate(trainer)
     gaps = _gaps_of(ours, theirs)
-    early = where < FEW_TOKENS
-    late = where >= np.median(where)
+    early, late = where < FEW_TOKENS, where >= np.median(where)
+    truncates = args.rollout_top_p < 1.0 or args.rollout_top_k > 0 or args.rollout_min_p > 0.0
     evidence = {
         "unsampled": bool(np.all(ours[gaps > limit] == 0.0)),
-        "truncated": _truncates(args) and bool(np.all(ours - theirs > -limit / 10)),
+        "truncated": truncates and bool(np.all(ours - theirs > -limit / 10)),
         "prompt": _is_far_only(gaps, early, limit),
         "positions": _is_far_only(gaps, late, limit),
     }
@@ -198,10 +198,6 @@ def _is_far_only(gaps: np.ndarray, part: np.ndarray, limit: float) -> bool:
     inside, outside = gaps[part], gaps[~part]
     enough = min(len(inside), len(outside)) >= FEW_TOKENS
     return bool(enough and inside.mean() > limit and outside.mean() < limit / 10)
-
-
-def _truncates(args: Args) -> bool:
-    return bool(args.rollout_top_p < 1.0 or args.rollout_top_k > 0 or args.rollout_min_p > 0.0)
 
 
 def _too_far(args: Args, gap: LogProbGap, rows: Sequence[_Row], where: str) -> TrainError:
