@@ -31,7 +31,9 @@ from buffer_rl.driver.runtime import LocalTarget, Target
 from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
 from buffer_rl.files.checkpoint import Checkpoint, opened_checkpoint
+from buffer_rl.observe.metrics import METRICS_FILE
 from buffer_rl.observe.observer import RunObserver, set_aside_other_run
+from buffer_rl.observe.run_folder import records_in
 from buffer_rl.observe.startup import StartUp
 from buffer_rl.plan.schedule import RunResult
 from buffer_rl.plugin.registry import PluginRegistry
@@ -67,15 +69,17 @@ class RunSession:
             resumed = resume_notices(loaded.facts, loaded.step, args)
             for line in (*changed_plugins(loaded.facts, provenance), *resumed):
                 self.observer.notice(line)
-        self._first_step = loaded.step if loaded else 0
+        before = records_in(args.run_dir, METRICS_FILE)  # of this run's earlier parts, if they were in the folder
+        self.observer.evaluated = max((line["step"] for line in before if line["kind"] == "eval"), default=-1)
+        self._first_step = loaded.step if loaded and not before else 0
         self._code = collect_user_code(args, registry) if ships_code(args) else None
         self.args = args
         self._stack = stack
         self._is_connected = False
 
     def owes_evaluation(self, start: Checkpoint | None) -> bool:
-        """Whether a death came between the save of ``start``, which this run wrote, and the evaluation that follows, or
-        a signal before it."""
+        """Whether a death or an error came between the save of ``start``, which this run wrote, and the end of the
+        evaluation that follows, or a signal before it."""
         if start is None or start.step <= self.observer.evaluated:
             return False
         return start.step > self._first_step or bool(start.facts.get(OWES_EVALUATION))

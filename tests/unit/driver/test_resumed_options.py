@@ -167,3 +167,20 @@ def test_an_evaluation_is_owed_to_weights_that_a_death_or_a_signal_left_without_
         assert [session.owes_evaluation(start) for start in starts] == [False, False, True, True, True]
         session.observer.evaluation(5, {})
         assert [session.owes_evaluation(start) for start in starts] == [False, False, False, False, True]
+
+
+def test_an_evaluation_is_owed_to_a_checkpoint_whose_run_was_killed_or_failed_in_it(tmp_path: Path) -> None:
+    """No signal is noted in it, so the run's own metrics tell."""
+    args, registry, evaluated = options(num_rollout=8, run_dir=str(tmp_path)), PluginRegistry(), [0, 2, 4, 6]
+    owed = []
+    for step in (0, 4, 6):  # three parts: the second is cut off in the evaluation of 6, and the third goes on from it
+        loaded = Checkpoint(folder=tmp_path, step=step, facts={"lineage": owner}) if step else None
+        with ExitStack() as stack:
+            session = RunSession(args, registry, loaded, provenance_of(args, registry), stack)
+            owner = session.lineage
+            owed.append(session.owes_evaluation(loaded))
+            for number in range(step, step + 4):
+                session.observer.step(number, {"train/loss": 0.5})
+                if number + 1 in evaluated and number + 1 <= 4:
+                    session.observer.evaluation(number + 1, {"eval/dev": 1.0})
+    assert owed == [False, False, True]
