@@ -171,11 +171,12 @@ class Driver:
         metrics |= await unbroken(self._train_and_commit(rollout_id, step))
         self._version = self._result.steps = step
         await self._update_reference(step)
-        if self._plan.saves_at(step, stopped_early=False):
-            await self._save(step)
-        self._owes_evaluation |= self._plan.evaluates_at(step)
         if self._plan.schedule.max_staleness:
             metrics |= self._production.report_tickets(rollout_id)
+        if self._plan.saves_at(step, stopped_early=False):
+            self._observer.known(rollout_id, metrics)
+            await self._save(step)
+        self._owes_evaluation |= self._plan.evaluates_at(step)
         try:
             if publishes := await self._may_publish(step):
                 metrics |= await unbroken(self._publish_and_release(step))

@@ -77,6 +77,7 @@ class RunObserver:
         self._trace = TraceFile(run_dir, resume_step=resume_step) if args.trace else None
         self._spans: dict[str, list[WorkSpan]] = {}  # of the steps that are not logged yet
         self._under_way: Spans = {}
+        self._known: Mapping[str, float] = {}  # what is logged of the step under way
         self._overlap = Overlap.of_options(args.schedule, args.stream_gradients, Schedule.of(args).max_staleness)
         self._startup = startup or StartUp()
         title = f"buffer-rl · {Path(run_dir).name}"
@@ -121,7 +122,7 @@ class RunObserver:
         self._dump = SampleDump(self._run_dir, resume_step=before)
         if self._trace is not None:
             self._trace.went_back(before)
-        self._spans, self._under_way = {}, {}
+        self._spans, self._under_way, self._known = {}, {}, {}
         self._progress.went_back(max(0, before))
         self._incidents.went_back(max(0, before))
 
@@ -162,13 +163,19 @@ class RunObserver:
         """What has begun and not ended, by role, until now: counted in the next ``step``, and again as ``worked``."""
         self._under_way = spans
 
+    def known(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What is known of ``step`` before its checkpoint is written: a run that goes on from it lacks no step then."""
+        self._known = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+        self._metrics.log(self._known, step)
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rollout ``step`` was trained on and published: all metrics of the step."""
         begun = {role: [*self._spans.get(role, ()), *members] for role, members in self._under_way.items()}
         spans = {**self._spans, **begun}
         metrics = {**metrics, **step_metrics(spans, step, self._overlap)}
         self._spans, self._under_way = spans_after(self._spans, step, self._overlap), {}
-        self._metrics.log(metrics, step)
+        self._metrics.log({name: value for name, value in metrics.items() if name not in self._known}, step)
+        self._known = {}
         self._progress.step(metrics, step)
         self._say(self._incidents.step(step, metrics))
 

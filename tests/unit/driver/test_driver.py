@@ -66,6 +66,7 @@ class Recorder:
         self.spans: list[tuple[str, WorkSpan]] = []
         self.said: list[str] = []
         self.phases: list[str] = []
+        self.told: dict[int, dict[str, float]] = {}
 
     def phase(self, name: str) -> None:
         self.phases.append(name)
@@ -91,6 +92,9 @@ class Recorder:
 
     def trained(self, rollout_id: int, step: int, metrics: Mapping[str, float]) -> None:
         self.notices.append(("trained", step))
+
+    def known(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.told[step] = dict(metrics)
 
     def published(self, version: int, metrics: Mapping[str, float]) -> None:
         self.notices.append(("published", version))
@@ -190,6 +194,27 @@ def test_a_checkpoint_holds_its_groups_as_trained_and_is_written_before_the_publ
     assert [entry.state for entry in saved.values()] == ["trained"] * 4
     assert world.saves.saved[2]["queue"] == []
     assert world.saves.saved[2]["version"] == 1  # version 2 is not published yet
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_all_metrics_of_a_step_but_its_times_are_told_before_its_checkpoint(tmp_path: Path, lag: int) -> None:
+    """A run that is killed after the checkpoint goes on with the next step."""
+    schedule = Schedule(mode=Mode.ONE_STEP_OFF if lag else Mode.LOCKSTEP, target=lag, max_staleness=lag)
+    world = World(tmp_path, schedule=schedule)
+    told: dict[int, Mapping[str, float]] = {}
+
+    class NotedSaves(Saves):
+        def save(self, step: int, owes_evaluation: bool) -> None:
+            told[step] = world.recorder.told.get(step - 1, {})
+            super().save(step, owes_evaluation)
+
+    world.roles["save"] = world.saves = NotedSaves(world.state)
+    world.driver(replace(PLAN, schedule=schedule)).run()
+    assert list(told) == [2, 3]
+    for step, metrics in told.items():
+        every = world.recorder.metrics[step - 1]
+        assert metrics["rollout/num_groups"] == 2
+        assert {name: metrics.get(name) for name in every if not name.startswith("perf/")}.items() <= metrics.items()
 
 
 class FakeReference:

@@ -101,6 +101,21 @@ def test_a_run_that_failed_leaves_its_trace(tmp_path: Path) -> None:
     assert (tmp_path / TRACE_FILE).read_text().endswith("\n]\n")
 
 
+def test_a_step_that_is_saved_has_metrics_before_it_ends_and_each_of_them_once(tmp_path: Path) -> None:
+    of_step = {"rollout/raw_reward": 2.0, "train/loss": 0.5, "perf/reward_time": 3.0}
+    first = [{"step": 4, "kind": kind, f"{kind}/{name}": value} for kind, name, value in (
+        ("rollout", "raw_reward", 2.0), ("train", "loss", 0.5),
+    )]  # fmt: skip
+    with observer_of(tmp_path) as observer:
+        observer.known(4, of_step)
+        assert read_metrics(tmp_path) == first
+        observer.step(4, of_step | {"perf/save_time": 1.0})
+        last = {"step": 4, "kind": "perf", "perf/reward_time": 3.0, "perf/save_time": 1.0}
+        assert read_metrics(tmp_path) == [*first, last]
+        observer.step(5, {"train/loss": 0.25})
+    assert read_metrics(tmp_path)[3:] == [{"step": 5, "kind": "train", "train/loss": 0.25}]
+
+
 def test_a_run_that_went_back_has_the_files_of_one_that_did_not(tmp_path: Path) -> None:
     def steps(observer: RunObserver, first: int, start: float) -> None:
         for step in range(first, 3):
