@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,19 +49,21 @@ from harness.processes import holds_within, is_running
 SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
-@pytest.fixture
-def long_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / ("t" * 120)
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return folder
+@pytest.fixture(params=["t" * 120, "ü"])  # Ray encodes the paths of its sockets as ASCII
+def long_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:  # whose path is short
+        folder = Path(parent, request.param)
+        folder.mkdir()
+        monkeypatch.setenv("TMPDIR", str(folder))
+        monkeypatch.delenv("RAY_TMPDIR", raising=False)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield folder
 
 
-def test_sockets_below_a_long_temporary_folder_are_bound_through_a_short_private_path(long_folder: Path) -> None:
+def test_sockets_below_a_long_or_foreign_temporary_folder_have_a_short_private_path(long_folder: Path) -> None:
     with short_temporary_folder():
         short = Path(os.environ["RAY_TMPDIR"])
+        assert str(short).isascii()
         place = short / SOCKET
         place.parent.mkdir(parents=True)
         with socket.socket(socket.AF_UNIX) as server:
