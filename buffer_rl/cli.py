@@ -19,7 +19,7 @@ from typing import Any
 from buffer_rl import __version__
 from buffer_rl.cluster.environment import signals_as_exceptions
 from buffer_rl.cluster.fork_server import fork_server
-from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal, Stopped
+from buffer_rl.errors import BufferRLError, ConfigError, EndedBySignal, Stopped, raised_as
 from buffer_rl.observe.terminal import say
 
 RUNS = ("train", "eval")
@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None, on_error: Callable[[BufferRLError], 
 
 
 def _main(arguments: Sequence[str], began: float, on_error: Callable[[BufferRLError], Any]) -> int:
-    add_working_directory()
     if isinstance(sys.stdout, io.TextIOWrapper):  # no text of data or user code may fail to be shown, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with signals_as_exceptions():
+            add_working_directory()
             return _run(arguments, began)
     except BufferRLError as error:
         on_error(error)
@@ -101,7 +101,8 @@ def add_working_directory() -> None:
 
     A console script does not have it. Appended, never inserted: a file there must not hide an installed module.
     """
-    here = os.getcwd()
+    with raised_as(ConfigError, "there is no working directory any more", OSError, hint="cd to a folder that exists"):
+        here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
 

@@ -262,6 +262,16 @@ def test_the_working_directory_is_appended_once(tmp_path: Path, monkeypatch: pyt
     assert sys.path == ["/first", "/second", str(tmp_path)]
 
 
+def test_a_working_directory_that_was_removed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["--version"]) == 2
+    assert "there is no working directory any more" in capsys.readouterr().err
+
+
 def test_the_process_ends_with_the_status(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text('{"prompt": "a", "label": "b"}\n')
