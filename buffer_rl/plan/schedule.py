@@ -282,6 +282,7 @@ class RunPlan:
     roles: the roles that add fields to each rollout's groups, and those that are trained. Without the latter nothing is
     published, and every rollout comes from the initial weights.
     owes_evaluation: whether a death came between the checkpoint that the run continues from and its evaluation.
+    evaluated: the newest version that the run's metrics have an evaluation of, which is not made again; -1 for none.
     offload_train, offload_rollout: trained roles, or the engines, free their memory while the other side works.
     saves: whether checkpoints are written. async_save: while the run goes on. save_on_exit_s: seconds from a signal
     with a deadline, such as SIGTERM, for the end of the step and its checkpoint.
@@ -303,6 +304,7 @@ class RunPlan:
     eval_interval: int | None = None
     eval_before_train: bool = True
     owes_evaluation: bool = False
+    evaluated: int = -1
     offload_train: bool = False
     offload_rollout: bool = False
     saves: bool = False
@@ -322,7 +324,7 @@ class RunPlan:
 
     def evaluates_at(self, step: int) -> bool:
         """Whether an evaluation follows ``step`` optimizer steps."""
-        if not self.evaluate:
+        if not self.evaluate or step <= self.evaluated:
             return False
         is_due = self.eval_interval is not None and step % self.eval_interval == 0
         if step == self.first_rollout and step < self.num_rollouts:  # the run that saved this step evaluated it

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
+from buffer_rl.observe.metrics import read_metrics
 from harness.faulty_runs import GROUPS, LiveRun, Outcome, make_options, make_task, newest_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -22,7 +23,8 @@ STEPS = 7
 def test_a_lineage_of_killed_runs_ends_as_if_nothing_had_happened(train: Callable[[Any], Any], tmp_path: Path) -> None:
     make_task(tmp_path)
     saves = tmp_path / "cut" / "saves"
-    save = {"save_interval": 1, "save": str(saves)}
+    save: dict[str, Any] = {"save_interval": 1, "save": str(saves), "eval_interval": 1}
+    save |= {"eval_prompt_data": [f"held={tmp_path / 'train.jsonl'}@[0:2]"]}
     for victim, num_ranks in (("driver", 2), ("rank", 1)):
         start = newest_step(saves)
         load = {"load": str(saves)} if start else {}
@@ -47,6 +49,9 @@ def test_a_lineage_of_killed_runs_ends_as_if_nothing_had_happened(train: Callabl
     assert Outcome.of(saves / f"step_{end:06d}", end * GROUPS).differs(expected) == []
     assert len(LedgerAudit(tmp_path / "cut" / "ledger.sqlite").commits()) == end
     assert (tmp_path / "cut" / "ledger.sqlite.previous").exists()
-    # The same command once more: there is no step left, and the ledger is not lost.
+    # The same command once more: there is no step left, and the ledger is not lost. No metrics are missing or doubled.
     train(make_options(tmp_path, "cut", end, lr_decay_iters=STEPS, **save, load=str(saves)))
     assert Outcome.of(tmp_path / "cut", end * GROUPS).differs(expected) == []
+    steps = [(record["kind"], record["step"]) for record in read_metrics(tmp_path / "cut")]
+    assert sorted(step for kind, step in steps if kind == "eval") == list(range(end + 1))
+    assert [step for kind, step in steps if kind == "train"] == list(range(end))

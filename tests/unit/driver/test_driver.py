@@ -389,6 +389,8 @@ def test_an_evaluation_that_a_death_came_before_is_made_up_for(owes: bool, evalu
     plan = replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True, owes_evaluation=owes)
     assert [step for step in range(2, 5) if plan.evaluates_at(step)] == evaluated
     assert not replace(plan, first_rollout=3).evaluates_at(3)  # none was due
+    ended = replace(plan, first_rollout=4)
+    assert [replace(ended, evaluated=version).evaluates_at(4) for version in (-1, 2, 4)] == [True, True, False]
 
 
 @pytest.mark.parametrize("role", ["rollout", "train", "publish", "buffer"])
