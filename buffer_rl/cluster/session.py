@@ -218,8 +218,8 @@ def check_local_ray() -> None:
 
 @contextmanager
 def short_temporary_folder() -> Iterator[None]:
-    """Let Ray reach a temporary folder with a long path, or one beyond ASCII, through a short one, for the length of the
-    block: sockets in it could not be bound. Everything is still written to the folder itself.
+    """Let Ray reach a temporary folder with a path that is long or beyond ASCII through a short one, for the length of
+    the block: sockets in it could not be bound. Everything is still written to the folder itself.
 
     Raises ClusterError if no short path can be made."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()

@@ -172,12 +172,12 @@ def test_an_evaluation_is_owed_to_weights_that_a_death_or_a_signal_left_without_
 def test_an_evaluation_is_owed_to_a_checkpoint_whose_run_was_killed_or_failed_in_it(tmp_path: Path) -> None:
     """No signal is noted in it, so the run's own metrics tell."""
     args, registry, evaluated = options(num_rollout=8, run_dir=str(tmp_path)), PluginRegistry(), [0, 2, 4, 6]
-    owed = []
+    owed, lineage = [], ""
     for step in (0, 4, 6):  # three parts: the second is cut off in the evaluation of 6, and the third goes on from it
-        loaded = Checkpoint(folder=tmp_path, step=step, facts={"lineage": owner}) if step else None
+        loaded = Checkpoint(folder=tmp_path, step=step, facts={"lineage": lineage}) if step else None
         with ExitStack() as stack:
             session = RunSession(args, registry, loaded, provenance_of(args, registry), stack)
-            owner = session.lineage
+            lineage = session.lineage
             owed.append(session.owes_evaluation(loaded))
             for number in range(step, step + 4):
                 session.observer.step(number, {"train/loss": 0.5})
