@@ -474,7 +474,6 @@ class _Run:
             evaluate=self.evaluates,
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
-            owes_evaluation=self.session.owes_evaluation(self.checkpoint),
             evaluated=self.session.observer.evaluated if self.num_rollouts > 0 else -1,
             offload_train=self._offloads_train,
             offload_rollout=args.offload_rollout and self.engines is not None,

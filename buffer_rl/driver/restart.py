@@ -69,20 +69,14 @@ class RunSession:
             resumed = resume_notices(loaded.facts, loaded.step, args)
             for line in (*changed_plugins(loaded.facts, provenance), *resumed):
                 self.observer.notice(line)
-        before = records_in(args.run_dir, METRICS_FILE)  # of this run's earlier parts, if they were in the folder
+        before = records_in(args.run_dir, METRICS_FILE)
         self.observer.evaluated = max((line["step"] for line in before if line["kind"] == "eval"), default=-1)
-        self._first_step = loaded.step if loaded and not before else 0
+        if loaded is not None and not before:  # its earlier parts were in another folder, and evaluated there
+            self.observer.evaluated = loaded.step - bool(loaded.facts.get(OWES_EVALUATION))
         self._code = collect_user_code(args, registry) if ships_code(args) else None
         self.args = args
         self._stack = stack
         self._is_connected = False
-
-    def owes_evaluation(self, start: Checkpoint | None) -> bool:
-        """Whether a death or an error came between the save of ``start``, which this run wrote, and the end of the
-        evaluation that follows, or a signal before it."""
-        if start is None or start.step <= self.observer.evaluated:
-            return False
-        return start.step > self._first_step or bool(start.facts.get(OWES_EVALUATION))
 
     def began(self, checkpoint: Checkpoint | None) -> RunStart:
         """A start of the run's processes from ``checkpoint``. What an earlier start noted of the same weights may be

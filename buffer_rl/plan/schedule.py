@@ -281,8 +281,8 @@ class RunPlan:
     ref_update_interval: the reference model takes the actor's weights after every so many rollouts.
     roles: the roles that add fields to each rollout's groups, and those that are trained. Without the latter nothing is
     published, and every rollout comes from the initial weights.
-    owes_evaluation: whether a death came between the checkpoint that the run continues from and its evaluation.
-    evaluated: the newest version that the run's metrics have an evaluation of, which is not made again; -1 for none.
+    evaluated: the newest version that the run has evaluated, which is not done again; -1 for none. A death or an error
+    may have come between a checkpoint and its evaluation.
     offload_train, offload_rollout: trained roles, or the engines, free their memory while the other side works.
     saves: whether checkpoints are written. async_save: while the run goes on. save_on_exit_s: seconds from a signal
     with a deadline, such as SIGTERM, for the end of the step and its checkpoint.
@@ -303,7 +303,6 @@ class RunPlan:
     evaluate: bool = False
     eval_interval: int | None = None
     eval_before_train: bool = True
-    owes_evaluation: bool = False
     evaluated: int = -1
     offload_train: bool = False
     offload_rollout: bool = False
@@ -327,8 +326,8 @@ class RunPlan:
         if not self.evaluate or step <= self.evaluated:
             return False
         is_due = self.eval_interval is not None and step % self.eval_interval == 0
-        if step == self.first_rollout and step < self.num_rollouts:  # the run that saved this step evaluated it
-            return (self.eval_before_train and step == 0) or (self.owes_evaluation and is_due)
+        if step == 0 < self.num_rollouts:
+            return self.eval_before_train
         return step >= self.num_rollouts or is_due
 
     def saves_at(self, step: int, *, stopped_early: bool) -> bool:

@@ -354,7 +354,7 @@ def test_a_resumed_run_publishes_its_version_first_and_does_not_repeat_the_first
     whole.driver(replace(PLAN, num_rollouts=4)).run()
     world = World(tmp_path)
     load_saved(world.state, whole.saves.saved[2])
-    world.driver(replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True)).run()
+    world.driver(replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True, evaluated=2)).run()
     assert world.publisher.versions == [2, 3, 4]
     assert world.recorder.events == [("step", 2), ("step", 3), ("evaluation", 4)]
     found, expected = (entries_of(saves.saved[4]["ledger"]) for saves in (world.saves, whole.saves))
@@ -384,9 +384,9 @@ def test_a_step_that_is_saved_is_reported_although_its_publication_fails(tmp_pat
     assert "perf/step_time" in world.recorder.metrics[0]
 
 
-@pytest.mark.parametrize(("owes", "evaluated"), [(False, [4]), (True, [2, 4])])
-def test_an_evaluation_that_a_death_came_before_is_made_up_for(owes: bool, evaluated: list[int]) -> None:
-    plan = replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True, owes_evaluation=owes)
+@pytest.mark.parametrize(("before", "evaluated"), [(2, [4]), (0, [2, 4]), (-1, [2, 4])])
+def test_an_evaluation_that_a_death_came_before_is_made_up_for(before: int, evaluated: list[int]) -> None:
+    plan = replace(PLAN, num_rollouts=4, first_rollout=2, publish_at_start=True, evaluated=before)
     assert [step for step in range(2, 5) if plan.evaluates_at(step)] == evaluated
     assert not replace(plan, first_rollout=3).evaluates_at(3)  # none was due
     ended = replace(plan, first_rollout=4)

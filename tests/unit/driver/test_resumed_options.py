@@ -156,17 +156,15 @@ def test_a_run_that_resumes_in_the_folder_of_another_run_keeps_that_runs_files_a
     assert [part["from_step"] for part in read_facts(tmp_path).parts] == [1]
 
 
-def test_an_evaluation_is_owed_to_weights_that_a_death_or_a_signal_left_without_it(tmp_path: Path) -> None:
-    def at(step: int, **facts: Any) -> Checkpoint:
-        return Checkpoint(folder=tmp_path, step=step, facts=facts)
-
+@pytest.mark.parametrize(("facts", "evaluated"), [({}, 4), ({"owes_evaluation": True}, 3)])
+def test_a_run_in_another_folder_has_evaluated_its_checkpoint_unless_a_signal_came_first(
+    tmp_path: Path, facts: dict[str, Any], evaluated: int
+) -> None:
     args, registry = options(num_rollout=8, run_dir=str(tmp_path)), PluginRegistry()
     with ExitStack() as stack:
-        session = RunSession(args, registry, at(4), provenance_of(args, registry), stack)
-        starts = [None, at(4), at(4, owes_evaluation=True), at(5), at(6)]
-        assert [session.owes_evaluation(start) for start in starts] == [False, False, True, True, True]
-        session.observer.evaluation(5, {})
-        assert [session.owes_evaluation(start) for start in starts] == [False, False, False, False, True]
+        loaded = Checkpoint(folder=tmp_path, step=4, facts=facts)
+        session = RunSession(args, registry, loaded, provenance_of(args, registry), stack)
+        assert session.observer.evaluated == evaluated
 
 
 def test_an_evaluation_is_owed_to_a_checkpoint_whose_run_was_killed_or_failed_in_it(tmp_path: Path) -> None:
@@ -178,7 +176,7 @@ def test_an_evaluation_is_owed_to_a_checkpoint_whose_run_was_killed_or_failed_in
         with ExitStack() as stack:
             session = RunSession(args, registry, loaded, provenance_of(args, registry), stack)
             lineage = session.lineage
-            owed.append(session.owes_evaluation(loaded))
+            owed.append(loaded is not None and step > session.observer.evaluated)
             for number in range(step, step + 4):
                 session.observer.step(number, {"train/loss": 0.5})
                 if number + 1 in evaluated and number + 1 <= 4:
