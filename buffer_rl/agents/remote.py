@@ -87,7 +87,7 @@ class Leases:
         self._queue: deque[str] = deque()
         self._offered = asyncio.Event()
         self._url = ""
-        self._asked = -math.inf  # when an agent was here last
+        self._seen = -math.inf  # when an agent was here last: it asked for a sample, or its lease ended
         self._programs = Programs(programs, args, log, lost=self._has_ended, failed=self._fail)
         self._has_programs = bool(programs)
         self._failure: BufferRLError | None = None
@@ -97,8 +97,7 @@ class Leases:
         """Called once the gateway listens: writes address and key to the file, for its owner alone."""
         from socket import gethostname
 
-        shown = gethostname() if host in EVERYWHERE else host
-        self._url = base_url(shown, port)
+        self._url = base_url(gethostname() if host in EVERYWHERE else host, port)
         self._programs.start(self._url, self._key)
         if self._file is None:
             return
@@ -147,10 +146,11 @@ class Leases:
                 await self._until_ended(offer, name)
         finally:
             del self._offers[session_name]
+            self._seen = loop.time() if offer.leased.done() else self._seen
 
     async def _until_leased(self, offer: _Offer) -> bool:
         """Whether it is leased; else its session has ended. It waits as long as there are agents: as some hold leases,
-        or have asked for one within the last ``--agent-timeout-s``. Programs of this worker have time to start."""
+        or did so or asked for one within the last ``--agent-timeout-s``. This worker's programs have time to start."""
         clock = asyncio.get_running_loop().time
         limit_s = max(self._args.agent_timeout_s, STARTS_S if self._has_programs else 0.0)
         since = clock()
@@ -158,8 +158,8 @@ class Leases:
             if self._failure is not None:
                 offer.session.fail(self._failure)
                 return False
-            last = max([since, self._asked, *(each.heard for each in self._offers.values())])
-            left = last + limit_s - clock()
+            is_held = any(each.leased.done() for each in self._offers.values())
+            left = limit_s if is_held else max(since, self._seen) + limit_s - clock()
             if left <= 0:
                 there = f"; address and key are in {self._file}" if self._file is not None else ""
                 hint = f"start agents that lease samples there (buffer_rl/agents/remote_client.py){there}"
@@ -211,7 +211,7 @@ class Leases:
         clock = asyncio.get_running_loop().time
         until = clock() + wait_s
         while True:
-            self._asked = clock()
+            self._seen = clock()
             if await request.is_disconnected():
                 return Response(status_code=204)
             if (offer := self._next()) is not None:
@@ -221,7 +221,7 @@ class Leases:
                     self._programs.has_leased(number)
                 offer.leased.set_result(number)
                 body = self._as_reached(offer, request) | {"heartbeat_s": self._args.agent_heartbeat_s}
-                return json_response(body, default=str)
+                return Response(json.dumps(body, default=str), media_type="application/json")
             if (left := until - clock()) <= 0 or self._closed:
                 return Response(status_code=204)
             self._offered.clear()

@@ -79,13 +79,13 @@ class Episode:
         return True
 
     def _finish(self, report: dict[str, Any]) -> bool:
-        self._is_finished = True
         until = time.monotonic() + TIMEOUT_S
         while True:  # sent again, it counts once
             status, answer = _post(f"{self.base_url}/finish", self.api_key, report)
             if status or self.ended.is_set() or time.monotonic() > until:
                 break
             time.sleep(PAUSE_S)
+        self._is_finished = True  # what is no JSON has told nothing
         self.ended.set()
         if status in (400, 409):
             raise ValueError(answer.get("error", {}).get("message", answer))

@@ -232,12 +232,15 @@ async def roll(
     num_samples: int = 2,
     more_groups: int = 1,
     evaluation: bool = False,
+    metadata: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[FakeBuffer, dict[str, float]]:
     """One rollout of ``num_groups`` groups that ``agent`` plays, and its metrics. Rewards of 1, if not by the agent."""
     options = {"custom_rm_path": "harness.agent_play:one", "rollout_batch_size": num_groups, **options}
     async with context_of(engine, agent, **options) as context:
         groups = make_groups(num_groups + (0 if evaluation else more_groups), num_samples)
+        for sample in (each for group in groups for each in group.samples):
+            sample.metadata |= metadata or {}
         fake = FakeBuffer(groups, make_ticket(num_groups, evaluation))
         buffer = client_of(fake, context)
         with context.active(buffer):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer_rl.agents import play, remote_client
@@ -196,6 +197,45 @@ async def test_samples_wait_as_long_as_agents_are_at_work(tmp_path: Path) -> Non
     fake, metrics = await rolled(tmp_path, act, num_samples=6, agent_timeout_s=1.5)
     assert [each.status for each in fake.finished[0]] == [Status.COMPLETED] * 6
     assert metrics.get("failed", 0) == 0
+
+
+@pytest.mark.slow
+async def test_samples_wait_for_an_agent_that_was_late_with_one(tmp_path: Path) -> None:
+    late: list[Episode] = []
+
+    def act(episode: Episode) -> None:
+        ask(episode)
+        if not late:
+            late.append(episode)
+            while ask(episode)[0] != 410:
+                threading.Event().wait(0.1)
+            threading.Event().wait(1.0)  # it is back within --agent-timeout-s of its deadline
+
+    options = {"agent_timeout_s": 3.0, "agent_heartbeat_s": 30.0, "agent_max_turns": 1000}
+    fake, metrics = await rolled(tmp_path, act, **options)
+    assert sorted(each.status for each in fake.finished[0]) == [Status.COMPLETED, Status.TRUNCATED]
+    assert metrics["end_timeout"] == 0.5
+
+
+async def test_a_reward_that_is_no_json_is_a_failure_that_says_so(tmp_path: Path) -> None:
+    def act(episode: Episode) -> None:
+        ask(episode)
+        episode.finish(np.float32(0.5) if "p0" in str(episode.sample["prompt"]) else 0.5)
+
+    await rolled(tmp_path, act, more_groups=1)
+    (line,) = (tmp_path / "quarantine.jsonl").read_text().splitlines()
+    assert "float32 is not JSON serializable" in json.loads(line)["error"]
+
+
+async def test_whole_numbers_of_any_size_are_leased(tmp_path: Path) -> None:
+    labels: list[Any] = []
+
+    def act(episode: Episode) -> None:
+        labels.append(episode.sample["metadata"]["large"])
+        ask(episode)
+
+    await rolled(tmp_path, act, num_samples=1, metadata={"large": 10**30})
+    assert labels == [10**30]
 
 
 async def test_leases_ask_for_the_runs_key_and_wait_for_a_sample(tmp_path: Path) -> None:
