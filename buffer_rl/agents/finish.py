@@ -73,7 +73,7 @@ class Finish:
     def of_output(cls, output: str) -> Finish:
         """From what a program has written: its last line that is not empty, if it begins as an object of JSON that
         names an end. Any other line, a number too, is a text that says nothing."""
-        line = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
+        line = next((line.strip() for line in reversed(output.replace("\r", "\n").split("\n")) if line.strip()), "")
         is_meant = line.startswith("{") and any(f'"{name}"' in line for name in ENDS)
         return cls.of_text(line) if is_meant else cls()
 

@@ -36,6 +36,17 @@ async def rolled(tmp_path: Path, body: str, engine: AgentEngine | None = None, *
     return fake, {name.removeprefix("agent/"): value for name, value in metrics.items() if name.startswith("agent/")}
 
 
+async def test_a_line_ends_where_a_program_ends_it_and_not_at_a_separator_in_its_text(tmp_path: Path) -> None:
+    body = r"""
+ask(sample["prompt"])
+if sample["row_id"].endswith("/0.0"):
+    sys.stdout.buffer.write('{"give_up": "a\u2028b"}\n'.encode())
+"""
+    fake, metrics = await rolled(tmp_path, body, num_samples=2)
+    assert [each.remove_sample for each in fake.finished[0]] == [True, False]
+    assert "gave_up_a_b" in metrics
+
+
 @pytest.mark.parametrize(
     ("end", "reward"),
     [
@@ -45,6 +56,7 @@ async def rolled(tmp_path: Path, body: str, engine: AgentEngine | None = None, *
         ('print(json.dumps({"reward": 0.25})); post("/finish", {"reward": 0.5})', 0.5),
         ('post("/finish", {})', 1.0),
         ("print(0.25)", 1.0),
+        ('print("9 of 9", end="\\r"); print(json.dumps({"reward": 0.25}))', 0.25),
         ("print(json.dumps({'score': 3}))", 1.0),
         ("pass", 1.0),
     ],
