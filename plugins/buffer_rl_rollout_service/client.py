@@ -17,6 +17,7 @@ import orjson
 
 from buffer_rl.errors import ConfigError, DeadlineError, RolloutError
 from buffer_rl.options.redaction import mask_url
+from buffer_rl_rollout_service.store import MAX_GROUPS
 
 _log = logging.getLogger(__name__)
 RETRY_S = 0.5
@@ -68,11 +69,10 @@ class ServiceClient:
         weight_version: int | None = None,
         timeout_s: float,
     ) -> dict[str, Any]:
-        """Lease groups: ``store``, and ``groups``, of which there are none if none is ready in ``READ_WAIT_S``."""
-        wait_s = max(0.0, min(READ_WAIT_S, timeout_s))
-        asked: dict[str, Any] = {"reader": reader, "num_groups": num_groups, "have": list(have), "wait_s": wait_s}
+        """Lease groups, at most ``MAX_GROUPS``: ``store``, and ``groups``, none if none is ready in ``READ_WAIT_S``."""
+        asked: dict[str, Any] = {"reader": reader, "num_groups": min(num_groups, MAX_GROUPS), "have": list(have)}
         asked |= {"position": position, "again_from": again_from, "keep_from": keep_from}
-        asked["weight_version"] = weight_version
+        asked |= {"wait_s": max(0.0, min(READ_WAIT_S, timeout_s)), "weight_version": weight_version}
         return await self._call("POST", "/read", asked, timeout_s + MARGIN_S)
 
     async def acknowledge(

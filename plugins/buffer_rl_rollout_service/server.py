@@ -40,13 +40,12 @@ from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.engines.http_server import Front, json_response
 from buffer_rl.errors import BufferStateError
 from buffer_rl_rollout_service.page import render_page
-from buffer_rl_rollout_service.store import FullError, Store, StoredGroup
+from buffer_rl_rollout_service.store import MAX_GROUPS, FullError, Store, StoredGroup
 from buffer_rl_rollout_service.trajectory import Id, Trajectory, Version
 
 STORE_TIMEOUT_S = 30.0
 TICK_S = 1.0
 MAX_WAIT_S = 60.0
-MAX_GROUPS = 1024
 MAX_HELD = 64 * MAX_GROUPS
 _LOG = logging.getLogger(__name__)
 

@@ -36,6 +36,7 @@ ENDABLE = "state IN ('leased', 'ready')"
 """Of a group that names a reader: its lease runs, or expired and no other reader took the group since."""
 TIMED_OUT = "timed_out"
 NUM_BUCKETS = 60
+MAX_GROUPS = 1024  # of one read over HTTP
 _TABLES = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);

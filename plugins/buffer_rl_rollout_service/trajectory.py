@@ -20,7 +20,7 @@ Id = Annotated[
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
 ]
 """A text, or an integer, which is read as its digits."""
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, ge=-3e38, le=3e38)]  # finite in float32
 Token = Annotated[int, Field(strict=True, ge=0)]
 Bit = Annotated[int, Field(strict=True, ge=0, le=1)]
 Version = Annotated[

@@ -128,6 +128,8 @@ async def test_nothing_but_health_is_answered_without_the_token(tmp_path: Path, 
     ("changes", "says"),
     [
         ({"reward": None}, "reward: Input should be a valid number"),
+        ({"reward": 1e39}, "reward: Input should be less than or equal to 3"),
+        ({"reward": -1e39}, "reward: Input should be greater than or equal to -3"),
         ({"reward": "1"}, "reward: Input should be a valid number"),
         ({"instance_id": ""}, "instance_id: String should have at least 1 character"),
         ({"uid": "u" * 257}, "uid: String should have at most 256 characters"),

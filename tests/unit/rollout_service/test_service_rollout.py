@@ -47,14 +47,16 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}
 
 
 class Bench:
-    """A store behind HTTP, and the Buffer of a run of two groups a step."""
+    """A store behind HTTP, and the Buffer of a run of ``num_groups`` groups a step."""
 
-    def __init__(self, folder: Path, url: str, store: Store, schedule: Schedule, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, url: str, store: Store, schedule: Schedule, num_groups: int, **options: Any
+    ) -> None:
         data = folder / "train.jsonl"
         data.write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
         self.args = compose([*CORE_SECTIONS, "buffer_rl_rollout_service.options:ServiceOptions"])(
             prompt_data=str(data),
-            rollout_batch_size=2,
+            rollout_batch_size=num_groups,
             n_samples_per_prompt=2,
             rollout_timeout_s=60.0,
             rollout_service_url=url,
@@ -106,11 +108,11 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    folder: Path, *, group_timeout_s: float = 600.0, schedule: Schedule = LOCKSTEP, **options: Any
+    folder: Path, *, group_timeout_s: float = 600.0, schedule: Schedule = LOCKSTEP, num_groups: int = 2, **options: Any
 ) -> AsyncIterator[Bench]:
     store = Store(folder / "store", Rules(group_size=2, min_group_size=1, timeout_s=group_timeout_s))
     async with serving_app(Service(store, TOKEN, max_body_bytes=1 << 20).app()) as url:
-        yield Bench(folder, url, store, schedule, **options)
+        yield Bench(folder, url, store, schedule, num_groups, **options)
 
 
 async def test_groups_become_rows_with_the_answers_unmasked(tmp_path: Path) -> None:
@@ -230,6 +232,17 @@ async def test_what_cannot_be_trained_on_or_is_filtered_is_dropped_with_its_reas
         assert dropped.pop("unusable") == 2
         assert list(dropped.values()) == [2]  # by the filter
         assert run.counts() == {"written": 9, "open": 1, "delivered": 4, "dropped": 4}
+
+
+@pytest.mark.slow
+async def test_a_rollout_may_have_more_groups_than_one_read_gives(tmp_path: Path) -> None:
+    async with bench(tmp_path, num_groups=1025) as run:
+        for number in range(1025):
+            run.write(f"p{number}", 1.0, 0.0)
+        ticket = run.state.generate(0)
+        await run.roll(ticket)
+        assert close_rollout(run.state, ticket).num_groups == 1025
+        assert run.counts() == {"written": 2050, "delivered": 2050}
 
 
 @pytest.mark.slow
