@@ -6,8 +6,8 @@
 An agent asks four times for each sample: by ``session.chat``, by HTTP with aiohttp, with one client of the openai
 package for all samples, or with a new one for each. An environment is played for four turns. "worker" is CPU time of
 the rollout worker's event loop, which has sessions, gateway and the requests to the engine; "agent" is that of the
-agents' own thread, without the threads of environments. They are measured in this process, with an engine of known
-answers in another thread. ``generate_turn`` is the same number of requests without an agent. The rates are those of
+threads of agents and environments. They are measured in this process, with an engine of known answers in another
+thread. ``generate_turn`` is the same number of requests without an agent. The rates are those of
 whole runs without a trainer, with the embedded engine. Medians, and ranges over rounds.
 """
 
@@ -42,7 +42,7 @@ TEMPLATE = (
 GROUPS, SAMPLES = 8, 16  # of a step of a run
 LENGTHS = (4, 500, 4000)  # tokens of a turn
 Cost = tuple[float, float]
-"""CPU milliseconds a turn: of the worker's event loop, and of the agents' thread."""
+"""CPU milliseconds a turn: of the worker's event loop, and of the agents' threads."""
 
 
 def main() -> int:
@@ -156,14 +156,15 @@ async def play(context: Any, num_samples: int) -> None:
 
 @contextmanager
 def measured() -> Iterator[list[float]]:
-    """CPU seconds of this thread and of the agents' during the block, once it has ended."""
-    agents = [thread.ident for thread in threading.enumerate() if thread.name == "agents"]
-    clocks = [time.CLOCK_THREAD_CPUTIME_ID, *(time.pthread_getcpuclockid(ident) for ident in agents if ident)]
+    """CPU seconds of this thread, and of all others but the engine's, during the block, once it has ended."""
+    threads = [thread.ident for thread in threading.enumerate() if thread.name == "fake-engine"]
+    engines = [time.pthread_getcpuclockid(ident) for ident in threads if ident]
+    clocks = [time.CLOCK_THREAD_CPUTIME_ID, time.CLOCK_PROCESS_CPUTIME_ID, *engines]
     before = [time.clock_gettime(clock) for clock in clocks]
     spent: list[float] = []
     yield spent
-    own, *others = (time.clock_gettime(clock) - start for clock, start in zip(clocks, before, strict=True))
-    spent += [own, sum(others)]
+    own, process, *engine_s = (time.clock_gettime(clock) - start for clock, start in zip(clocks, before, strict=True))
+    spent += [own, process - own - sum(engine_s)]
 
 
 def journal_cost(folder: Path, length: int, num_plays: int = 200) -> float:
