@@ -23,7 +23,7 @@ EXPECTED = 'such as {"reward": 1.0}, {"give_up": "reason"}, {"failed": "reason"}
 class Finish:
     """reward: a number or a mapping; None if the run's reward scores the sample. give_up, failed: the reason.
     answer: the id of the completion that the run's reward is about; empty for the last one. turn_rewards: what of the
-    reward belongs to single completions, by id. wrong: whether it was no finish at all, which is a failure.
+    reward belongs to single completions, by id. fault: why it cannot be used, which is a failure; empty if it can.
 
     Example:
         Finish.of({"reward": 1.0}).result() == 1.0
@@ -34,7 +34,7 @@ class Finish:
     failed: str | None = None
     answer: str = ""
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
-    wrong: bool = False
+    fault: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, value: object) -> Finish:
@@ -58,7 +58,7 @@ class Finish:
             except RewardError as error:
                 fault = error.what
         if fault or not isinstance(given, Mapping):
-            return cls(failed=f"its finish cannot be read: {fault}; expected: {EXPECTED}", wrong=True)
+            return cls(fault=f"its finish cannot be read: {fault}; expected: {EXPECTED}")
         return cls(give_up=given.get("give_up"), failed=given.get("failed"), answer=given.get("answer") or "")
 
     @classmethod
@@ -67,7 +67,7 @@ class Finish:
         try:
             return cls.of(json.loads(text) if text.strip() else None)
         except (ValueError, RecursionError) as error:
-            return cls(failed=f"its finish is no JSON: {error}; expected: {EXPECTED}", wrong=True)
+            return cls(fault=f"its finish is no JSON: {error}; expected: {EXPECTED}")
 
     @classmethod
     def of_output(cls, output: str) -> Finish:
@@ -79,8 +79,8 @@ class Finish:
 
     def result(self) -> float | dict[str, Any] | None:
         """The reward, as an agent returns it. Raises GiveUp and AgentFailedError."""
-        if self.failed is not None:
-            raise AgentFailedError(self.failed or "it said that it has failed")
+        if self.fault or self.failed is not None:
+            raise AgentFailedError(self.fault or self.failed or "it said that it has failed")
         if self.give_up is not None:
             raise GiveUp(self.give_up)
         return self.reward

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -219,20 +219,17 @@ class Gateway:
 
     async def _finish(self, request: HTTPRequest) -> Response:
         name, finish = request.path_params["name"], Finish.of_text(await request.body())
-        opened, (_, before) = self._opened.get(name), self._finished.get(name, ("", None))
-        before = before if opened is None else opened.session.reported
-        if before is None:
-            try:
-                if opened is None:
-                    return self._late(chat_dialect.DIALECT)
-                opened.session.finish(finish)
-            except SessionEndedError:
-                return self._late(chat_dialect.DIALECT)
-        elif before != finish:
+        opened, (_, told) = self._opened.get(name), self._finished.get(name, ("", None))
+        if opened is not None:
+            with suppress(SessionEndedError):
+                told = opened.session.finish(finish)
+        if told is None:
+            return self._late(chat_dialect.DIALECT)
+        if told != finish:
             what = "it has finished in another way before"
             return _refused(chat_dialect.DIALECT, Refusal(what=what, status=409, code="finished"))
-        if finish.wrong:
-            return _refused(chat_dialect.DIALECT, Refusal(what=finish.failed or ""))
+        if told.fault:
+            return _refused(chat_dialect.DIALECT, Refusal(what=told.fault))
         return json_response({"status": "finished"})
 
     def _remember(self, name: str, key: str, reported: Finish) -> None:

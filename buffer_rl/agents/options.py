@@ -90,6 +90,8 @@ class AgentOptions(Section):
         refuse(fault, "--agent-command: {}", expected="a program and its arguments, without a shell")
         unread = args.agent_path != REMOTE and given(args, "agent_host", "agent_port", "agent_api_key")
         refuse(unread, "{}: no agents lease samples of this run", "--agent-path remote")
+        last = args.agent_port + args.num_rollout_workers - 1
+        refuse(last > 65535, f"--agent-port: the last rollout worker's port is {last}", "choose a lower one")
         chosen = [flag for name in AGENTS if (flag := given(args, name))]
         if not chosen:
             return

@@ -237,9 +237,9 @@ class Leases:
         return None
 
     def _as_reached(self, offer: _Offer, request: Request) -> dict[str, Any]:
-        """The sample with the session's address as this client has reached the gateway, perhaps through a tunnel."""
-        path = offer.sample["base_url"].split("/", 3)[3]
-        return offer.sample | {"base_url": f"http://{request.headers['host']}/{path}"}
+        """The sample with the session's address as this client has reached the gateway, perhaps through a proxy."""
+        path, scheme = offer.sample["base_url"].split("/", 3)[3], request.headers.get("x-forwarded-proto", "http")
+        return offer.sample | {"base_url": f"{scheme}://{request.headers['host']}/{path}"}
 
     async def _heartbeat(self, request: Request) -> Response:
         offer = self._offers.get(request.path_params["name"])

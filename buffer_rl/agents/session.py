@@ -300,17 +300,21 @@ class Session:
         self.failure = error
         self.close(End.ENGINE)
 
-    def finish(self, reported: Finish) -> None:
-        """End with what the agent has sent. Raises SessionEndedError after the end."""
-        self._require_open()
-        self.reported = reported
-        self.scored = reported.answer or self.scored
-        try:
-            for name, number in reported.turn_rewards.items():
-                self.reward(number, name)
-        except RolloutError as error:
-            self.reported = replace(reported, failed=str(error))
-        self.close(End.DONE)
+    def finish(self, reported: Finish) -> Finish:
+        """End with what the agent has sent, unless it has sent something before. Returns what counts, with its fault.
+
+        Raises SessionEndedError after another end."""
+        if self.reported is None:
+            self._require_open()
+            self.scored = reported.answer or self.scored
+            try:
+                for name, number in reported.turn_rewards.items():
+                    self.reward(number, name)
+            except RolloutError as error:
+                reported = replace(reported, fault=str(error))
+            self.reported = reported
+            self.close(End.DONE)
+        return self.reported
 
     def reward(self, number: float, answer: str | Mapping[str, Any] = "") -> None:
         """Add a reward to one answer, by its id or message; empty for the last one. Raises RolloutError without

@@ -283,6 +283,7 @@ json.dump(first, open({str(note)!r}, "w"))
         ({"agent_command": ""}, "it is empty"),
         ({"agent_command": "true", "agent_path": "a:b"}, "a run has one agent"),
         ({"agent_command": "true", "agent_port": 1}, "no agents lease samples"),
+        ({"agent_path": "remote", "agent_port": 65530, "num_rollout_workers": 7}, "rollout worker.s port is 65536"),
     ],
 )
 def test_options_of_commands_that_cannot_be_are_refused(options: dict[str, Any], what: str) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,40 @@ async def test_an_equal_finish_gets_the_first_ones_answer_also_after_the_end(tmp
     fake, _ = await rolled(tmp_path, act)  # the run goes on, as the other sample waits for this agent
     assert [each.reward for each in fake.finished[0]] == [0.5, 1.0]
     assert [status for status, _ in found] == [200, 200, 409, 200, 409, 410, 401]
+
+
+async def test_a_finish_with_a_reward_for_no_answer_is_refused_each_time_and_is_a_failure(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    def act(episode: Episode) -> None:
+        ask(episode)
+        if found:
+            assert episode.finish(0.5)
+            return
+        told = {"reward": 1.0, "turn_rewards": {"chatcmpl-none": 1.0}}
+        found.extend(ask(episode, "/finish", body) for body in (told, told, {"reward": 0.75}))
+        episode._is_finished = True
+
+    fake, metrics = await rolled(tmp_path, act, turn_rewards=True, advantage_estimator="reinforce_plus_plus")
+    assert [status for status, _ in found] == [400, 400, 409]
+    assert all("no answer is 'chatcmpl-none'" in str(answer) for _, answer in found[:2])
+    assert ([each.reward for each in fake.finished[0]], metrics["failed"]) == ([0.5, 0.5], 0.5)
+
+
+async def test_a_session_behind_a_proxy_has_the_address_by_which_its_sample_was_leased(tmp_path: Path) -> None:
+    def act(episode: Episode) -> None:
+        there = json.loads(address(tmp_path).read_text())
+        headers = {"Authorization": f"Bearer {there['key']}", "Host": "agents.example", "X-Forwarded-Proto": "https"}
+        request = urllib.request.Request(f"{there['url']}/lease", b'{"wait_s": 20}', headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            behind.append(json.load(response))
+        mine = Episode(dict(behind[0]))  # its heartbeats go to agents.example, which is nowhere
+        mine.base_url = there["url"] + mine.base_url.removeprefix("https://agents.example")
+        assert all(ask(each)[0] == 200 and each.finish(0.5) for each in (episode, mine))
+
+    behind: list[dict[str, Any]] = []
+    await rolled(tmp_path, act)
+    assert behind[0]["base_url"].startswith("https://agents.example/sessions/")
 
 
 async def test_a_sample_that_nobody_leases_is_an_error_that_says_where_to_lease(tmp_path: Path) -> None:
