@@ -68,8 +68,7 @@ def entry_of(row: tuple[Any, ...]) -> LedgerEntry:
 
 def leased(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:
     """The entry after ``Ledger.lease``."""
-    if entry.state is not GroupState.PENDING:
-        raise BufferStateError(f"group {uid} cannot be leased: it is {_describe(entry)}", expected="pending")
+    _require(uid, entry, GroupState.PENDING, "leased")
     return LedgerEntry(state=GroupState.LEASED, attempt=entry.attempt + 1, rollout_id=rollout_id)
 
 
@@ -101,17 +100,13 @@ def requeued(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:
 
 def selected(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:
     """The entry after ``Ledger.select``."""
-    if entry.state is not GroupState.FINISHED:
-        what = f"group {uid} cannot be selected for rollout {rollout_id}: it is {_describe(entry)}"
-        raise BufferStateError(what, expected="finished")
+    _require(uid, entry, GroupState.FINISHED, f"selected for rollout {rollout_id}")
     return LedgerEntry(state=entry.state, attempt=entry.attempt, rollout_id=rollout_id, selected=True)
 
 
 def trained(uid: GroupUid, entry: LedgerEntry, rollout_id: int, step: int) -> LedgerEntry:
     """The entry after ``Ledger.commit``."""
-    if entry.state is not GroupState.FINISHED:
-        what = f"rollout {rollout_id} cannot be committed: group {uid} is {_describe(entry)}"
-        raise BufferStateError(what, expected="finished")
+    _require(uid, entry, GroupState.FINISHED, f"committed with rollout {rollout_id}")
     return LedgerEntry(state=GroupState.TRAINED, attempt=entry.attempt, rollout_id=rollout_id, step=step)
 
 
@@ -133,6 +128,11 @@ def is_repeat(entries: Sequence[LedgerEntry], committed: tuple[int, int] | None,
     if not same or len(entries) != committed[1]:
         raise BufferStateError(f"rollout {rollout_id} was committed at step {step} with other groups")
     return True
+
+
+def _require(uid: GroupUid, entry: LedgerEntry, state: GroupState, what: str) -> None:
+    if entry.state is not state:
+        raise BufferStateError(f"group {uid} cannot be {what}: it is {_describe(entry)}", expected=state)
 
 
 def _check_live(uid: GroupUid, entry: LedgerEntry, attempt: int, states: tuple[GroupState, ...]) -> None:
