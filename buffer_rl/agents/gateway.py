@@ -219,17 +219,17 @@ class Gateway:
 
     async def _finish(self, request: HTTPRequest) -> Response:
         name, finish = request.path_params["name"], Finish.of_text(await request.body())
-        opened, (_, told) = self._opened.get(name), self._finished.get(name, ("", None))
+        opened, (_, known) = self._opened.get(name), self._finished.get(name, ("", None))
         if opened is not None:
             with suppress(SessionEndedError):
-                told = opened.session.finish(finish)
-        if told is None:
+                known = opened.session.finish(finish)
+        if known is None:
             return self._late(chat_dialect.DIALECT)
-        if told != finish:
+        if known != finish:
             what = "it has finished in another way before"
             return _refused(chat_dialect.DIALECT, Refusal(what=what, status=409, code="finished"))
-        if told.fault:
-            return _refused(chat_dialect.DIALECT, Refusal(what=told.fault))
+        if known.fault:
+            return _refused(chat_dialect.DIALECT, Refusal(what=known.fault))
         return json_response({"status": "finished"})
 
     def _remember(self, name: str, key: str, reported: Finish) -> None:
