@@ -130,7 +130,7 @@ def test_changes_of_one_message_have_an_answer_or_an_error_each_and_are_executed
         answers = actor.execute("worker", message)
         assert [answers[0], answers[2]] == [None, None]
         assert isinstance(answers[1], BufferStateError)
-        assert "attempt 7" in str(answers[1])
+        assert ("attempt 7" in str(answers[1]), answers[1].where) == (True, "buffer.finish")
     with pytest.raises(BufferStateError, match="is refused"):
         answer_of(actor.execute("worker", [report(3, first, first.attempt)]))
 

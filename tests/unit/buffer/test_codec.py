@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer_rl.buffer.codec import IN_MESSAGE_BYTES, Columns, RowIds, group_from_json, group_to_json
+from buffer_rl.buffer.codec import IN_MESSAGE_BYTES, Columns, RowIds, for_queue, group_from_json, group_to_json
 from buffer_rl.buffer.columns import BatchPlan, Cell, GroupSlice, assemble
 from buffer_rl.buffer.storage import split_payloads
-from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup
+from buffer_rl.errors import RolloutError
+from buffer_rl.records.groups import GroupUid, RowId, Sample, SampleGroup, Status
+from buffer_rl.records.sample import RenderedPrompt
 
 DTYPES = ("int32", "int64", "float32", "float64", "bool", "float16")
 
@@ -28,6 +32,28 @@ def test_prompts_survive_the_way_through_json_bytes_of_images_included() -> None
     )  # fmt: skip
     group = SampleGroup(uid=uid, samples=[sample], attempt=4)
     assert group_from_json(orjson.loads(orjson.dumps(group_to_json(group)))) == group
+
+
+def test_a_response_comes_back_from_the_queue_with_what_a_function_has_added_to_it() -> None:
+    uid, source = GroupUid("a", 3, 1), [{"role": "user", "content": "hello"}]
+    sample = Sample(uid=uid, session_id="s-1", prompt=RenderedPrompt.of("<user>hello", source))
+    sample.tokens, sample.response_length, sample.reward, sample.status = [5, 6], 1, 0.5, Status.COMPLETED
+    sample.non_generation_time = 2.5
+    sample.hidden = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    sample.seen = {"of": (np.float32(0.25), b"\x00")}
+    (group,) = for_queue([SampleGroup(uid=uid, samples=[sample], attempt=4)])
+    (again,) = group_from_json(orjson.loads(orjson.dumps(group_to_json(group))))
+    assert (again.prompt, again.session_id, again.status, again.reward) == (source, "s-1", Status.COMPLETED, 0.5)
+    assert (again.non_generation_time, again.seen) == (2.5, {"of": [0.25, b"\x00"]})
+    again.hidden[0, 0] = 3.0  # an array of its own, which may be changed
+    assert_same(again.hidden, np.array([[3.0, 2.0]], dtype=np.float32))
+
+
+def test_what_a_queue_cannot_hold_is_named() -> None:
+    sample = Sample(uid=GroupUid("a", 0, 0), prompt="p", response_length=1)
+    sample.note = {"path": [Path("x")]}
+    with pytest.raises(RolloutError, match=r"row a:0:0/0.0: sample.note: it is of type pathlib"):
+        for_queue([SampleGroup(uid=sample.uid, samples=[sample])])
 
 
 def sent(value: Any) -> tuple[Any, int]:
