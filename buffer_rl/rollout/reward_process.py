@@ -63,11 +63,11 @@ class RewardTarget(NamedTuple):
         find = registry.resolve_registered if self.registered else registry.resolve
         return cast("Callable[..., Any]", find(self.kind, self.reference))
 
-    def check(self, value: object, item: Sample | SampleGroup) -> Any:
-        """The function's answer for ``item``, as JSON values. Raises RewardError if it cannot be used; the caller says
-        where."""
-        if isinstance(item, SampleGroup):
-            return check_group_rewards(value, len(item), where=self.reference)
+    def check(self, value: object, count: int) -> Any:
+        """The function's answer for ``count`` samples, as JSON values. Raises RewardError if it cannot be used; the
+        caller says where."""
+        if self.of_group:
+            return check_group_rewards(value, count, where=self.reference)
         if value is None and self.of_several:
             return None
         try:
@@ -129,7 +129,7 @@ def _outcome(
     except Exception as error:  # fault boundary: user code
         return {"error": error_text(error), "kind": kind_of(error)}
     try:
-        answer: dict[str, Any] = {"ok": target.check(value, item)}
+        answer: dict[str, Any] = {"ok": target.check(value, len(samples))}
     except BufferRLError as error:
         return {"error": error.what, "expected": error.expected, "hint": error.hint, "kind": FailureKind.INVALID}
     changes = [changed_metadata(old, sample.metadata) for old, sample in zip(before, samples, strict=True)]

@@ -151,7 +151,7 @@ class Scorer:
         kind, text, expected, hint = outcome.kind, outcome.text, outcome.expected, outcome.hint
         if kind is None:
             try:
-                for sample, reward in zip(samples, target.check(outcome.value, group), strict=True):
+                for sample, reward in zip(samples, target.check(outcome.value, len(samples)), strict=True):
                     sample.reward = reward
                 check_statuses(samples, where=where)
                 return []

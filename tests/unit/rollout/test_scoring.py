@@ -399,12 +399,15 @@ async def test_a_group_reward_scores_all_samples_together(kit: Any, function: st
         pytest.param("hang", FailureKind.TIMEOUT, "--rm-timeout-s 2", marks=pytest.mark.slow),
         ("nan", FailureKind.INVALID, "not finite"),
         ("short", FailureKind.INVALID, "a list of 3 numbers"),
+        ("drop", FailureKind.INVALID, "a list of 3 numbers"),
+        ("drop later", FailureKind.INVALID, "a list of 3 numbers"),
     ],
 )
 async def test_a_bad_group_reward_fails_the_whole_group_by_name(
     kit: Any, behaviour: str, kind: FailureKind, message: str
 ) -> None:
-    options = {"custom_rm_path": None, "custom_group_rm_path": kit.user("rank_in_group")}
+    function = "rank_in_group_later" if "later" in behaviour else "rank_in_group"
+    options = {"custom_rm_path": None, "custom_group_rm_path": kit.user(function)}
     group, (failure,) = await score_labels(kit, [behaviour, "c", "a"], "told_by_label", **options)
     assert [(sample.reward, sample.status) for sample in group] == [(None, Status.FAILED)] * 3
     assert failure.kind is kind

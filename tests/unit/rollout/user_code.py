@@ -208,6 +208,8 @@ def weighted_mask(args, samples):
 def rank_in_group(args, group):
     """Each sample's place in the order of the labels of its group; behaves as the first label says."""
     first = group[0].label
+    if first.startswith("drop"):  # a sample out of the group that it was given
+        group.samples.pop()
     if first in ("raise", "hang", "nan"):
         told_by_label(args, group[0]) if first != "nan" else None
         return [float("nan")] * len(group)
