@@ -268,8 +268,8 @@ def _lengths(facts: Mapping[str, Any], then: Any, now: Any) -> tuple[int | None,
 
 
 def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError if ``--load`` was written without the critic that is to go on, of other weights than
-    ``--lora-rank`` trains, or with other training data, in another order.
+    """Raises CheckpointError if ``--load`` was written without the critic that is to go on, of other weights than the
+    adapters' options give, with another data source, or with other training data, in another order.
 
     data: use, path, source_hash and num_rows of the sources that the options name now.
     """
@@ -281,16 +281,13 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
         hint = f"resume without it, or start again from the checkpoint's hf/ folder: {how}"
         raise CheckpointError("it was written by a run without a critic, and this run has one", where=where, hint=hint)
     facts = manifest.facts
-    options = facts.get("options", {})
-    then = options.get("lora_rank", args.lora_rank)
-    if then != args.lora_rank and not rollout_only(args):
-        what = f"it was written with --lora-rank {then}, and this run has --lora-rank {args.lora_rank}"
-        hint = f"resume with --lora-rank {then}, or start again from its hf/ folder: --hf-checkpoint in place of --load"
-        raise CheckpointError(what, where=where, hint=hint)
-    if train_only(args) or args.data_source_path is not None:
+    adapters = ("lora_rank", "lora_alpha", "target_modules") if args.lora_rank else ("lora_rank",)
+    _refuse_changed(facts, args, () if rollout_only(args) else adapters, where, "other weights")
+    if train_only(args):
         return
-    if "data" not in facts or options.get("data_source_path") is not None:
-        return  # of an earlier version, or of a data source that says so itself
+    _refuse_changed(facts, args, ("data_source_path",), where, "other groups")
+    if args.data_source_path is not None or "data" not in facts:
+        return  # the last: of an earlier version
     before, now = ([entry for entry in entries if entry["use"] == "train"] for entries in (facts["data"], data))
     hashes, rows = (
         [[entry.get(name) for entry in part] for part in (before, now)] for name in ("source_hash", "num_rows")
@@ -302,10 +299,16 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
         same = f"resume with the files, field names and slices of the saved run ({mended})"
         hint, see = f"{same}, or start again from its hf/ folder", "docs/troubleshooting.md#resuming-is-refused"
         raise CheckpointError(what, where=where, expected=expected, hint=hint, see=see)
-    for name in ("rollout_seed", "rollout_shuffle", "prompt_order", "prompt_data_weights"):
-        if name in options and options[name] != getattr(args, name):
-            what = f"it was written with {flag_of(name)} {options[name]}, now {getattr(args, name)}: another order"
-            raise CheckpointError(what, where=where)
+    order = ("rollout_seed", "rollout_shuffle", "prompt_order", "prompt_data_weights")
+    _refuse_changed(facts, args, order, where, "another order")
+
+
+def _refuse_changed(facts: Mapping[str, Any], args: Args, names: Sequence[str], where: str, why: str) -> None:
+    for change in option_changes(facts, args):
+        if change.option in names and change.then != ABSENT:
+            what, how = f"it was written with {change}: {why}", "--hf-checkpoint in place of --load"
+            hint = f"resume with {flag_of(change.option)} as it was, or start again from its hf/ folder: {how}"
+            raise CheckpointError(what, where=where, hint=hint)
 
 
 def with_special_tokens(resolved: Resolved) -> tuple[Resolved, str]:

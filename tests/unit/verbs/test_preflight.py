@@ -293,7 +293,8 @@ def test_a_checkpoint_of_other_data_or_of_another_order_is_refused(model: Path) 
         with pytest.raises(CheckpointError, match=r"other training data: aaa\.jsonl") as caught:
             check_checkpoint(options(model, load=folder), [source(name) for name in now])
         assert f"--load {folder}" in str(caught.value)
-    with pytest.raises(CheckpointError, match="--rollout-seed 42, now 43"):
+    hint = "(?s)--rollout-seed 42, now 43: another order.*resume with --rollout-seed as it was"
+    with pytest.raises(CheckpointError, match=hint):
         check_checkpoint(options(model, load=folder, rollout_seed=43), [source("aaa"), source("bbb")])
 
 
@@ -361,9 +362,28 @@ def test_adapters_of_another_rank_do_not_go_on_from_a_checkpoint(model: Path) ->
     """Else the ranks would find it, once all processes are there."""
     for then, now in ((0, 4), (4, 0), (4, 8)):
         folder = saved(model.parent / f"saves{then}{now}", source("aaa"), lora_rank=then)
-        with pytest.raises(CheckpointError, match=f"with --lora-rank {then}, and this run has --lora-rank {now}"):
+        with pytest.raises(CheckpointError, match=f"with --lora-rank {then}, now {now}"):
             check_checkpoint(options(model, load=folder, lora_rank=now), [source("aaa")])
         check_checkpoint(options(model, load=folder, lora_rank=then), [source("aaa")])
         check_checkpoint(options(model, load=folder, lora_rank=now, num_rollout=0), [source("aaa")])
     of_an_earlier_version = saved(model.parent / "saves", source("aaa"))
     check_checkpoint(options(model, load=of_an_earlier_version, lora_rank=4), [source("aaa")])
+
+
+def test_adapters_of_another_scale_or_of_other_layers_do_not_go_on_from_a_checkpoint(model: Path) -> None:
+    """Saved are A and B, and the policy is W + alpha / rank B A: under another alpha it would be another policy."""
+    then = {"lora_rank": 4, "lora_alpha": 32.0, "target_modules": ["all-linear"]}
+    folder = saved(model.parent / "saves", source("aaa"), **then)
+    for changed, text in (({"lora_alpha": 64.0}, "alpha 32.0, now 64.0"), ({"target_modules": ["q_proj"]}, "q_proj")):
+        with pytest.raises(CheckpointError, match=f"{text}.*: other weights"):
+            check_checkpoint(options(model, **{**then, **changed}, load=folder), [source("aaa")])
+    without = saved(model.parent / "without", source("aaa"), lora_rank=0, lora_alpha=32.0)
+    check_checkpoint(options(model, load=without, lora_alpha=64.0), [source("aaa")])  # there are no adapters
+
+
+def test_groups_of_another_data_source_are_refused_before_anything_starts(model: Path) -> None:
+    for then, now in (("mine:Rows", None), (None, "mine:Rows"), ("mine:Rows", "mine:Others")):
+        folder = saved(model.parent / f"saves{then}{now}", source("aaa"), data_source_path=then)
+        check_checkpoint(options(model, load=folder, data_source_path=then), [source("aaa")])
+        with pytest.raises(CheckpointError, match=r"(?s)--data-source-path .*, now .*: other groups.*as it was"):
+            check_checkpoint(options(model, load=folder, data_source_path=now), [source("aaa")])
