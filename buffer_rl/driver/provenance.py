@@ -273,20 +273,21 @@ def check_checkpoint(args: Args, data: Sequence[Mapping[str, Any]]) -> None:
 
     data: use, path, source_hash and num_rows of the sources that the options name now.
     """
-    if args.load is None or args.num_rollout == 0:
-        return  # the last: an evaluation, which reads no training data
+    if args.load is None:
+        return
     manifest, where = read_manifest(args.load), f"--load {mask_url(args.load)}"
+    facts = manifest.facts
+    adapters = ("lora_rank", "lora_alpha", "target_modules") if args.lora_rank else ("lora_rank",)
+    _refuse_changed(facts, args, () if rollout_only(args) else adapters, where, "other weights")
+    if args.num_rollout == 0:
+        return  # an evaluation, which reads no training data
     if uses_critic(args) and not any(name.startswith(f"{checkpoint_folder(CRITIC)}/") for name in manifest.files):
         how = "--hf-checkpoint in place of --load (--num-critic-only-steps trains the critic first)"
         hint = f"resume without it, or start again from the checkpoint's hf/ folder: {how}"
         raise CheckpointError("it was written by a run without a critic, and this run has one", where=where, hint=hint)
-    facts = manifest.facts
-    adapters = ("lora_rank", "lora_alpha", "target_modules") if args.lora_rank else ("lora_rank",)
-    _refuse_changed(facts, args, () if rollout_only(args) else adapters, where, "other weights")
-    if train_only(args):
-        return
-    _refuse_changed(facts, args, ("data_source_path",), where, "other groups")
-    if args.data_source_path is not None or "data" not in facts:
+    reads = () if train_only(args) else ("data_source_path",)
+    _refuse_changed(facts, args, reads, where, "other groups")
+    if not reads or args.data_source_path is not None or "data" not in facts:
         return  # the last: of an earlier version
     before, now = ([entry for entry in entries if entry["use"] == "train"] for entries in (facts["data"], data))
     hashes, rows = (
