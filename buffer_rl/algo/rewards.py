@@ -121,8 +121,7 @@ def group_normalize(rewards: Sequence[float] | np.ndarray, std: bool) -> np.ndar
     centred_n: np.ndarray = _without_rounding(shifted_n - shifted_n.mean(), rewards_n)
     if not std:
         return centred_n
-    deviation = float(centred_n.std(ddof=1))
-    return centred_n / (deviation + STD_EPS)
+    return centred_n / (float(centred_n.std(ddof=1)) + STD_EPS)
 
 
 def _without_rounding(centred_n: np.ndarray, rewards_n: np.ndarray) -> np.ndarray:

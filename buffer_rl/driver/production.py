@@ -294,8 +294,7 @@ class Production:
         self._calls.tell()
 
     async def _buffer_of_now(self) -> str:
-        progress = await self._calls.buffer(BufferState.get_progress)
-        return str(progress["incarnation"])
+        return str((await self._calls.buffer(BufferState.get_progress))["incarnation"])
 
     async def _count_loss(self, what: str, incarnation: str | None, error: BufferRLError) -> None:
         """Count that ``what``, of the Buffer ``incarnation``, is produced again; a dead rollout worker is replaced.

@@ -280,9 +280,8 @@ class _SlotView(_RecordingCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = self._store(self.pool.keys[layer_idx], key_states)
-        values = self._store(self.pool.values[layer_idx], value_states)
-        return keys, values
+        pool = self.pool
+        return self._store(pool.keys[layer_idx], key_states), self._store(pool.values[layer_idx], value_states)
 
     def _store(self, memory: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """``states``: ``[R, K, 1, D]``. Padding rows of a deterministic block attend to zeros of their own."""

@@ -116,8 +116,7 @@ class Router(ServerProcess):
 
     def workers(self) -> dict[str, str]:
         """The router's own id of each worker, by URL. Raises EngineError."""
-        answer = self._call("GET", "/workers")
-        return {worker["url"]: worker["id"] for worker in answer["workers"]}
+        return {worker["url"]: worker["id"] for worker in self._call("GET", "/workers")["workers"]}
 
     def add(self, *urls: str, timeout_s: float = CALL_TIMEOUT_S, check: Callable[[], None] | None = None) -> None:
         """Send requests to ``urls`` as well, which answer already; returns once they are listed, at most ``timeout_s``

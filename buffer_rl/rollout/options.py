@@ -365,8 +365,7 @@ def generate_path(args: Args) -> str | None:
 
 def is_built_in_rollout(args: Args) -> bool:
     """Whether ``--rollout-function-path`` is as it is where nothing is said."""
-    default = RolloutOptions.model_fields["rollout_function_path"].default
-    return bool(args.rollout_function_path == default)
+    return bool(args.rollout_function_path == RolloutOptions.model_fields["rollout_function_path"].default)
 
 
 def whole_rollout_functions(args: Args) -> dict[str, str]:
