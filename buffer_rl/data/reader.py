@@ -100,8 +100,9 @@ def _open(path: str, *, alone: bool) -> Table:
     if files.uncompressed_name(path).lower().endswith(".parquet"):
         return read_parquet(path)
     content = files.open_content(path) if alone else files.read_bytes(path)
-    what, hint = not_jsonl(content[:HEAD_BYTES], mask_url(files.uncompressed_name(path)))
+    what, hint = not_jsonl(content[:HEAD_BYTES], mask_url(name := files.uncompressed_name(path)))
     if what:
+        hint = f"unpack the file, then {hint}" if hint and name != path else hint
         raise DataError(f"this looks like {what}", where=mask_url(path), expected="one JSON object a line", hint=hint)
     return JsonlTable(content)
 

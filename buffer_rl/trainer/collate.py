@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PLACES_PER_TOKEN = 3
 """Most places of the padded rows of a micro-batch for each token that ``--max-tokens-per-gpu`` lets it have packed."""
+# A number a row would be broadcast over the wrong axis where a micro-batch has as many rows as tokens.
+_OF_TOKENS = ("advantages", "returns", "loss_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,13 +179,14 @@ def response_mask(batch: TrainBatch, like_bt: torch.Tensor) -> torch.Tensor:
 
 def padded_column(batch: TrainBatch, name: str, like_bt: torch.Tensor) -> torch.Tensor | None:
     """A column as float32 on the device of ``like_bt``: ``[num_rows, width]``, padded with 0 to its width, or
-    ``[num_rows]`` where it has a number a row. None where the batch has no such column.
+    ``[num_rows]`` where it has a number a row and may have. None where the batch has no such column.
 
     Raises DataError if a row is not as long as the response, or the column holds no numbers."""
     rows = batch.columns.get(name)
     if rows is None:
         return None
-    if (len(rows) and np.ndim(rows[0]) == 0) or (isinstance(rows, np.ndarray) and rows.shape == (0,)):
+    one_a_row = len(rows) and np.ndim(rows[0]) == 0 and name not in _OF_TOKENS
+    if one_a_row or (isinstance(rows, np.ndarray) and rows.shape == (0,)):
         try:
             return torch.from_numpy(np.array(rows, dtype=np.float32)).to(like_bt.device)
         except (TypeError, ValueError) as error:
@@ -191,8 +194,8 @@ def padded_column(batch: TrainBatch, name: str, like_bt: torch.Tensor) -> torch.
             raise DataError(what, where=batch.task, expected="one for each row") from error
     lengths_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
     for row_id, row, length in zip(batch.row_ids, rows, lengths_b.tolist(), strict=True):
-        if len(row) != length:
-            what = f"{name} has {len(row)} values for a response of {length} tokens"
+        if np.shape(row)[:1] != (length,):
+            what = f"{name} has the shape {np.shape(row)} for a response of {length} tokens"
             raise DataError(what, where=str(row_id), expected="one value for each response token")
     values_bt = np.zeros(tuple(like_bt.shape), dtype=np.float32)
     if len(rows):

@@ -74,6 +74,13 @@ def test_the_hint_converts_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ]
 
 
+def test_the_hint_for_a_compressed_file_converts_what_unpacking_it_leaves(tmp_path: Path) -> None:
+    (tmp_path / "data.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+    hint = refusal(tmp_path / "data.json.gz").hint
+    assert hint.startswith("unpack the file, then convert it: python ")
+    assert f"< {tmp_path / 'data.json'} >" in hint
+
+
 @pytest.mark.parametrize("kind", NAMED)
 def test_a_file_of_another_kind_is_named_as_data_and_as_options(tmp_path: Path, kind: str) -> None:
     hint, content = NAMED[kind]

@@ -90,8 +90,17 @@ def test_a_response_without_a_token_before_it_is_an_error_that_names_the_row(
 
 def test_a_column_of_another_length_is_an_error_that_names_the_row(batch: TrainBatch) -> None:
     wrong = replace(batch, columns={**batch.columns, "advantages": [np.zeros(2), np.zeros(2)]})
-    with pytest.raises(DataError, match=r"data:0:0/1\.0: advantages has 2 values"):
+    with pytest.raises(DataError, match=r"data:0:0/1\.0: advantages has the shape \(2,\)"):
         padded_column(wrong, "advantages", torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("name", ["advantages", "ref_log_probs"])
+@pytest.mark.parametrize("rows", [np.array([3.0, 4.0]), [np.float32(3), np.float32(4)]])
+def test_a_number_a_row_is_no_number_for_each_token(batch: TrainBatch, name: str, rows: object) -> None:
+    """[num_rows] would be broadcast over the tokens where there are as many: token 0 would get row 0's number."""
+    wrong = replace(batch, columns={**batch.columns, name: rows})
+    with pytest.raises(DataError, match=rf"{name} has the shape \(\) for a response of \d tokens"):
+        padded_column(wrong, name, torch.zeros(2, 2))
 
 
 def test_rows_without_any_response_collate(make_batch: Callable[..., TrainBatch]) -> None:
