@@ -87,7 +87,7 @@ class RolloutOptions(Section):
         None, "decides if a finished group is trained on; dropped ones are replaced", kind="filter", common=True
     )
     buffer_filter_path: str | None = option(
-        None, "chooses the queued groups to lease next; if not set: the oldest", kind="buffer_filter"
+        None, "chooses which groups that were given back are leased next; if not set: the oldest", kind="buffer_filter"
     )
     rollout_sample_filter_path: str | None = option(
         None, "excludes samples of a complete rollout from training", kind="sample_filter"
