@@ -44,6 +44,10 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module("buffer_rl.api"), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 class OldNames:
     """The last finder of modules: asked for what no other one found, it tells the new name of what has moved."""
 

@@ -90,7 +90,8 @@ def train(config: str | Path | Sequence[str | Path] | Mapping[str, Any] = (), **
     passed; ``reward``, ``group_reward``, ``generate``, ``rollout``, ``filter`` and ``loss`` are short names of such
     options. What a module defines is passed by its name; what a notebook or a script defines, by value.
 
-    Raises what ended the run, ConfigError first of all: nothing is started then. KeyboardInterrupt ends the run well.
+    Raises what ended the run, ConfigError first of all: nothing is started then. KeyboardInterrupt ends the run well;
+    ``TrainResult.of(run_dir)`` then returns what it has measured.
     """
     given = _named(config) if isinstance(config, Mapping) else {}
     paths = [] if given else [config] if isinstance(config, str | Path) else list(config)

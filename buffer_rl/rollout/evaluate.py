@@ -13,7 +13,7 @@ import numpy as np
 
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
-from buffer_rl.records.groups import RolloutOutput, Sample, SampleGroup, Status
+from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.failure_policy import DATA_ATTEMPTS, FailurePolicy
 from buffer_rl.rollout.failures import GROUP_ERRORS, AttemptFailure, Domain, failure_of
@@ -21,7 +21,7 @@ from buffer_rl.rollout.generate import sampling_params_for
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.production import generate_group, run_all, score_group, within_deadline
 from buffer_rl.rollout.requests import Requests
-from buffer_rl.rollout.stats import RolloutStats, known_means, rewards_of
+from buffer_rl.rollout.stats import RolloutStats, known_means, reward_entries, rewards_of
 from buffer_rl.rollout.user_functions import UNNAMED
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
         means[group.data_set or UNNAMED].append(known_means(group, rewards_of(args, group)))
         by_name.setdefault(group.data_set or UNNAMED, RolloutStats()).count_kept(group, rewards_of(args, group))
         for rows in group.by_sample():
-            for entry, numbers in _entries(rows).items():
-                entries[f"eval/{group.data_set or UNNAMED}/{entry}"].append(float(np.mean(sorted(numbers))))
+            for entry, numbers in reward_entries(rows).items():
+                if numbers:
+                    entries[f"eval/{group.data_set or UNNAMED}/{entry}"].append(float(np.mean(sorted(numbers))))
     values = {name: float(np.mean(sorted(found))) for name, found in entries.items()}
     for name, of_prompts in means.items():
         values |= {f"eval/{name}/pass_at_{k}": share for k, share in pass_rates(of_prompts).items()}
@@ -82,17 +83,6 @@ def pass_rates(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
         k: fmean(1 - comb(prompt.count(0.0), k) / comb(len(prompt), k) for prompt in rewards)
         for k in (1 << power for power in range(1, fewest.bit_length()))
     }
-
-
-def _entries(rows: Iterable[Sample]) -> dict[str, list[float]]:
-    """The numbers in the rewards of one sample's rows, by name, if they are mappings or of several rewards."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        chosen = row.__dict__.get("rewards_by_name", {})
-        for name, value in (chosen | (row.reward if isinstance(row.reward, dict) else {})).items():
-            if isinstance(value, int | float):
-                found[name].append(float(value))
-    return found
 
 
 class _Evaluation:

@@ -85,6 +85,18 @@ def known_reward(args: Args, group: SampleGroup) -> float | None:
     return math.fsum(means) / len(means) if means else None
 
 
+def reward_entries(rows: Iterable[Sample]) -> dict[str, list[float]]:
+    """The numbers in the rewards of one sample's rows, by name, if they are mappings or of several rewards; of a reward
+    that abstained, none."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        entries = row.reward.items() if isinstance(row.reward, dict) else ()
+        numbers = {str(name): value for name, value in entries if isinstance(value, int | float)}
+        for name, value in (numbers | row.__dict__.get("rewards_by_name", {})).items():
+            found.setdefault(name, []).extend([] if value is None else [float(value)])
+    return found
+
+
 @dataclass(slots=True, kw_only=True)
 class RolloutStats:
     """Counts and numbers of one rollout. Rewards and lengths are those of the kept samples, before filters mask; a
@@ -95,7 +107,7 @@ class RolloutStats:
     num_aborted_groups, num_surplus_groups: groups of an over-sampled rollout that were not needed, and were requeued
     in mid-generation or fully generated. failures: failed attempts at groups, by domain (``infra``, ``data``).
     baselines: of the kept groups, ``[num_kept]``, where there are any. by_name: rewards of kept samples by the name
-    that their rows chose, and by that and the data set; None of those that abstained.
+    that their rows chose, or of an entry of theirs, and by that and the data set; None of those that abstained.
     """
 
     has_filter: bool = False
@@ -134,11 +146,7 @@ class RolloutStats:
         self.truncated += sample_means(indices, [sample.status is Status.TRUNCATED for sample in group])
         self.num_zero_std += bool(means) and equal_rewards(means)
         for rows in group.by_sample():
-            by_name: dict[str, list[float]] = {}
-            for row in rows:
-                for name, reward in row.__dict__.get("rewards_by_name", {}).items():
-                    by_name.setdefault(name, []).extend([] if reward is None else [reward])
-            for name, known in by_name.items():
+            for name, known in reward_entries(rows).items():
                 for shown in {name, f"{name}/{group.data_set}" if group.data_set else name}:
                     self.by_name.setdefault(shown, []).append(float(np.mean(sorted(known))) if known else None)
 

@@ -75,6 +75,8 @@ def test_ctrl_c_ends_the_run_with_all_of_its_processes_before_it_reaches_the_cal
             os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 0, seen
     assert seen[-1] == "interrupted\n"
+    assert set(buffer_rl.__all__) <= set(dir(buffer_rl))
+    assert 1 in buffer_rl.TrainResult.of(given["run_dir"]).metrics
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout.split()
     assert left == []
 

@@ -144,6 +144,21 @@ def test_a_sample_of_several_rows_counts_once_in_the_rewards_by_name(kit: Any) -
     assert (stats.metrics_of_kept()["reward/length"], stats.metrics_of_kept()["abstained"]) == (2.0, 1.0)
 
 
+def test_each_number_of_a_reward_that_is_a_mapping_is_a_metric_of_training_too(kit: Any) -> None:
+    """Of a sample of two rows the mean counts; a text is no number, and 7, a name that is no text, is a name."""
+    group = kit.make_group(0, labels=["1"] * 3)
+    rewards = ({"right": 1.0, "form": 0.5, "why": "a", 7: 2}, {"right": 0.0, "form": 0.25}, {"right": True, "no": None})
+    for sample, place, reward in zip(group, [(0, 0), (0, 1), (1, 0)], rewards, strict=True):
+        (sample.sample_index, sample.part), sample.reward = place, reward
+    stats = RolloutStats()
+    stats.count_kept(group, [1.0, 0.0, 1.0])
+    metrics = stats.metrics_of_kept()
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        "reward/right": 0.75, "reward/form": 0.375, "reward/7": 2.0,
+    }  # fmt: skip
+    assert "abstained" not in metrics
+
+
 async def test_a_sample_that_nothing_judges_is_masked_and_its_siblings_stay(kit: Any, options: dict[str, Any]) -> None:
     for metadata in ({"rewards": {"of_label": 1.0, "length": 0.0}}, {"rm_type": "of_label"}):
         group = chosen(kit, ["abstain", 1.0], **metadata)
