@@ -163,11 +163,11 @@ def test_package_inits_hold_a_docstring_alone_but_for_what_python_programs_call_
             body = ast.parse((ROOT / path).read_text()).body
             kept = [ast.unparse(node) for node in body if not isinstance(node, ast.Assign)]
             if path == Path("buffer_rl/__init__.py"):
-                *imported, for_types, called, finder, appended = kept[1:]
+                *imported, for_types, called, listed, finder, appended = kept[1:]
                 known = ["import importlib", "import sys", "from typing import TYPE_CHECKING, Any"]
                 assert (imported, appended) == (known, "sys.meta_path.append(OldNames)")
-                starts = ("if TYPE_CHECKING:", "def __getattr__(name: str)", "class OldNames:")
-                assert all(map(str.startswith, (for_types, called, finder), starts))
+                starts = ("if TYPE_CHECKING:", "def __getattr__(name: str)", "def __dir__()", "class OldNames:")
+                assert all(map(str.startswith, (for_types, called, listed, finder), starts))
                 del kept[1:]
             assert len(kept) == 1, path
             assert isinstance(body[0], ast.Expr), path
