@@ -39,7 +39,8 @@ TERM_S = 2.0
 """Between SIGTERM and SIGKILL."""
 READ_S = 2.0
 """In which the rest of the output of a process that has ended is read."""
-BLOCK_BYTES = 1 << 16
+BLOCK_BYTES, TAIL_BYTES = 1 << 16, 1 << 20
+"""What is read at once, and what is kept of an output: its last line may be a finish with long texts."""
 FLOOD_S = 0.005
 """Between two full blocks of output. A process that writes more is slowed down, so that it does not slow the others."""
 SHOWN_LINES = 20
@@ -90,7 +91,7 @@ class _Output:
     async def read(self) -> None:
         while block := await self.stream.read(BLOCK_BYTES):
             self.tail += block
-            del self.tail[:-BLOCK_BYTES]
+            del self.tail[:-TAIL_BYTES]
             if self.log is not None:
                 self.log.write(block)
             if len(block) == BLOCK_BYTES:

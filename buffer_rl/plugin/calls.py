@@ -37,9 +37,11 @@ Answer = TypeVar("Answer")
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name most like ``name``, or None. ``cutoff`` is difflib's ratio, from 0 to 1."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    """The shortest known name that begins with the three letters or more of ``name``, else the one most like it, or
+    None. ``cutoff`` is difflib's ratio, from 0 to 1."""
+    names = list(known)
+    begun = [each for each in names if len(name) > 2 and each.startswith(name)]
+    return min(begun or difflib.get_close_matches(name, names, n=1, cutoff=cutoff), key=len, default=None)
 
 
 def list_names(names: Iterable[str]) -> str:

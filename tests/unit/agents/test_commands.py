@@ -192,20 +192,20 @@ for _ in range(64):
     os.write(2, b"e" * 65536)
     os.write(1, b"o" * 65536)
 print()
-print(json.dumps({"reward": 0.5}))
+print(json.dumps({"reward": {"score": 0.5, "log": "x" * 500_000}}))
 """
-    fake, _ = await rolled(tmp_path, body)
-    assert fake.finished[0][0].reward == 0.5
+    fake, _ = await rolled(tmp_path, body, reward_key="score")
+    assert fake.finished[0][0].reward == {"score": 0.5, "log": "x" * 500_000}
 
     class Stream:
-        blocks = [b"x" * command.BLOCK_BYTES] * 9 + [b"\nend", b""]
+        blocks = [b"x" * command.BLOCK_BYTES] * 19 + [b"\nend", b""]
 
         async def read(self, size: int) -> bytes:
             return self.blocks.pop(0)
 
     output = command._Output(Stream())  # type: ignore[arg-type]
     await output.read()
-    assert (len(output.tail), output.text[-4:]) == (command.BLOCK_BYTES, "\nend")
+    assert (len(output.tail), output.text[-4:]) == (command.TAIL_BYTES, "\nend")
 
 
 @pytest.mark.slow

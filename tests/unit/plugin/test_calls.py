@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from buffer_rl.errors import EndedBySignal, PluginError, RolloutError, WorkerError
-from buffer_rl.plugin.calls import call, contained_task, error_text
+from buffer_rl.plugin.calls import call, contained_task, error_text, nearest
 from buffer_rl.rollout.user_functions import call_plugin
 from buffer_rl.rollout.worker import LoopGuard
 
@@ -173,3 +173,11 @@ def test_a_full_disk_is_named_with_what_to_do_and_without_the_code_that_wrote() 
         "make room for --run-dir, --save and TMPDIR, and go on with --load auto",
         "the-disk-is-full",
     )
+
+
+def test_the_beginning_of_a_name_means_that_name_and_not_one_that_is_more_like_it() -> None:
+    """By difflib's ratio alone ``f1_exact`` is nearer to ``exact`` than ``exact_match`` is."""
+    names = ["f1_exact", "exact_match", "exact_match_lenient"]
+    assert nearest("exact", names) == "exact_match"
+    assert nearest("exakt_match", names) == "exact_match"
+    assert nearest("ex", names) is None
