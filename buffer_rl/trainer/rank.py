@@ -25,7 +25,7 @@ from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.member import Member
 from buffer_rl.cluster.placement import Placement
 from buffer_rl.cluster.process import settle_garbage_collector
-from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, ConfigError, TrainError
+from buffer_rl.errors import BufferRestartedError, BufferRLError, BufferStateError, TrainError
 from buffer_rl.kinds.kind import implements
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import Sums
@@ -41,6 +41,7 @@ from buffer_rl.kinds.trainer import (
 from buffer_rl.observe.memory import PeakMemory, peak_metrics
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.timeline import WorkReport
+from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.algorithm import loss_of, role_args
 from buffer_rl.plan.flops import RowCost, speed_metrics
@@ -401,49 +402,32 @@ def build_trainer(args: Args, registry: PluginRegistry, rank: int, world_size: i
     if not isinstance(place_of_rank := getattr(built, "topology", None), Topology):
         expected = "topology: a buffer_rl.records.groups.Topology"
         raise returned("trainer", name, place_of_rank, expected, at="topology", error_class=TrainError)
-    if args.fsdp_size != 1 and world_size > 1 and not place_of_rank.in_step:
-        raise ConfigError(
-            f"the trainer {name!r} does not split its model over ranks",
-            where="--fsdp-size",
-            expected="--train-backend torch, or a class that is derived from its",
-            hint="take --fsdp-size out",
-        )
-    if args.lora_rank and not (implements(built, TrainsAdapters) and built.trains_adapters):
-        raise ConfigError(
-            f"the trainer {name!r} trains all weights",
-            where="--lora-rank",
-            expected="--train-backend torch, or a class that is derived from its",
-            hint="take --lora-rank out",
-        )
-    replays = implements(built, ReplaysExperts) and built.replays_experts
-    if args.replay_routed_experts and not objective.critic and not replays:
-        raise ConfigError(
-            f"the trainer {name!r} sends tokens to the experts that its own routers choose",
-            where="--replay-routed-experts",
-            expected="--train-backend torch, or a trainer with replays_experts (see "
-            "buffer_rl.kinds.trainer.ReplaysExperts)",
-            hint="take --replay-routed-experts out",
-        )
-    if objective.critic and not implements(built, HasValues):
-        what = f"the trainer {name!r} has no value model"
-        where = "--train-backend and --advantage-estimator"
-        hint = "an advantage estimator without a critic, such as grpo"
-        raise ConfigError(what, where=where, expected="a trainer with values(batch)", hint=hint)
+    derived = "--train-backend torch, or a class that is derived from its"
+    unsplit = args.fsdp_size != 1 and world_size > 1 and not place_of_rank.in_step
+    adapts = implements(built, TrainsAdapters) and built.trains_adapters
+    what = f"--fsdp-size: the trainer {name!r} does not split its model over ranks"
+    refuse(unsplit, what, "take --fsdp-size out", derived)
+    what = f"--lora-rank: the trainer {name!r} trains all weights"
+    refuse(args.lora_rank and not adapts, what, "take --lora-rank out", derived)
+    replays = objective.critic or (implements(built, ReplaysExperts) and built.replays_experts)
+    what = f"--replay-routed-experts: the trainer {name!r} sends tokens to the experts that its own routers choose"
+    expected = "--train-backend torch, or a trainer with replays_experts (see buffer_rl.kinds.trainer.ReplaysExperts)"
+    refuse(args.replay_routed_experts and not replays, what, "take --replay-routed-experts out", expected)
+    what = f"--train-backend and --advantage-estimator: the trainer {name!r} has no value model"
+    hint, expected = "an advantage estimator without a critic, such as grpo", "a trainer with values(batch)"
+    refuse(objective.critic and not implements(built, HasValues), what, hint, expected)
     return cast("Trainer", built)
 
 
 def check_groups(args: Args, unit: Unit, dp_size: int) -> None:
     """Raises ConfigError where an optimizer step has fewer groups than replicas, and the loss compares their rows."""
     smallest = args.rollout_batch_size // args.num_steps_per_rollout
-    if unit is Unit.GROUP and smallest < dp_size and not (args.stream_gradients or args.load_debug_rollout_data):
-        raise ConfigError(
-            f"the loss {loss_of(args)!r} needs whole groups, and {dp_size} replicas "
-            f"have {smallest} of them for an optimizer step",
-            where="--num-train-ranks and --rollout-batch-size",
-            expected="at least one group for each replica and step",
-            hint="fewer ranks or more groups; if it compares no rows of a prompt, declare it: "
-            "@buffer_rl.kinds.marks.loss_unit('row')",
-        )
+    whole = unit is Unit.GROUP and not (args.stream_gradients or args.load_debug_rollout_data)
+    what = f"--num-train-ranks and --rollout-batch-size: the loss {loss_of(args)!r} needs whole groups, and {dp_size} "
+    what += f"replicas have {smallest} of them for an optimizer step"
+    hint = "fewer ranks or more groups; if it compares no rows of a prompt, declare it: "
+    hint += "@buffer_rl.kinds.marks.loss_unit('row')"
+    refuse(whole and smallest < dp_size, what, hint, "at least one group for each replica and step")
 
 
 def no_rows(rollout_id: int) -> TrainBatch:
