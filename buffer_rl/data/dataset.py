@@ -175,6 +175,7 @@ class RowKeys:
     def names(self) -> list[str]:
         """Every field that is read; one may come twice."""
         named = [self.prompt, self.label, self.metadata, self.tools, self.id]
+        named.append(self.label and self.label.partition(".")[0])
         named += [field for _, field in self.multimodal]
         return [name for name in named if name is not None]
 
@@ -197,14 +198,17 @@ _USUAL_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("prompt", "question", "problem", "messages", "conversations"),
             *("instruction", "query", "input", "text"),
         ),
-        "label": ("label", "answer", "solution", "ground_truth", "target", "gold", "output", "response", "completion"),
+        "label": (
+            *("label", "answer", "solution", "ground_truth", "target", "gold", "output", "response", "completion"),
+            "reward_model.ground_truth",
+        ),
     }
 )
 
 
 def likely_label(keys: RowKeys, fields: Sequence[str]) -> str:
     """The flag for the field that probably holds the labels if rows have none under the usual name; or empty."""
-    usual = next((name for name in _USUAL_NAMES["label"] if name in fields), "")
+    usual = next((name for name in _USUAL_NAMES["label"] if name.partition(".")[0] in fields), "")
     is_missing = keys.label == RowKeys().label and keys.label not in fields and usual not in ("", keys.prompt)
     return f"{keys.flags}label-key {usual}" if is_missing else ""
 
@@ -233,7 +237,7 @@ def build_row(record: dict[str, Any] | RowError, keys: RowKeys, *, row: int, lin
         row=row,
         line=line,
         prompt=_prompt(value, keys.prompt),
-        label=_label(record.get(keys.label), keys.label) if keys.label is not None else None,
+        label=_label(label_in(record, keys), keys.label),
         metadata=_metadata(record.get(keys.metadata), keys.metadata) | _tools(record, keys.tools),
         multimodal=_multimodal(record, keys),
         id=_id(record.get(keys.id), keys.id),
@@ -243,6 +247,16 @@ def build_row(record: dict[str, Any] | RowError, keys: RowKeys, *, row: int, lin
         if surrogate := lone_surrogate(getattr(found, name)):
             raise RowError(f"the {name} holds {surrogate}, a lone surrogate, which UTF-8 cannot encode")
     return found
+
+
+def label_in(record: dict[str, Any], keys: RowKeys) -> Any:
+    """The field ``keys.label``, or what its dots lead to, as in ``reward_model.ground_truth``; None without either."""
+    if keys.label is None or keys.label in record:
+        return record.get(keys.label)  # type: ignore[arg-type]  # no field is called None
+    value: Any = record
+    for part in keys.label.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _decoded(value: Any) -> tuple[Any, tuple[str, ...]]:

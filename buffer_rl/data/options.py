@@ -39,7 +39,9 @@ class DataOptions(Section):
     )
     data_source_timeout_s: float = option(600.0, "deadline for one call to --data-source-path, in seconds", gt=0)
     input_key: str = option("prompt", "field with the prompt (text or chat messages)", common=True)
-    label_key: str | None = option("label", "field with the label; optional in each row", common=True)
+    label_key: str | None = option(
+        "label", "field with the label, or the way to it: reward_model.ground_truth; optional in each row", common=True
+    )
     metadata_key: str = option("metadata", "field with a mapping for rewards and filters")
     tool_key: str | None = option("tools", "field with the chat template's tools, JSON schemas; optional in each row")
     id_key: str = option("id", "field with a unique id; optional in each row")

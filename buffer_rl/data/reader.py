@@ -33,6 +33,7 @@ from buffer_rl.data.dataset import (
     RowKeys,
     RowNoun,
     build_row,
+    label_in,
     likely_label,
     missing_field,
     row_label,
@@ -166,10 +167,11 @@ class Findings:
 
     def add_plain_rows(self, records: list[dict[str, Any]], position: int, keys: RowKeys) -> bool:
         """Count the rows that begin at ``position`` if all are surely good; false if ``build_row`` has to say."""
-        prompts, labels, metadata, tools, ids = (
+        prompts, metadata, tools, ids = (
             [record.get(name) for record in records]  # type: ignore[arg-type]  # no field is called None
-            for name in (keys.prompt, keys.label, keys.metadata, keys.tools, keys.id)
+            for name in (keys.prompt, keys.metadata, keys.tools, keys.id)
         )
+        labels = [label_in(record, keys) for record in records]
         label_types = _types(labels)
         if list in label_types:
             labels = list(chain.from_iterable(label if type(label) is list else (label,) for label in labels))

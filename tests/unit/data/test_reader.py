@@ -56,6 +56,24 @@ def test_field_names_are_chosen_by_the_keys(tmp_path: Path) -> None:
     assert row.label is None
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_dots_in_the_label_key_lead_into_mappings_unless_a_field_has_that_name(tmp_path: Path, suffix: str) -> None:
+    """The rows of verl, which other fields of other kinds do not disturb; in a table each row has all fields."""
+    whole = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "72"}, "ability": "math"}
+    rows = [whole, {**whole, "reward_model": None}, {**whole, "reward_model": {"style": "rule", "ground_truth": None}}]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        write(tmp_path, *rows, {**whole, "reward_model": "text"}, {**whole, "reward_model.ground_truth": 5})
+        (tmp_path / "data.jsonl").rename(path)
+    keys = RowKeys(label="reward_model.ground_truth")
+    expected = ["72", None, None, None, 5][: 5 if suffix == ".jsonl" else 3]
+    assert [row.label for row in read_dataset(str(path), keys)] == expected
+    assert "no row has the label field 'reward_model.truth'" in refusal(str(path), RowKeys(label="reward_model.truth"))
+    assert read_dataset(str(path)).facts.likely_label == "--label-key reward_model.ground_truth"
+
+
 def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
     path = write(tmp_path, "", {"prompt": "a"}, "  \t", "", {"prompt": "b"})
     assert [(row.row, row.line) for row in read_dataset(path)] == [(0, 2), (1, 5)]
