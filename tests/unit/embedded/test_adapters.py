@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 
@@ -11,7 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from buffer_rl.embedded.fallback import FallbackDecoder
 from buffer_rl.embedded.fast_decoder import FastDecoder
+from buffer_rl.embedded.loader import LoadedModel, LoadOptions
 from buffer_rl.embedded.scheduler import Scheduler
+from buffer_rl.embedded.service import EngineService
+from buffer_rl.engines.protocol import BadRequestError
 from buffer_rl.errors import EngineError
 from harness.adapters import with_random_adapter
 
@@ -115,3 +119,28 @@ def test_an_adapter_of_another_model_or_kind_is_refused(fallback, model_folder, 
     config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
     with pytest.raises(EngineError, match="no plain LoRA"):
         decoder.with_adapter(str(tmp_path / "a"))
+
+
+async def test_an_adapter_that_a_request_runs_with_stays_and_later_requests_may_name_it(model_folder, tmp_path):
+    folder = model_folder("qwen3", 0)
+    with_random_adapter(folder, tmp_path, 0)
+    model = LoadedModel(LoadOptions(model_path=folder))
+    service = EngineService(model, None, max_running_requests=8, weight_version="0")
+    service.start()
+    ends = [asyncio.Event(), asyncio.Event()]
+    body = {"input_ids": [3, 4], "lora_path": "one", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    try:
+        await service.load_adapter("one", str(tmp_path), "9")
+        await service.pause("in_place")
+        calls = [await service.begin(body, ends[0].set)]
+        with pytest.raises(EngineError, match="requests run with the adapter one"):
+            await service.unload_adapter("one")
+        calls += [await service.begin(body, ends[1].set)]
+        await service.resume()
+        await asyncio.wait_for(asyncio.gather(*(end.wait() for end in ends)), 60)
+        assert [len(call.requests[0].output_ids) for call in calls] == [4, 4]
+        await service.unload_adapter("one")
+        with pytest.raises(BadRequestError, match="never been loaded: one"):
+            await service.begin(body, ends[0].set)
+    finally:
+        service.stop()
