@@ -83,10 +83,13 @@ class Rescored:
     errors: dict[str, str] = field(default_factory=dict)
 
 
-async def rescore(args: Args, registry: PluginRegistry, steps: Iterable[RecordedStep]) -> list[Rescored]:
-    """Score all groups again. args: the run's options, with the other reward. Raises ConfigError, PluginError and
-    DataError for a reward that cannot be used at all; what it raises for a sample is counted."""
+async def rescore(args: Args, steps: Iterable[RecordedStep], old_key: str | None) -> list[Rescored]:
+    """Score all groups again. args: the run's options, with the other reward. old_key: the ``--reward-key`` of the
+    recorded rewards. Raises ConfigError, PluginError and DataError for a reward that cannot be used at all; what it
+    raises for a sample is counted."""
+    registry = PluginRegistry.from_flags(args.plugin)
     scorer, converter = Scorer(args, registry), GroupConverter.from_args(args, registry)
+    before = replace(converter, args=args.model_copy(update={"reward_key": old_key}))
     dynamic_filter = UserFunction.named(registry, "filter", args.dynamic_sampling_filter_path)
     objective = Objective(args, registry)
     done = []
@@ -94,7 +97,7 @@ async def rescore(args: Args, registry: PluginRegistry, steps: Iterable[Recorded
         for step in steps:
             failed, errors, scored = Counter(step.skipped), dict[str, str](), list[ScoredGroup]()
             for group in step.groups:
-                result = await _score(args, scorer, converter, group, step)
+                result = await _score(scorer, before, converter, group, step)
                 if isinstance(result, ScoredGroup):
                     await _filter(args, dynamic_filter, result, errors)
                     scored.append(result)
@@ -103,8 +106,7 @@ async def rescore(args: Args, registry: PluginRegistry, steps: Iterable[Recorded
                     errors.setdefault(*result)
             rescored = Rescored(rollout_id=step.rollout_id, groups=scored, errors=errors)
             _advantages(objective, rescored)
-            found = compared(scored, rescored.advantages)
-            rescored.comparison = replace(found, of=step.total, failed=dict(failed))
+            rescored.comparison = replace(compared(scored, rescored.advantages), of=step.total, failed=dict(failed))
             done.append(rescored)
     finally:
         await scorer.aclose()
@@ -112,9 +114,10 @@ async def rescore(args: Args, registry: PluginRegistry, steps: Iterable[Recorded
 
 
 async def _score(
-    args: Args, scorer: Scorer, converter: GroupConverter, group: SampleGroup, step: RecordedStep
+    scorer: Scorer, before: GroupConverter, converter: GroupConverter, group: SampleGroup, step: RecordedStep
 ) -> ScoredGroup | tuple[str, str]:
-    """The group with both rewards, or the reason why there are none and the error."""
+    """The group with both rewards, or the reason why there are none and the error. before: with the ``--reward-key`` of
+    the recorded rewards, which may be mappings."""
     new = replace(group, samples=[copy.deepcopy(sample) for sample in group])
     to_score = [sample for sample in new if sample.status not in (Status.ABORTED, Status.FAILED)]
     for sample in new:
@@ -124,11 +127,11 @@ async def _score(
         return AttemptFailure.of_reward(failures[0]).reason, str(failures[0].error)
     try:
         new_rows, new_columns = converter.encode(new, False)
-        old_rows, old_columns = converter.encode(group, False)
+        old_rows, old_columns = before.encode(group, False)
         if all(row in step.trained_on for row in old_rows):
             old_columns["reward"] = np.asarray([step.trained_on[row] for row in old_rows], dtype=np.float32)
-        old = [s.get_reward_value(args) for s in group if s.reward is not None]
-        rewards = [s.get_reward_value(args) for s in new if s.reward is not None]
+        old = [s.get_reward_value(before.args) for s in group if s.reward is not None]
+        rewards = [s.get_reward_value(converter.args) for s in new if s.reward is not None]
         if len(old) != len(rewards) or new_rows != old_rows:
             return CONVERSION_FAILED, f"group {group.uid}: other samples have a reward than before"
     except (BufferRLError, ValueError) as error:

@@ -19,7 +19,6 @@ from buffer_rl.options.help import add_options, given_flags
 from buffer_rl.options.redaction import MASK
 from buffer_rl.options.section import compose, flag_of
 from buffer_rl.options.sources import resolve
-from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.verbs.table import print_notices, print_table
 from buffer_rl.verbs.train import sections_of
 
@@ -61,7 +60,7 @@ def run(namespace: argparse.Namespace) -> int:
     if not any(step.groups or step.skipped for step in steps):
         hint = "--dump-samples N writes N groups per rollout to samples.jsonl; --save-debug-rollout-data whole steps"
         raise ConfigError("the run has recorded no samples", where=str(namespace.folder), hint=hint)
-    rescored = asyncio.run(rescore(args, PluginRegistry.from_flags(args.plugin), steps))
+    rescored = asyncio.run(rescore(args, steps, records.facts.option("--reward-key")))
     facts = {"run_dir": str(namespace.folder), "reward": _reward_of(args), **facts_of(rescored)}
     if namespace.output:
         with raised_as(ConfigError, "the rows cannot be written", OSError, where="--output"):

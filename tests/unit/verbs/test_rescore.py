@@ -26,6 +26,10 @@ def named(args, sample):
     return {"length": len(sample.response), "other": "text"}
 
 
+def two(args, sample):
+    return {"length": len(sample.response), "minus": -len(sample.response)}
+
+
 def group(args, group):
     return [float(place) for place, _ in enumerate(group)]
 
@@ -130,6 +134,26 @@ def test_another_reward_replaces_that_of_the_run_and_its_key(
     assert rescored("--custom-rm-path", "rewards.py:later")["all"]["new"] == pytest.approx(1 / 3)
     facts = rescored("--rm-type", "exact_match")
     assert (facts["reward"], facts["all"]["new"]) == ("--rm-type exact_match", 0.0)
+
+
+def test_recorded_mappings_are_read_by_the_runs_own_key_and_new_ones_by_the_key_that_is_given(
+    rescored: Callable[..., dict[str, Any]], folder: Path
+) -> None:
+    text = json.loads((folder / "run.json").read_text())
+    text["changed"] |= {"--custom-rm-path": "rewards.py:two", "--reward-key": "length"}
+    (folder / "run.json").write_text(json.dumps(text))
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["reward"] = {"length": len(line["response"]), "minus": -len(line["response"])}
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for argv, new, signs in (
+        ([], 2.0, 0),
+        (["--reward-key", "minus"], -2.0, 6),
+        (["--custom-rm-path", "rewards.py:two", "--reward-key", "minus"], -2.0, 6),
+        (["--custom-rm-path", "rewards.py:longer"], 3.0, 0),
+    ):
+        everything = rescored(*argv)["all"]
+        assert (everything["old"], everything["new"], everything["signs"]) == (2.0, new, signs)
 
 
 def test_what_the_users_code_raises_is_counted_by_reason(rescored: Callable[..., dict[str, Any]], folder: Path) -> None:
