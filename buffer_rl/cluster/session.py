@@ -40,6 +40,8 @@ JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's name of the variable with which ``ray job submit`` gives a job's runtime environment to its command."""
 OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 """Ray's name: at ``1``, the fields that ``ray.init`` is called with replace those of the job."""
+CONNECTION_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
+"""Ray's name: how often a cluster is asked whether it is there; twenty times if not set, 40 s each."""
 PACKAGES = ("working_dir", "py_modules")
 """Fields of a runtime environment whose values are addresses on the cluster that they were sent to."""
 CODE_FOLDER = "buffer_rl_code"
@@ -284,15 +286,14 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
             changes = {JOB_CONFIG: job_without_packages(job)}
             given.update(include_dashboard=False, object_store_memory=object_store_bytes, _node_ip_address="127.0.0.1")
         else:
-            changes = {OVERRIDE: "1"}
+            changes = {OVERRIDE: "1", CONNECTION_ATTEMPTS: os.environ.get(CONNECTION_ATTEMPTS, "1")}
             given["runtime_env"] = worker_environment(code_folder, json.loads(job or "{}").get("runtime_env") or {})
         with variables(changes):
             ray.init(address=address or "local", **given)
     except Exception as error:  # fault boundary: Ray raises ValueError, OSError, RuntimeError, ConnectionError ...
         if isinstance(error, ValueError) and "object_store_memory" in str(error):
             what = f"Ray does not start with an object store of {object_store_bytes / 1e9:g} GB: {error}"
-            expected = "a part of this machine's memory"
-            raise ConfigError(what, where="--object-store-gb", expected=expected) from error
+            raise ConfigError(what, where="--object-store-gb", expected="a part of this machine's memory") from error
         if isinstance(error, UnicodeEncodeError):  # of a path that Python read as surrogates
             near = ascii(error.object[max(0, error.start - NEAR) : error.end + NEAR])
             hint = "rename the file or folder: the working directory, TMPDIR, or what an option names"

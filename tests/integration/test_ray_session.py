@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import ray
 
+from buffer_rl.cluster.process import reserved_port
+
 LOCAL = """
 import ray
 from buffer_rl.cluster.session import ray_session
@@ -37,6 +39,18 @@ def look():
 with ray_session(sys.argv[1], code):
     os.unlink(sys.argv[2])  # as on a node that has not the file
     print(*ray.get(ray.remote(num_cpus=0)(look).remote(), timeout=60))
+"""
+
+ABSENT = """
+import sys
+from buffer_rl.cluster.session import ray_session
+from buffer_rl.errors import ClusterError
+
+try:
+    with ray_session(sys.argv[1]):
+        print("in the block")
+except ClusterError as error:
+    print(error)
 """
 
 SIGNALLED = """
@@ -95,6 +109,16 @@ def test_ray_starts_below_a_temporary_folder_whose_path_is_too_long_for_sockets(
     assert answer == "7"
     assert not Path(session).parents[1].exists()  # the short path
     assert next(folder.glob("ray/session_*/logs/raylet.out"))
+
+
+@pytest.mark.slow
+def test_a_cluster_that_does_not_answer_is_asked_once_and_not_for_a_quarter_of_an_hour() -> None:
+    with reserved_port("127.0.0.1") as port:
+        address = f"127.0.0.3:{port.getsockname()[1]}"
+        shorter = {"RAY_py_gcs_connect_timeout_s": "1", "RAY_gcs_rpc_server_connect_timeout_s": "1"}  # of one attempt
+        program = [sys.executable, "-c", ABSENT, address]
+        ended = subprocess.run(program, env={**os.environ, **shorter}, stdout=subprocess.PIPE, text=True, timeout=45)
+    assert ended.stdout.startswith(f"--ray-address {address}: the Ray cluster does not answer")
 
 
 @pytest.mark.slow
