@@ -53,8 +53,7 @@ def run(namespace: argparse.Namespace) -> int:
     flags = given_flags(namespace)
     args = resolve_namespace(namespace).args
     sets = eval_sets_of(args)
-    what, hint = "--eval-prompt-data: there is nothing to evaluate on", "add --eval-prompt-data NAME=PATH"
-    refuse(not sets, what, hint)
+    refuse(not sets, "--eval-prompt-data: there is nothing to evaluate on", "add --eval-prompt-data NAME=PATH")
     set_flag(namespace, "num_rollout", "0")
     if args.load == AUTO and args.save is not None:
         set_flag(namespace, "load", args.save)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from buffer_rl.data.difficulty import Pool
 from harness.metric_names import PAGE, check_metrics, documented, emitted, without_row
 
 
@@ -30,6 +31,11 @@ def test_every_row_is_of_a_name_that_the_source_gives(given: set[str]) -> None:
 def test_a_row_says_unit_meaning_range_and_remedy() -> None:
     rows = [line.strip("|").split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
     assert [row[0] for row in rows if len(row) != 5 or not row[2].strip()] == []
+
+
+def test_the_row_of_pools_names_those_of_the_order_by_difficulty() -> None:
+    (row,) = (line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `rollout/pool_<"))
+    assert set(re.findall("`([a-z]+)`", row)) == {pool.name.lower() for pool in Pool}
 
 
 @pytest.mark.parametrize(
