@@ -102,8 +102,9 @@ def train(config: str | Path | Sequence[str | Path] | Mapping[str, Any] = (), **
     plain = {key: _text_of(value) for key, value in given.items() if not _is_by_value(value)}
     with tempfile.TemporaryDirectory(prefix="buffer_rl_train_") as name:
         file = Path(name, "options.yaml")
-        file.write_text(_as_yaml(plain), encoding="utf-8")
         options_class = compose(sections_of(plugins))
+        unknown = given.keys() - plain.keys() - options_class.model_fields.keys()
+        file.write_text(_as_yaml(plain | dict.fromkeys(unknown)), encoding="utf-8")
         configs = [*map(str, paths), str(file)]
         with _of_caller(file):
             run_dir = Path(resolve(options_class, flags={}, environ=os.environ, config_paths=configs).args.run_dir)
@@ -156,6 +157,9 @@ def _text_of(value: Any) -> Any:
         return {str(key): _text_of(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_text_of(item) for item in value]
+    if _is_by_value(value):
+        what, hint = f"{value!r:.80} is of no module", "in a list, name it as module:fn or ./file.py:fn"
+        raise ConfigError(what, where="train", expected="one that can be imported by its name", hint=hint)
     if callable(value):
         return f"{value.__module__}:{value.__qualname__}"
     value = os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -80,8 +80,7 @@ def check_devices(args: Args) -> None:
     import torch  # takes seconds, so only where a GPU is requested
 
     absent, what = asked and not torch.cuda.is_available(), "there is no CUDA device, or torch is a build without CUDA"
-    hint = "nvidia-smi shows the devices; 'auto' takes one if there is one"
-    refuse(absent, f"{' and '.join(asked)}: {what}", hint)
+    refuse(absent, f"{' and '.join(asked)}: {what}", "nvidia-smi shows the devices; 'auto' takes one if there is one")
     here = Node(node_id="", address="127.0.0.1", gpus=torch.cuda.device_count())
     plan_devices(args, [here], engines=not train_only(args))
 

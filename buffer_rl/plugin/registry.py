@@ -156,8 +156,7 @@ class PluginRegistry:
             return self.resolve(kind, name)
         if form_of(name) is Form.NAME:
             raise self._unknown_name(row, name, otherwise="")
-        what = "data may choose only registered names, never a path to code"
-        raise plugin_error(row, name, what, known=names)
+        raise plugin_error(row, name, "data may choose only registered names, never a path to code", known=names)
 
     def is_written_for_others(self, obj: object) -> bool:
         """Whether the source of a function imports a package whose names a plugin provides, installed or not."""

@@ -119,8 +119,7 @@ def failure_of(error: BufferRLError) -> AttemptFailure | None:
     if is_refusal(error.status):
         if isinstance(error, EngineError) and error.status not in REFUSED_PROMPT:
             return None
-        reason = f"refused:{error.status}"
-        return AttemptFailure(domain=Domain.DATA, reason=reason, error=error, repeatable=False)
+        return AttemptFailure(domain=Domain.DATA, reason=f"refused:{error.status}", error=error, repeatable=False)
     if isinstance(error, EngineError | DeadlineError):
         reason = "deadline" if isinstance(error, DeadlineError) else "engine"
         return AttemptFailure(domain=Domain.INFRA, reason=reason, error=error)

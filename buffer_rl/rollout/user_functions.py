@@ -161,8 +161,7 @@ def choose_queued(
     known = {header.uid for header in headers}
     strangers = [entry for entry in answer if not isinstance(entry, QueueHeader) or entry.uid not in known]
     if strangers:
-        hint = f"one of its entries is {short_repr(strangers[0])}"
-        raise chosen.returned(answer, expected, at=at, hint=hint)
+        raise chosen.returned(answer, expected, at=at, hint=f"one of its entries is {short_repr(strangers[0])}")
     return [header.uid for header in answer]
 
 

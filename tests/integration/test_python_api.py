@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,10 @@ def test_the_notebook_learns_and_shows_its_curve(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"lrr": 1}, r"^train\(lrr=\): unknown option 'lrr'\n.*did you mean lr\?$"),
+        ({"rewrd": lambda: 1}, r"^train\(rewrd=\): unknown option 'rewrd'\n.*did you mean reward_key\?$"),
         ({"lr": lambda: 1}, "this option takes no function"),
+        ({"logger": ["tensorboard", lambda args: 1]}, "(?s)<lambda> at .* is of no module.*name it as module:fn"),
+        ({"logger": [partial(print)]}, r"^train: functools.partial\(.*is of no module"),
         ({"rollout_stop": ["a", "b"], "lr": "fast"}, r"'fast' is not a number .*\(train\(lr=\)\)$"),
         ({"reward": lambda sample: 1}, "--num-rollout"),
         ({"reward": len, "custom_rm_path": "no.such:thing"}, "given twice"),
