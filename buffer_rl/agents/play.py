@@ -209,8 +209,7 @@ class Agents:
             if isinstance(error, AgentFailedError | AgentKilledError) and not error.where:
                 error.where = where  # of an agent that is no function
                 raise
-            named = raised(self._kind, self._reference, error, at=at, error_class=AgentFailedError)
-            raise named from error
+            raise raised(self._kind, self._reference, error, at=at, error_class=AgentFailedError) from error
         if session.overflowed:
             return self._overflow()
         if answer is None and session.turn_rewards:

@@ -300,7 +300,8 @@ def _connect(address: str | None, code_folder: Path | None, object_store_bytes: 
             raise ClusterError("Ray takes no path that is not UTF-8", where=near, hint=hint) from error
         if address is not None:
             where, what = f"--ray-address {address}", "the Ray cluster does not answer, or refuses this run"
-            hint = "'ray status' shows whether it runs; its nodes need the version of Ray and Python of this machine"
+            hint = "'ray status' shows whether it runs; its nodes need the version of Ray and Python of this machine; "
+            hint += "if it asks for a token, this process needs that too (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH)"
         else:
             where, what = "the local Ray", "Ray does not start"
             hint = "look at the limits of this shell (ulimit -a), the disk of TMPDIR, /dev/shm and the interface lo; "

@@ -126,6 +126,7 @@ def test_the_environment_of_a_submitted_job_and_ours_are_merged(tmp_path: Path) 
         (None, ValueError("bad"), "Ray does not start: ValueError: bad"),
         (None, UnicodeEncodeError("utf-8", "/data/caf\udce9/run", 9, 10, "surrogates not allowed"), r"caf\udce9/run"),
         ("10.0.0.1:6379", ConnectionError("no answer"), "--ray-address 10.0.0.1:6379"),
+        ("10.0.0.1:6379", ConnectionError("no answer"), "RAY_AUTH_TOKEN_PATH"),
         ("auto", ValueError("Failed to merge the Job's runtime env"), "--ray-address auto"),
         ("auto", RuntimeError("Version mismatch: Ray 2.0 and 3.0"), "Version mismatch"),
     ],
