@@ -106,20 +106,21 @@ def run_report(
     """
     out = console or Console()
     report = read_report(run_dir, ledger=ledger)
-    records = report.metrics
-    gains = eval_gains(records)
+    gains = eval_gains(report.metrics)
     write_curve(run_dir)
     _write(report, Path(run_dir), Path(run_dir, REPORT_FILE))
     out.print()
     if gains:
         out.print(gain_table(gains))
     else:
-        how = "--eval-prompt-data NAME=PATH says on what, --eval-interval N when"
-        out.print(f"This run evaluated nothing: {how}.", markup=False)
+        why = "--eval-prompt-data NAME=PATH says on what, --eval-interval N when"
+        if report.facts.option("--load-debug-rollout-data"):
+            why = "--load-debug-rollout-data trains on recorded rollouts, without engines"
+        out.print(f"This run evaluated nothing: {why}.", markup=False)
     lines = []
-    if rewards := curves_of(records).reward.values:
+    if rewards := curves_of(report.metrics).reward.values:
         lines.append(f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}")
-    if seconds := sum(record.get("perf/step_time") or 0.0 for record in records):
+    if seconds := sum(record.get("perf/step_time") or 0.0 for record in report.metrics):
         lines.append(f"training steps took {format_duration(seconds)} together")
     if start := report.facts.start:
         lines.append(f"start: {text_of(start)}")

@@ -114,8 +114,7 @@ def _outputs(
 
 
 def _pad(values_n: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    padded_bt = values_n.new_zeros(micro.response_bt.shape)
-    return padded_bt.masked_scatter(micro.response_bt, values_n)
+    return values_n.new_zeros(micro.response_bt.shape).masked_scatter(micro.response_bt, values_n)
 
 
 def batch_outputs(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from rich.console import Console
@@ -45,6 +46,17 @@ def test_the_report_of_a_run_without_evaluations_names_the_option(tmp_path):
     gains, text = _report(tmp_path)
     assert gains == []
     assert "--eval-prompt-data" in text
+
+
+def test_the_report_of_a_run_on_recorded_rollouts_says_why_it_has_no_evaluation(tmp_path):
+    file = MetricsFile(tmp_path)
+    file.write({"rollout/raw_reward": 0.3}, 0)
+    file.close()
+    changed = {"--eval-prompt-data": ["dev=x"], "--load-debug-rollout-data": "{rollout_id}.safetensors"}
+    (tmp_path / "run.json").write_text(json.dumps({"changed": changed}))
+    _, text = _report(tmp_path)
+    assert "--load-debug-rollout-data trains on recorded rollouts, without engines" in text
+    assert "--eval-prompt-data" not in text
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
