@@ -38,6 +38,7 @@ ALLOWED: Mapping[str, str] = {
     "picture_file": "docs/timelines.py and benchmarks/algorithms_page.py write pictures with it",
     "enter_working_directory": "Ray calls it by its path in each worker",
     "__getattr__": "Python asks a module for a name that is not there",
+    "__dir__": "Python asks a module for its names, for those that it imports late too",
     "_repr_png_": "notebooks ask a result for its picture",
     "generate_turn": "generate functions of users call it",
     "add_observation": "generate functions of users call it",
