@@ -17,13 +17,12 @@ from threading import Lock
 from typing import Any
 
 from buffer_rl.agents.leftovers import GONE_S, Mark
-from buffer_rl.agents.messages import Message
+from buffer_rl.agents.messages import Message, calls_of
 from buffer_rl.agents.runner import AgentLoop, AgentTimeoutError
 from buffer_rl.agents.session import AgentFailedError, Session, SessionHandle
 from buffer_rl.agents.tools import (
     OF_ENVIRONMENTS,
     ToolFaults,
-    called_by,
     messages_of,
     refusal_of,
     result_message,
@@ -254,7 +253,7 @@ async def _call_tools(stage: _Stage, session: Session, messages: list[Message], 
     """Until an answer has no calls."""
     names = [schema["function"]["name"] for schema in schemas]
     while (message := await _asked(session, messages, schemas)).get("tool_calls"):
-        results = [result_message(call, await stage.tool(**of, tools=names)) for call, of in called_by(message)]
+        results = [result_message(call, await stage.tool(**of, tools=names)) for call, of in calls_of(message)]
         messages += [message, *results]
 
 

@@ -15,6 +15,7 @@ from buffer_rl.errors import ConfigError, raised_as
 from buffer_rl.kinds.agent import AgentSession
 from buffer_rl.plugin.calls import contained, error_name, error_text
 from buffer_rl.records.groups import Sample
+from buffer_rl.rollout.user_functions import is_async
 
 if TYPE_CHECKING:
     from buffer_rl.plugin.registry import PluginRegistry
@@ -42,6 +43,9 @@ class ToolAgent:
             name = schema["function"]["name"]
             if name in self._tools:
                 raise ConfigError(f"two tools have the name {name!r}", where="--tools-path")
+            if is_async(tool):
+                expected, hint = "a plain function: def", "asyncio.run in it, or a method of an --environment"
+                raise ConfigError(f"the tool {name!r} is async", where="--tools-path", expected=expected, hint=hint)
             self._tools[name] = tool
             self._schemas.append(schema)
 
@@ -52,7 +56,7 @@ class ToolAgent:
             message = session.chat(messages, self._schemas)
             if not message.get("tool_calls"):
                 return
-            results = [result_message(call_id, self._result(**called)) for call_id, called in called_by(message)]
+            results = [result_message(call_id, self._result(**called)) for call_id, called in calls_of(message)]
             messages += [message, *results]
 
     def _result(self, name: str, arguments: Any) -> str:
@@ -60,10 +64,9 @@ class ToolAgent:
             return refusal
         try:
             with contained():
-                answer = self._tools[name](**arguments)
+                return text_of_result(self._tools[name](**arguments))
         except Exception as error:  # fault boundary: the tool is the user's, and its arguments the model's
             return self._faults.text_of(name, error)
-        return text_of_result(answer)
 
 
 class ToolFaults:
@@ -107,9 +110,8 @@ def tools_of(environment: type) -> list[Message]:
     """The schemas of an environment's tools: of its public methods, in the order of the class.
 
     Raises ConfigError for a method without a schema, and if there is none."""
-    names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
     schemas = []
-    for name in names:
+    for name in dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base)):
         method = inspect.getattr_static(environment, name)
         if not name.startswith("_") and name not in OF_ENVIRONMENTS and inspect.isfunction(method):
             where = f"--environment, method {name!r} of {environment.__name__}"
@@ -131,8 +133,10 @@ def refusal_of(name: str, arguments: Any, tools: Collection[str]) -> str:
 
 
 def text_of_result(answer: Any) -> str:
-    """What the model is told of what a tool returned."""
-    return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+    """What the model is told of what a tool returned: a text, or JSON. What is no Unicode, as of names of files, is a
+    question mark. Raises TypeError or ValueError for what JSON cannot hold."""
+    text = answer if isinstance(answer, str) else json.dumps(answer, default=str, ensure_ascii=False)
+    return text.encode(errors="replace").decode()
 
 
 def num_errors(messages: Iterable[Message]) -> int:
@@ -144,12 +148,6 @@ def num_errors(messages: Iterable[Message]) -> int:
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
     """The conversation that a sample's prompt is."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-
-
-def called_by(message: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of an answer: the id of each, and its ``name`` and ``arguments``."""
-    given = message.get("tool_calls") or ()
-    return [(each["id"], call) for each, (_, call) in zip(given, calls_of(message), strict=True)]
 
 
 def result_message(call_id: str, content: str) -> dict[str, Any]:

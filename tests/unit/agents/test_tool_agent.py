@@ -45,6 +45,24 @@ def fails(how: str) -> str:
     raise {"value": ValueError("no " * 400), "exit": SystemExit(3), "interrupt": KeyboardInterrupt()}[how]
 
 
+def gives(what: str) -> Any:
+    """Give something.
+
+    Args:
+        what: its name
+    """
+    return {"words": {"word": "né 你好"}, "name": "\udcff", "places": {(0, 1): "x"}}[what]
+
+
+async def waits(name: str) -> str:
+    """Wait.
+
+    Args:
+        name: whose turn it is
+    """
+    return name
+
+
 LIST = [add, words]
 
 
@@ -88,6 +106,19 @@ async def test_what_cannot_be_called_or_raises_is_told_to_the_model(asked: str, 
     assert content.startswith(told)
     assert len(content) <= MOST_ERROR_TEXT
     assert sample.response == "so"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("words", '{"word": "né 你好"}'),
+        ("name", "?"),
+        ("places", "error: TypeError: keys must be str, int, float, bool or None, not tuple"),
+    ],
+)
+async def test_a_result_of_any_kind_is_a_text_that_the_model_can_read(what: str, told: str) -> None:
+    sample, _ = await play(call("gives", {"what": what}), "so", tools=[gives])
+    assert (sample.messages[2]["content"], sample.response) == (told, "so")
 
 
 async def test_the_model_reads_the_error_alone_and_the_log_has_its_traceback_once(
@@ -188,6 +219,7 @@ COMMANDS = [
     (["--tools-path", "{file}:nothing"], "nothing"),
     (["--tools-path", "{file}:add", "{file}:add"], "two tools have the name 'add'"),
     (["--tools-path", "{file}:call"], "has no schema"),
+    (["--tools-path", "{file}:waits"], "the tool 'waits' is async"),
 ]
 
 
