@@ -26,7 +26,7 @@ from rm_hub.answers import answer_of, where
 
 MAX_CODE = 1 << 16
 OUTPUT_BYTES = 1 << 24
-_FENCED = re.compile(r"^```[ \t]*([A-Za-z0-9+#]*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^([ \t]*)```[ \t]*([A-Za-z0-9+#]*)[^\n]*\n(.*?)^\1```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 @rows_may_choose
@@ -46,8 +46,10 @@ def score_fraction(args: Any, sample: Sample) -> float:
 
 
 def code_of(answer: str) -> str:
-    """The last block between ``` lines, one of Python if there is one; without blocks, the whole answer."""
-    blocks = _FENCED.findall(answer)
+    """The last block between ``` lines, one of Python if there is one; without blocks, the whole answer. What indents
+    both lines, as in a list, is no part of the code."""
+    found = _FENCED.findall(answer)
+    blocks = [(language, re.sub(f"(?m)^{indent}", "", body)) for indent, language, body in found]
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     return str((python or [body for _, body in blocks] or [answer])[-1])
 

@@ -165,6 +165,9 @@ def test_the_code_is_the_last_block_of_python_or_the_whole_answer() -> None:
     assert code_of("x = 1") == "x = 1"
     assert code_of("a\n```\nx = 1\n```\nb") == "x = 1\n"
     assert code_of("```py\nx = 1\n```\n```python title\nx = 2\n```\n```text\n3\n```") == "x = 2\n"
+    in_a_list = "1. So:\n\n   ```python\n   def f():\n\n       return 1\n   ```\n2. Done"
+    assert code_of(in_a_list) == "def f():\n\n    return 1\n"
+    assert code_of('```python\nx = """\n  ```\n"""\n```') == 'x = """\n  ```\n"""\n'
 
 
 class Broken:
