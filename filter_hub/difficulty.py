@@ -44,10 +44,6 @@ def _decide(args: Any, group: SampleGroup, low: float, high: float) -> FilterDec
     if not rewards:
         return FilterDecision(keep=False, reason="no_rewards")
     mean = math.fsum(rewards) / len(rewards)
-    if equal_rewards((mean, low)) or equal_rewards((mean, high)):
-        return FilterDecision(keep=True)  # three times 0.8 has the mean 0.8000000000000002
-    if mean < low:
-        return FilterDecision(keep=False, reason="too_hard")
-    if mean > high:
-        return FilterDecision(keep=False, reason="too_easy")
-    return FilterDecision(keep=True)
+    is_limit = equal_rewards((mean, low)) or equal_rewards((mean, high))  # three times 0.8: 0.8000000000000002
+    reason = "" if is_limit or low < mean < high else "too_hard" if mean < low else "too_easy"
+    return FilterDecision(keep=not reason, reason=reason)

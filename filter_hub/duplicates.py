@@ -36,7 +36,5 @@ def at_least(num_distinct: int) -> Callable[[Any, SampleGroup], FilterDecision]:
 
 def _decide(group: SampleGroup, num_distinct: int) -> FilterDecision:
     texts = [tuple(part.response.strip() for part in parts if part.reward is not None) for parts in group.by_sample()]
-    found = set(filter(None, texts))
-    if len(found) < num_distinct:
-        return FilterDecision(keep=False, reason="duplicates")
-    return FilterDecision(keep=True)
+    keep = len(set(filter(None, texts))) >= num_distinct
+    return FilterDecision(keep=keep, reason="" if keep else "duplicates")

@@ -14,7 +14,7 @@ from typing import Any
 from buffer_rl.kinds.marks import rows_may_choose
 from buffer_rl.records.groups import Sample, Status
 from rm_hub.answers import UNIT, answer_of, full_fractions, labels_of
-from rm_hub.doubt import TEXT, taken_back
+from rm_hub.doubt import TEXT, opposed, taken_back
 
 RIGHT, WRONG = 1.0, -1.0
 LAST_CHARACTERS = 300
@@ -44,11 +44,12 @@ def score(args: Any, sample: Sample) -> float:
     To a label of 033 or 33.0 the answer 33 is right, too. A response without such a line, or that refuses it ("Wrong
     answer: 33"), or that did not end by itself, earns -1.0. Raises RewardError without a label.
     """
-    labels = [normal for label in labels_of(sample, reward="rm_hub.dapo") for normal in accepted(label)]
-    if sample.status is not Status.COMPLETED:
-        return WRONG
+    labels = labels_of(sample, reward="rm_hub.dapo")
     answer = answer_line(answer_of(args, sample))
-    return RIGHT if answer is not None and normalize(answer) in labels else WRONG
+    if sample.status is not Status.COMPLETED or answer is None:
+        return WRONG
+    normal = normalize(answer)
+    return RIGHT if any(normal in accepted(label) and not opposed(answer, label) for label in labels) else WRONG
 
 
 @rows_may_choose

@@ -2,7 +2,8 @@ r"""Whether a response itself refuses an answer, or leaves it open among several
 whether two answers are different words. No reward itself.
 
 "34 is wrong", "not 34" and "33 or maybe 34" do not answer 34; ``\text{cat}`` is not ``act``, although the products of
-their letters are equal. Only words next to an answer count: "It is not hard to see that it is 34" answers 34.
+their letters are equal, and 6 p.m. is not 6 a.m. Only words next to an answer count: "It is not hard to see that it is
+34" answers 34.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ _OR = frozenset("or and maybe perhaps possibly probably alternatively otherwise 
 _BESIDE_OR = frozenset(
     ". , ; : ? ! no wait it is be could might may can even else also then another the answer option choice".split()  # noqa: SIM905
 )
+_OPPOSITES = "am/pm bc/ad gain/loss profit/loss increase/decrease more/less north/south east/west left/right up/down"
 _OPERATOR = re.compile(r"\s*([-+*/=^_])\s*")
 _FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|exp|log|ln|pi|inf(?:ini)?ty|\\(?:begin|end)\{\w*\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"(?<![\w\\^{}+*/=-])[a-z]{3,}(?![\w^{}+*/=-])|(?<![a-z_])(?<!_\{)[a-z]{4,}")
@@ -87,7 +89,14 @@ def differ_in_words(one: str, other: str) -> bool:
     if _is_text(one) or _is_text(other):
         return _letters(one) != _letters(other)
     words, others = _words(one), _words(other)
-    return bool(words and others) and words != others
+    return (bool(words and others) and words != others) or opposed(one, other)
+
+
+def opposed(one: str, other: str) -> bool:
+    r"""Whether the texts beside two numbers have opposite words: ``6\text{ a.m.}`` is not ``6\text{ p.m.}``."""
+    sides = [set(re.sub("[^a-z ]", "", " ".join(TEXT.findall(text)).lower()).split()) for text in (one, other)]
+    named = [[side & set(pair.split("/")) for side in sides] for pair in _OPPOSITES.split()]
+    return any(len(first) == len(second) == 1 and first != second for first, second in named)
 
 
 def _tokens(text: str) -> str:

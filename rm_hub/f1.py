@@ -8,9 +8,11 @@ arXiv:1809.09600).
 
 from __future__ import annotations
 
+import operator
 import re
 import string
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from buffer_rl.kinds.marks import rows_may_choose
@@ -30,27 +32,27 @@ def score(args: Any, sample: Sample) -> float:
 
     What follows the reasoning is graded. 0.0 if the sample did not end by itself. Raises RewardError without a label.
     """
-    labels = labels_of(sample, reward="rm_hub.f1")
-    if sample.status is not Status.COMPLETED:
-        return 0.0
-    answer = tokens(answer_of(args, sample))
-    return max(f1(answer, tokens(label)) for label in labels)
+    return _best(args, sample, f1)
 
 
 @rows_may_choose
 def score_exact(args: Any, sample: Sample) -> float:
     """1.0 if the tokens are the same, in the same order, as those of one label, else 0.0; otherwise as ``score``."""
-    labels = labels_of(sample, reward="rm_hub.f1")
-    if sample.status is not Status.COMPLETED:
-        return 0.0
-    answer = tokens(answer_of(args, sample))
-    return float(any(answer == tokens(label) for label in labels))
+    return float(_best(args, sample, operator.eq))
 
 
 def tokens(text: str) -> list[str]:
     """Lower-case words without punctuation and articles; a text of nothing else (the choice "A") keeps them."""
     words = text.lower().translate(_PUNCTUATION)
     return _ARTICLE.sub(" ", words).split() or words.split() or text.split()
+
+
+def _best(args: Any, sample: Sample, measure: Callable[[list[str], list[str]], float]) -> float:
+    labels = labels_of(sample, reward="rm_hub.f1")
+    if sample.status is not Status.COMPLETED:
+        return 0.0
+    answer = tokens(answer_of(args, sample))
+    return max(measure(answer, tokens(label)) for label in labels)
 
 
 def f1(answer: list[str], label: list[str]) -> float:

@@ -120,6 +120,22 @@ def test_products_of_letters_in_any_order_are_equal(answer: str, label: str) -> 
     assert graded(math.score, rf"\boxed{{{answer}}}", label) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (r"6:30 \text{ p.m.}", r"6:30\text{ a.m.}", 0.0), (r"20\% \text{ loss}", r"20\%\text{ gain}", 0.0),
+        (r"5\text{ miles north}", r"5\text{ miles south}", 0.0), (r"6\text{ PM}", r"6\text{ p.m.}", 1.0),
+        (r"6\text{ p.m.}", "6", 1.0), (r"5\text{ more apples}", r"5\text{ more}", 1.0),
+        (r"\text{6 p.m.}", r"\text{6 a.m.}", 0.0),
+    ],
+)  # fmt: skip
+def test_a_number_with_the_opposite_word_is_another_answer(one: str, other: str, same: float) -> None:
+    for answer, label in ((one, other), (other, one)):
+        assert graded(deepscaler.score_boxed, rf"\boxed{{{answer}}}", label) == same
+        assert graded(math.score, rf"\boxed{{{answer}}}", label) == same
+        assert graded(dapo.score_binary, f"Answer: {answer}", label) == same
+
+
 THINKING = [
     (numeric.score, "34", "34"),
     (numeric.score, r"\boxed{34}", "34"),
