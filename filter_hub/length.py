@@ -16,16 +16,14 @@ from buffer_rl.records.groups import FilterDecision, SampleGroup, Status
 
 def some_finished(args: Any, group: SampleGroup) -> FilterDecision:
     """Keep the group unless every one of its responses was truncated (reason ``all_truncated``)."""
-    if all(sample.status is Status.TRUNCATED for sample in group):
-        return FilterDecision(keep=False, reason="all_truncated")
-    return FilterDecision(keep=True)
+    keep = any(sample.status is not Status.TRUNCATED for sample in group)
+    return FilterDecision(keep=keep, reason="" if keep else "all_truncated")
 
 
 def all_finished(args: Any, group: SampleGroup) -> FilterDecision:
     """Keep the group if none of its responses was truncated (else ``truncated``)."""
-    if any(sample.status is Status.TRUNCATED for sample in group):
-        return FilterDecision(keep=False, reason="truncated")
-    return FilterDecision(keep=True)
+    keep = all(sample.status is not Status.TRUNCATED for sample in group)
+    return FilterDecision(keep=keep, reason="" if keep else "truncated")
 
 
 def at_most(num_tokens: int) -> Callable[[Any, SampleGroup], FilterDecision]:

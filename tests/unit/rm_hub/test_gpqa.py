@@ -136,6 +136,26 @@ def test_the_lenient_score_takes_the_likeliest_letter(response: str, lenient: fl
     assert score_lenient(None, sample) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "choices", "expected"),
+    [
+        ("It is -5", ["5", "7"], 0.0),
+        ("It is 2.5", ["5", "7"], 0.0),
+        ("It is 1,5 or so", ["5", "7"], 0.0),
+        ("It is 5.5", ["5", "7"], 0.0),
+        ("It is 5/7", ["5", "-7"], 0.0),
+        ("It is 5.", ["5", "-5"], 1.0),
+        ("It is -5.", ["-5", "5"], 1.0),
+        ("It is 5.", ["-5", "7"], 0.0),
+        ("It is non-dominant", ["dominant", "recessive"], 0.0),
+        ("COVID-19", ["covid 19", "flu"], 1.0),
+    ],
+)
+def test_a_choice_is_named_as_a_whole(response: str, choices: list[str], expected: float) -> None:
+    sample = Sample(response=response, label="A", metadata={"choices": choices}, status=Status.COMPLETED)
+    assert score_lenient(None, sample) == expected
+
+
 @pytest.mark.parametrize(("label", "choices"), [("A", ["B", "A"]), ("x", ["x", "x"])])
 def test_a_label_that_may_mean_two_choices_is_an_error(label: str, choices: list[str]) -> None:
     with pytest.raises(RewardError, match="and of no second"):
