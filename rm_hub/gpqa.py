@@ -101,8 +101,8 @@ def _one_of_several(text: str, place: tuple[int, int], chosen: str, letters: str
 
 def _names(text: str, words: str) -> bool:
     """Whether a text has the words of a choice, and does not refuse them: as a whole, so not 5 in -5 and in 2.5."""
-    pattern = r"[^a-z0-9]+".join(re.findall(r"(?:(?<![a-z0-9])-)?[a-z0-9]+", words.lower()))
-    whole = rf"(?<![a-z0-9-])(?<![0-9][.,/]){pattern}(?![a-z0-9]|[.,/][0-9])"
+    pattern = r"[^a-z0-9]+".join(re.findall(r"(?:(?<![a-z0-9])-(?=[0-9]))?[a-z0-9]+", words.lower()))
+    whole = rf"(?<![a-z0-9])(?<![a-z0-9]-)(?!(?<=-)[0-9])(?<![0-9][.,/]){pattern}(?![a-z0-9]|[.,/][0-9])"
     found = re.search(whole, text.lower()) if pattern else None
     return found is not None and not taken_back(text[: found.start()], text[found.end() :])
 

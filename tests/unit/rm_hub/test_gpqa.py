@@ -149,6 +149,8 @@ def test_the_lenient_score_takes_the_likeliest_letter(response: str, lenient: fl
         ("It is 5.", ["-5", "7"], 0.0),
         ("It is non-dominant", ["dominant", "recessive"], 0.0),
         ("COVID-19", ["covid 19", "flu"], 1.0),
+        ("It is -CH3", ["CH3", "OH"], 1.0),
+        ("It is the group CH3", ["-CH3", "-OH"], 1.0),
     ],
 )
 def test_a_choice_is_named_as_a_whole(response: str, choices: list[str], expected: float) -> None:
