@@ -34,12 +34,14 @@ class RunOptions(Section):
         None,
         "M of --schedule async: step v trains on tokens of weight version v - M or later; 0 is lockstep; default 2",
         ge=0,
+        needs="schedule=async",
     )
     target_staleness: int | None = option(
         None,
         "S of --schedule async: typical staleness, which sets how many groups are in production; default M / 2, "
         "rounded up",
         ge=0,
+        needs="schedule=async",
     )
     publication: Literal["retract", "drain"] | None = option(
         None,

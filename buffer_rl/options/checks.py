@@ -30,7 +30,7 @@ def check_options(args: Args) -> None:
 def _check(section: type[Section], args: Args) -> None:
     section.check(args)
     for name, field in section.model_fields.items():
-        if other := declared(field, "needs"):
+        if (other := declared(field, "needs")) and "=" not in other:
             needs(args, other, f"nothing reads it without {flag_of(other)}", name)
 
 

@@ -105,10 +105,13 @@ def option(
     home folder. ``prefix``: of a mapping whose items are options too: with ``tool_``, ``--tool-level 3`` is its
     item ``level``, unless another option has that name. ``one_of``: the name of a group of options of which a run has
     one: a flag replaces what a file says for another of the group. ``needs``: the name of the option without which
-    nothing reads this one; it is then refused. ``common``: a first run needs it, so the short ``--help`` shows it.
+    nothing reads this one; it is then refused, and left out if a stronger source turns the other off. With
+    ``name=value`` it is left out if a stronger source sets another value. ``common``: a first run needs it, so the
+    short ``--help`` shows it.
     ``constraints`` go to ``pydantic.Field``.
     """
-    note = f"; needs {flag_of(needs)}" if needs and flag_of(needs) not in help else ""
+    needed = flag_of(needs).replace("=", " ")
+    note = f"; needs {needed}" if needs and needed not in help else ""
     extra = {"kind": kind, "metavar": metavar, "short": short, "prefix": prefix, "one_of": one_of, "needs": needs}
     extra["common"] = "yes" if common else ""
     return Field(default, description=help + note, json_schema_extra={**extra}, **constraints)

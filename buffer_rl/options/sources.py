@@ -75,7 +75,8 @@ def resolve(
 ) -> Resolved:
     """Merge the sources and validate. Of several files a later one wins, option by option.
 
-    Of options that exclude each other (``option(one_of=…)``) the one from the strongest source counts, with a notice.
+    Of options that exclude each other (``option(one_of=…)``) the one from the strongest source counts, with a notice;
+    so it is with an option and what it turns off (``option(needs=…)``).
 
     Raises ConfigError with all mistakes of files, variables and values: option, value, expected type and origin; and
     for a secret among the flags, be it an option or a part of an address."""
@@ -111,6 +112,7 @@ def resolve(
         for key, value in converted[name].items() if isinstance(converted[name], Mapping) else ():
             _refuse_secret(name, str(value), key)
     notices, wrong = _keep_one_of_each_group(known, converted, origins, ranks)
+    notices += _drop_unread(known, converted, origins, ranks)
     notices += _take_new_names(known, converted, origins)
     try:
         args = options_class.model_validate(converted)
@@ -175,6 +177,25 @@ def _keep_one_of_each_group(
             del values[name]
             origins[name] = Origin(source=Source.DEFAULT)
     return notices, errors
+
+
+def _drop_unread(
+    known: Mapping[str, FieldInfo], values: dict[str, Any], origins: dict[str, Origin], ranks: dict[str, int]
+) -> list[str]:
+    """Take out of ``values`` what needs another option (``option(needs=…)``) that a stronger source turns off, or sets
+    to another value. Returns a notice for each of these."""
+    left_out: dict[str, list[str]] = {}
+    for name, field in known.items():
+        other, _, wanted = declared(field, "needs").partition("=")
+        if name not in values or ranks.get(other, -1) <= ranks[name]:
+            continue
+        given = str(values.get(other)).lower()
+        if given != wanted if wanted else given in ("none", "false", "0", "[]"):
+            cause = f"{flag_of(other)} {given} ({origins[other]})" if other in values else f"no {flag_of(other)}"
+            left_out.setdefault(cause, []).append(f"{flag_of(name)} ({origins[name]})")
+            del values[name]
+            origins[name], ranks[name] = Origin(source=Source.DEFAULT), ranks[other]
+    return [f"{cause} leaves out {', '.join(names)}" for cause, names in left_out.items()]
 
 
 def _refuse_secret(name: str, raw: Raw, key: str = "") -> None:

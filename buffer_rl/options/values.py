@@ -89,8 +89,9 @@ def option_type(field: FieldInfo) -> OptionType:
 def convert(wanted: OptionType, raw: Raw) -> Any:
     """The value to validate. What does not convert is returned as it is, for validation to refuse.
 
-    ``none`` is None where the option may be None; a text for a list is a JSON list or words split as a shell does; a
-    text for a mapping is JSON, ``name=value`` pairs joined by commas, or the path of a YAML file.
+    ``none`` is None if the option may be None, and an empty list for another list; a text for a list is a JSON list or
+    words split as a shell does; a text for a mapping is JSON, ``name=value`` pairs joined by commas, or the path of a
+    YAML file.
     """
     if raw is None:
         return None
@@ -104,8 +105,8 @@ def convert(wanted: OptionType, raw: Raw) -> Any:
     if isinstance(raw, list):
         if not wanted.many:
             return raw
-        if wanted.optional and [item.lower() for item in raw if isinstance(item, str)] == ["none"]:
-            return None
+        if [item.lower() for item in raw if isinstance(item, str)] == ["none"] and "none" not in wanted.choices:
+            return None if wanted.optional else []
         return [_one(wanted, item) for item in raw]
     return _one(wanted, raw)
 

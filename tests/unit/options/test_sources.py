@@ -321,6 +321,40 @@ def test_of_options_that_exclude_each_other_the_one_from_the_strongest_source_co
     ]
 
 
+def test_a_stronger_source_that_turns_an_option_off_takes_along_what_needs_it(tmp_path: Path) -> None:
+    saving = "save: c\nsave_interval: 5\nkeep_last: 2\nkeep_best: eval/a\n"
+    correction = "use_tis: true\ncustom_tis_function_path: mine:weights\n"
+    path = write(tmp_path, f"{saving}schedule: async\nmax_staleness: 3\n{correction}")
+    options_class = compose(CORE_SECTIONS)
+
+    def read_with(**flags: str) -> Resolved:
+        return resolve(options_class, flags=flags, environ={}, config_paths=[path])
+
+    whole: Any = read_with(schedule="async", save="d").args
+    assert (whole.save_interval, whole.keep_last, whole.max_staleness) == (5, 2, 3)
+    off = read_with(schedule="lockstep", save="none", use_tis="false")
+    args: Any = off.args
+    left_out = ("save_interval", "keep_last", "keep_best", "max_staleness", "custom_tis_function_path")
+    assert [getattr(args, name) for name in left_out] == [None] * 5
+    assert {str(off.origins[name]) for name in left_out} == {"default"}
+    assert sorted(off.notices) == [
+        f"--save none (flag --save) leaves out --save-interval (file {path}:2), --keep-last (file {path}:3)",
+        f"--schedule lockstep (flag --schedule) leaves out --max-staleness (file {path}:6)",
+        f"--use-tis false (flag --use-tis) leaves out --custom-tis-function-path (file {path}:8)",
+        f"no --keep-last leaves out --keep-best (file {path}:4)",
+    ]
+    args = read_with(save="none", save_interval="7").args
+    assert (args.save, args.save_interval) == (None, 7)  # of one source: the check refuses it
+
+
+def test_none_empties_a_list_of_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "eval_prompt_data: [a=b.jsonl]\n")
+    for value in (["none"], []):
+        flags: dict[str, Any] = {"eval_prompt_data": value}
+        args: Any = resolve(compose(CORE_SECTIONS), flags=flags, environ={}, config_paths=[path]).args
+        assert args.eval_prompt_data == []
+
+
 def test_what_a_run_would_read_in_place_of_another_option_is_in_a_group_with_it() -> None:
     groups: dict[str, set[str]] = {}
     for name, field in compose(CORE_SECTIONS).model_fields.items():
