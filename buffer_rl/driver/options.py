@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from buffer_rl.args import Args
@@ -14,6 +15,7 @@ from buffer_rl.plan.staleness import async_notices, check_async
 from buffer_rl.rollout.options import whole_rollout_functions
 
 PLACEHOLDER = "{rollout_id}"
+JOB_PACKAGE = "_ray_pkg_"  # how the folder begins that Ray makes of a submitted job's working_dir
 
 
 class RunOptions(Section):
@@ -140,6 +142,13 @@ class RunOptions(Section):
                     "whole rollout, so no group is finished before all are"
                 )
         yield from async_notices(args, [flag for _, flag in whole])
+        folders = [(flag_of(name), str(getattr(args, name) or "/")) for name in ("run_dir", "save")]
+        relative = [flag for flag, path in folders if "://" not in path and not Path(path).is_absolute()]
+        if relative and any(part.startswith(JOB_PACKAGE) for part in Path.cwd().parts):
+            yield (
+                f"{' and '.join(relative)}: a relative path lies in Ray's copy of the job's working folder, which Ray "
+                "may remove after the job: name an absolute path"
+            )
 
 
 def _check_evaluated(args: Args, flag: str, metric: str | None) -> None:

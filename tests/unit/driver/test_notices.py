@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,3 +106,17 @@ def test_multimodal_fields_that_the_engine_never_gets_are_told() -> None:
     assert texts(multimodal_keys=keys, num_rollout=0, eval_function_path="mine:evaluate") == []
     assert texts(multimodal_keys=keys, rollout_function_path="mine:rollout") == []
     assert texts(multimodal_keys=keys, load_debug_rollout_data="rows_{rollout_id}.safetensors") == []
+
+
+def test_relative_folders_in_the_copy_that_ray_makes_of_a_jobs_working_folder_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert texts(save="ck") == []
+    copy = tmp_path / "working_dir_files" / "_ray_pkg_aa8f81ea65607a82"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    (text,) = texts(save="ck")
+    assert text.startswith("--run-dir and --save: a relative path lies in Ray's copy")
+    (text,) = texts(save="s3://bucket/ck")
+    assert text.startswith("--run-dir: ")
+    assert texts(run_dir="/runs/a", save="/ck") == texts(run_dir="/runs/a") == []
