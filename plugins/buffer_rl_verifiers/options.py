@@ -107,11 +107,12 @@ def environ(config: VerifiersArgs) -> dict[str, str]:
 
 
 def _parsed(path: str, flag: str) -> tuple[str, str, str, str | None]:
-    """Label, taskset, slice, and its end: empty without one, None if there is no slice."""
+    """Label, taskset, slice, and its end: empty if it has none; None without a slice, or if it starts from the end."""
     expected = "verifiers://TASKSET, or verifiers://TASKSET@[start:end]"
     if (match := _PATH.fullmatch(path)) is None:
         raise ConfigError(f"{path!r} names no taskset", where=flag, expected=expected)
-    return match[1] or "", match[2], match[3] or "", match[5]
+    from_last = (match[4] or "").startswith("-")
+    return match[1] or "", match[2], match[3] or "", None if from_last else match[5]
 
 
 def _limit(ends: Iterable[str | None]) -> int | None:

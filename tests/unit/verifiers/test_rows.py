@@ -36,6 +36,12 @@ def test_names_of_tasksets_become_files_of_their_tasks_and_other_paths_stay(toy:
     assert resolved(prompt_data=["mine.jsonl"]) == {}
 
 
+def test_a_slice_from_the_end_counts_from_the_last_task(toy: Path) -> None:
+    path, _, rows = resolved(prompt_data=["verifiers://toy@[-4:3]"])["prompt_data"][0].partition("@")
+    assert rows == "[-4:3]"
+    assert len(Path(path).read_text().splitlines()) == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("paths", "number"),
