@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, Self
 
@@ -55,12 +56,10 @@ class WeightGroup:
         options = _options(backend, address, timeout_s)
         keys = _dist.PrefixStore(f"{self.device}/", _dist.PrefixStore(f"{name}/", _dist.PrefixStore(name, store)))
         make = _dist.ProcessGroupNCCL if backend == "nccl" else _dist.ProcessGroupGloo
-        try:
+        what = f"the {world_size} members did not meet within {timeout_s:.0f} s"
+        hint = "each rank has to join once, with the same world_size"
+        with _named(what, f"weight group {name!r}, rank {rank}", hint):
             self._backend: Any = make(keys, rank, world_size, options)
-        except RuntimeError as error:
-            what = f"the {world_size} members did not meet within {timeout_s:.0f} s: {_first_line(error)}"
-            where = f"weight group {name!r}, rank {rank}"
-            raise EngineError(what, where=where, hint="each rank has to join once, with the same world_size") from error
 
     def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
         """Send (rank 0) or fill (all others) contiguous bytes on the group's device, uint8. Raises EngineError if a
@@ -71,12 +70,9 @@ class WeightGroup:
         options.rootRank, options.timeout = 0, timedelta(seconds=max(timeout_s, 0.001))
         # With nccl a wait without a time is that of a stream, and not of this thread.
         limit = (options.timeout,) if self.device == "cuda" else ()
-        try:
+        with _named("a broadcast failed", f"weight group {self.name!r}"):
             # Nothing may keep the work: a member that failed leaves, and its connections close with the last reference.
             self._backend.broadcast([flat], options).wait(*limit)
-        except RuntimeError as error:
-            what = f"a broadcast failed: {_first_line(error)}"
-            raise EngineError(what, where=f"weight group {self.name!r}") from error
 
     def send(self, tensors: Sequence[torch.Tensor], timeout_s: float, *, flattened: bool = False) -> None:
         """Rank 0: broadcast tensors one by one, or as one concatenation. timeout_s: for all."""
@@ -157,13 +153,11 @@ def join(
     while the sender is not there. Raises EngineError if not all members are there within ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
     own = _own_address(address, port, min(deadline, time.monotonic() + _REACH_S), is_cancelled)
-    try:
+    with _named("no store of a group", f"{address}:{port}"):
         # It counts itself among the workers, for which a sender that torch's own rendezvous made waits.
         store = _dist.TCPStore(
             address, port, world_size, is_master=False, timeout=_left(deadline), wait_for_workers=True
         )
-    except RuntimeError as error:
-        raise EngineError(f"no store of a group: {_first_line(error)}", where=f"{address}:{port}") from error
     left_s = _left(deadline).total_seconds()
     return WeightGroup(store, name=name, rank=rank, world_size=world_size, address=own, timeout_s=left_s)
 
@@ -208,5 +202,11 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+@contextmanager
+def _named(what: str, where: str, hint: str = "") -> Iterator[None]:
+    """A block whose error of torch becomes an EngineError, with its first line: traces of C++ follow."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise EngineError(f"{what}: {first}", where=where, hint=hint) from error

@@ -69,7 +69,8 @@ class RolePublisher:
 
 @dataclass(eq=False)
 class RoleBroadcasts:
-    """Brings a role to versions through a process group of the trainer's source rank and all of the role's processes.
+    """Brings a role to versions through a process group of the trainer's source rank and all of the role's processes,
+    which it stands for as the receiver of broadcasts.
 
     transport: one that ``reaches_roles``, of this role alone. timeout_s: for each bucket. trainer_is_busy: the trainer
     works while a rollout runs, and cannot send weights to a replacement then.
@@ -83,7 +84,6 @@ class RoleBroadcasts:
     trainer_is_busy: bool = False
 
     def __post_init__(self) -> None:
-        self._receivers = RoleReceivers(self._role, self.timeout_s)
         self._is_connected = False
         self._version: int | None = None
 
@@ -102,7 +102,7 @@ class RoleBroadcasts:
             connected, self._is_connected = self._is_connected and not again, False
             try:
                 if not connected:
-                    self._transport.connect(self._trainer, self._receivers)
+                    self._transport.connect(self._trainer, self)
                 self._transport.publish(version)
             except EngineError:  # of the group; whether a process died is what the next connection finds out
                 if attempt == ATTEMPTS:
@@ -111,24 +111,17 @@ class RoleBroadcasts:
             self._is_connected = True
             return
 
-
-@dataclass(frozen=True, slots=True)
-class RoleReceivers:
-    """The processes of a role as the receiver of broadcasts, with the calls that ``EngineControlClient`` has for them.
-    All raise WorkerDiedError, naming the role, if a process has died."""
-
-    _role: ActorGroup
-    _timeout_s: float
+    # What ``EngineControlClient`` has for engines; both raise WorkerDiedError, naming the role, if a process has died.
 
     def server_info(self) -> dict[str, ServerInfo]:
         """The processes are the ranks of one receiver. Called first, it finds a death before one is waited for."""
-        self._role.call(Member.ready, timeout_s=self._timeout_s)
+        self._role.call(Member.ready, timeout_s=self.timeout_s)
         return {self._role.role: ServerInfo(tp_size=len(self._role.actors))}
 
     def post(self, path: str, body: Body = NOTHING, *, each: Mapping[str, Body] | None = None, **_: Any) -> None:
         """Have the processes do what an engine does, with the body for all or that of ``each`` for the role."""
         own = body if each is None else each[self._role.role]
-        self._role.call(BroadcastMember.CALLS[path], own, timeout_s=self._timeout_s)
+        self._role.call(BroadcastMember.CALLS[path], own, timeout_s=self.timeout_s)
 
 
 class BroadcastMember(Member):

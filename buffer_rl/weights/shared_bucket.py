@@ -17,12 +17,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.multiprocessing as torch_multiprocessing
+from pydantic import BaseModel, Field, ValidationError
 
 from buffer_rl.errors import EngineError
 from buffer_rl.weights.shared_memory import SharedMemory, as_bytes, copy_cuda_memory, open_memory, share_cuda_memory
@@ -39,14 +39,16 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
+Size = Annotated[int, Field(strict=True, ge=0)]
+
+
+class TensorPlace(NamedTuple):
     """One tensor of a bucket. offset: in bytes from the bucket's start."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    name: Annotated[str, Field(min_length=1)]
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+    shape: tuple[Size, ...]
+    offset: Annotated[Size, Field(multiple_of=ALIGNMENT)]
 
     @property
     def num_bytes(self) -> int:
@@ -54,12 +56,11 @@ class TensorPlace:
         return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketLayout:
+class BucketLayout(BaseModel):
     """The places of a bucket's tensors, in order, and its length in bytes."""
 
-    places: tuple[TensorPlace, ...]
-    num_bytes: int
+    num_bytes: Size
+    tensors: tuple[TensorPlace, ...]
 
     @classmethod
     def of(cls, bucket: Mapping[str, torch.Tensor]) -> BucketLayout:
@@ -77,52 +78,29 @@ class BucketLayout:
                 raise EngineError(what, where=name, expected=", ".join(DTYPES))
             places.append(place)
             end = place.offset + place.num_bytes
-        return cls(places=tuple(places), num_bytes=end)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values; ``parse`` is the inverse."""
-        tensors = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
-        return {"num_bytes": self.num_bytes, "tensors": tensors}
+        return cls.model_construct(tensors=tuple(places), num_bytes=end)
 
     @classmethod
     def parse(cls, raw: Any) -> BucketLayout:
-        """Raises EngineError unless ``raw`` is a layout whose tensors all lie within its bytes."""
+        """The inverse of ``model_dump``. Raises EngineError unless ``raw`` is a layout whose tensors all lie within its
+        bytes."""
         try:
-            num_bytes, rows = raw["num_bytes"], raw["tensors"]
-            places = tuple(
-                TensorPlace(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
-                for name, dtype, shape, offset in rows
-            )
-            sound = _is_size(num_bytes) and all(_is_sound(place, num_bytes) for place in places)
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"not a bucket of weights: {type(error).__name__}: {error}") from error
-        if not sound or len({place.name for place in places}) != len(places):
-            raise EngineError("not a bucket of weights: a tensor lies outside it, is named twice or has no known dtype")
-        return cls(places=places, num_bytes=num_bytes)
+            layout = cls.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise EngineError(f"not a bucket of weights: {first['msg']}", where=where) from error
+        ends = {place.name: place.offset + place.num_bytes for place in layout.tensors}
+        if len(ends) < len(layout.tensors) or max(ends.values(), default=0) > layout.num_bytes:
+            raise EngineError("not a bucket of weights: a tensor lies outside it, or is named twice")
+        return layout
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in ``flat``, uint8 of at least ``num_bytes``; they share its memory."""
         return {
             place.name: flat[place.offset : place.offset + place.num_bytes].view(DTYPES[place.dtype]).view(place.shape)
-            for place in self.places
+            for place in self.tensors
         }
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_sound(place: TensorPlace, num_bytes: int) -> bool:
-    return (
-        isinstance(place.name, str)
-        and bool(place.name)
-        and isinstance(place.dtype, str)
-        and place.dtype in DTYPES
-        and all(_is_size(size) for size in place.shape)
-        and _is_size(place.offset)
-        and place.offset % ALIGNMENT == 0
-        and place.offset + place.num_bytes <= num_bytes
-    )
 
 
 class SharedTensors:
@@ -188,7 +166,7 @@ class _SharedMemoryBucket:
         layout = BucketLayout.of(bucket)
         self._memory = SharedMemory(layout.num_bytes)
         try:
-            for place, tensor in zip(layout.places, bucket.values(), strict=True):
+            for place, tensor in zip(layout.tensors, bucket.values(), strict=True):
                 self._memory.write(tensor, place.offset)
             self._handle = _text("memory", self._memory.seal(), layout)
         except BaseException:
@@ -208,7 +186,7 @@ class _DeviceBucket:
     def __init__(self, bucket: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._layout = BucketLayout.of(bucket)
         self._flat = torch.empty(self._layout.num_bytes, dtype=torch.uint8, device=device)
-        for place, tensor in zip(self._layout.places, bucket.values(), strict=True):
+        for place, tensor in zip(self._layout.tensors, bucket.values(), strict=True):
             self._flat[place.offset : place.offset + place.num_bytes].copy_(as_bytes(tensor))
 
     def handle(self) -> str:
@@ -278,4 +256,4 @@ def open_bucket(text: str) -> dict[str, torch.Tensor]:
 
 
 def _text(kind: str, where: dict[str, Any], layout: BucketLayout) -> str:
-    return json.dumps({"kind": kind, "where": where, "layout": layout.to_json()})
+    return json.dumps({"kind": kind, "where": where, "layout": layout.model_dump()})

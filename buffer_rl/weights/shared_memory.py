@@ -18,6 +18,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,8 +30,16 @@ NAME = "buffer_rl_weights"
 """What the memory is called in ``/proc``; a reader refuses other files."""
 _MADV_POPULATE_READ = 22
 """Linux's ``madvise``: map all pages at once, for reading, rather than by one page fault each (linux/mman.h)."""
-_CUDA_BYTES = ("handle", "ref_counter_handle", "event_handle")
-_CUDA_NUMBERS = ("num_bytes", "offset", "ref_counter_offset")
+_CUDA_FIELDS: Mapping[str, type] = {
+    "handle": bytes,
+    "num_bytes": int,
+    "offset": int,
+    "ref_counter_handle": bytes,
+    "ref_counter_offset": int,
+    "event_handle": bytes,
+    "event_sync_required": bool,
+}
+"""What torch gives of CUDA memory beside its device, and takes in another process, in this order."""
 
 
 class SharedMemory:
@@ -136,19 +145,12 @@ def _require_sealed(descriptor: int, num_bytes: int, path: str) -> None:
 def share_cuda_memory(flat: torch.Tensor) -> dict[str, Any]:
     """A handle of ``flat`` (uint8, on a CUDA device) for one receiver, as JSON values."""
     storage: Any = flat.untyped_storage()
-    _, handle, num_bytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    _, *values = storage._share_cuda_()
     # What was queued for this memory has to be in it before another process reads.
     torch.cuda.synchronize(flat.device)
-    return {
-        "device_uuid": str(torch.cuda.get_device_properties(flat.device).uuid),
-        "handle": _text(handle),
-        "num_bytes": num_bytes,
-        "offset": offset,
-        "ref_counter_handle": _text(counter),
-        "ref_counter_offset": counter_offset,
-        "event_handle": _text(event),
-        "event_sync_required": bool(event_sync),
-    }
+    texts = [base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in values]
+    uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
+    return {"device_uuid": uuid, **dict(zip(_CUDA_FIELDS, texts, strict=True))}
 
 
 def copy_cuda_memory(handle: Any, num_bytes: int) -> torch.Tensor:
@@ -157,26 +159,19 @@ def copy_cuda_memory(handle: Any, num_bytes: int) -> torch.Tensor:
     Raises EngineError if the handle is not one or its device is not visible in this process.
     """
     try:
-        binary = {name: base64.b64decode(handle[name], validate=True) for name in _CUDA_BYTES}
-        numbers = {name: int(handle[name]) for name in _CUDA_NUMBERS}
+        values = [
+            base64.b64decode(handle[name], validate=True) if kind is bytes else kind(handle[name])
+            for name, kind in _CUDA_FIELDS.items()
+        ]
         device = _device_of(str(handle["device_uuid"]))
-        event_sync = bool(handle["event_sync_required"])
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"not a handle of CUDA memory: {type(error).__name__}: {error}") from error
-    if numbers["num_bytes"] < num_bytes or min(numbers.values()) < 0:
+    numbers = [value for value in values if type(value) is int]
+    if numbers[0] < num_bytes or min(numbers) < 0:
         raise EngineError("the CUDA memory is smaller than its tensors", expected=f"{num_bytes} bytes")
     open_storage: Any = torch.UntypedStorage._new_shared_cuda
     with raised_as(EngineError, "the CUDA memory cannot be opened", RuntimeError):
-        storage = open_storage(
-            device,
-            binary["handle"],
-            numbers["num_bytes"],
-            numbers["offset"],
-            binary["ref_counter_handle"],
-            numbers["ref_counter_offset"],
-            binary["event_handle"],
-            event_sync,
-        )
+        storage = open_storage(device, *values)
     shared = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
     copied = shared[:num_bytes].clone()
     torch.cuda.synchronize(device)
@@ -191,7 +186,3 @@ def _device_of(uuid: str) -> int:
             return index
     hint = "make the trainer's device visible to the engine, or use --weight-sync-mode disk"
     raise EngineError("the weights are on a CUDA device that this engine does not see", where=uuid, hint=hint)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

@@ -26,9 +26,9 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tenso
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=6))
 def test_tensors_come_back_bit_by_bit_and_aligned(kinds: list[tuple[str, tuple[int, ...]]]) -> None:
     bucket = {f"w{i}": filled(DTYPES[name], shape, i) for i, (name, shape) in enumerate(kinds)}
-    layout = BucketLayout.parse(json.loads(json.dumps(BucketLayout.of(bucket).to_json())))
+    layout = BucketLayout.parse(json.loads(json.dumps(BucketLayout.of(bucket).model_dump())))
     flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    for place, tensor in zip(layout.places, bucket.values(), strict=True):
+    for place, tensor in zip(layout.tensors, bucket.values(), strict=True):
         assert place.offset % ALIGNMENT == 0
         assert not flat[place.offset : place.offset + place.num_bytes].any(), "overlaps another tensor"
         flat[place.offset : place.offset + place.num_bytes] = as_bytes(tensor)
