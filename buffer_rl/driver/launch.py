@@ -220,12 +220,9 @@ class _Run:
         actor = self.source = start_data_source(self.args, self.logs)
         self.processes.stops(ActorGroup("data_source", lambda _: actor))
         source_answers(self.args).call(actor, DataSourceActor.ready)
-        notice = self.observer.notice
-
-        def replaced(_: int, pid: int) -> None:
-            notice(f"the data source's process died and was replaced (process {pid})")
-
-        watch = ReplacementWatch([actor], DataSourceActor.ready, replaced=replaced)
+        text, notice = "the data source's process died and was replaced", self.observer.notice
+        ready = DataSourceActor.ready
+        watch = ReplacementWatch([actor], ready, replaced=lambda _, pid: notice(f"{text} (process {pid})"))
         self.processes.watchers.append(watch)
         self.processes.callback(watch.close)
         yield
@@ -360,7 +357,7 @@ class _Run:
             waiting = BufferClient(buffer.actor, timeout_s=args.buffer_timeout_s, caller="selection")
             local("selection", waiting)
         if plan.saves:
-            facts = self.session.provenance.facts() | {"num_rollouts": plan.num_rollouts}
+            facts = self.session.provenance | {"num_rollouts": plan.num_rollouts}
             facts |= {LINEAGE: self.session.lineage, START: self.began.name}
             checkpoints = RunCheckpoints(self.session.args, buffer, self.trained, self.reference, facts)
             local("save", checkpoints, end_s=lambda: max(CLOSE_TIMEOUT_S, checkpoints.time_left()))

@@ -132,13 +132,8 @@ class MemoryTurns:
         await self._change(TAKE, {holder: rows[holder] - tags for holder, tags in held.items()})
 
     async def _change(self, methods: tuple[Method[Any], Method[Any]], parts: Mapping[str, frozenset[str]]) -> None:
-        of_trained, of_engines = methods
-        moves: list[Coroutine[Any, Any, object]] = []
-        for holder, tags in parts.items():
-            if tags and holder == ENGINES:
-                moves.append(self._call(ENGINES, of_engines, tags, timeout_s=self._plan.publish_timeout_s))
-            elif tags:
-                moves.append(self._call(holder, of_trained, tags, timeout_s=self._plan.train_timeout_s))
-        if moves:
+        of_trained = methods[0], self._plan.train_timeout_s
+        calls = dict.fromkeys(parts, of_trained) | {ENGINES: (methods[1], self._plan.publish_timeout_s)}
+        if moving := [(holder, tags, *calls[holder]) for holder, tags in parts.items() if tags]:
             with self._timed("offload"):
-                await all_of(moves)
+                await all_of(self._call(holder, method, tags, timeout_s=s) for holder, tags, method, s in moving)

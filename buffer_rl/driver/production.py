@@ -208,10 +208,8 @@ class Production:
 
     def _drops(self, rollout_id: int, report: RolloutReport) -> dict[str, int]:
         """The groups that a step's tickets dropped, by reason, as far as they have ended."""
-        drops = Counter(report.drops)
-        for number in self._reported_with(rollout_id):
-            drops.update(self._ended[number].report.drops)
-        return dict(sorted(drops.items()))
+        reports = [report, *(self._ended[number].report for number in self._reported_with(rollout_id))]
+        return dict(sorted(sum((Counter(each.drops) for each in reports), Counter()).items()))
 
     def _reported_with(self, rollout_id: int) -> list[int]:
         return sorted(self._ended) if self._plan.schedule.by_window else [rollout_id]

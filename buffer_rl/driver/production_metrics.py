@@ -77,11 +77,9 @@ class ProductionMetrics:
 
     def of_both(self, ticket: EndedTicket, selection: RolloutReport) -> dict[str, float]:
         """At a staleness of 0: the metrics of a step, which are those of its ticket."""
-        drops = Counter(selection.drops)
-        drops.update(ticket.report.drops)
-        num_groups = float(selection.num_groups)
+        drops = drop_metrics(Counter(selection.drops) + Counter(ticket.report.drops))
         of_rows = selection.metrics  # if several workers had parts of the ticket
-        return {**ticket.metrics, **of_rows, **drop_metrics(dict(drops)), "rollout/num_groups": num_groups}
+        return {**ticket.metrics, **of_rows, **drops, "rollout/num_groups": float(selection.num_groups)}
 
     def of_selection(self, selection: RolloutReport) -> dict[str, float]:
         """Else: the metrics of what a step trains on."""

@@ -11,8 +11,8 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from buffer_rl import __version__
 from buffer_rl.args import Args
@@ -40,51 +40,25 @@ PACKAGES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginSource:
-    """Where the plugin of one option is from. sha256: of ``file``; empty where there is no file."""
+def provenance_of(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What a run is made of, as JSON values without secrets.
 
-    option: str
-    reference: str
-    file: str
-    sha256: str
-    distribution: str
-    version: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """What a run is made of.
-
-    code: SHA-256 of each of the user's own files that its plugins need, by relative path (of one over 20 MiB, its
+    plugins: where each option's plugin is from, with the SHA-256 of its file, empty where there is none.
+    code: SHA-256 of each of the user's own files that the plugins need, by relative path (of one over 20 MiB, its
     size); code_sha256: of all of them.
     data: use, path, number of rows and source hash of each data source.
-    """
 
-    python: str
-    packages: Mapping[str, str]
-    plugins: tuple[PluginSource, ...]
-    code: Mapping[str, str]
-    code_sha256: str
-    data: tuple[Mapping[str, Any], ...] = ()
-
-    def facts(self) -> dict[str, Any]:
-        """As JSON values, without secrets."""
-        facts: dict[str, Any] = mask_secrets(asdict(self))
-        return facts
-
-
-def provenance_of(args: Args, registry: PluginRegistry, data: Sequence[Mapping[str, Any]] = ()) -> Provenance:
-    """Raises PluginError for a reference that leads nowhere, ConfigError for code that is too large to be sent."""
+    Raises PluginError for a reference that leads nowhere, ConfigError for code that is too large to be sent."""
     bundle = collect_user_code(args, registry)
-    return Provenance(
-        python=platform.python_version(),
-        packages=dict(_versions()),
-        plugins=tuple(_source(option, origin) for option, origin in plugin_origins(args, registry)),
-        code=bundle.hashes(),
-        code_sha256=bundle.sha256,
-        data=tuple(data),
-    )
+    facts = {
+        "python": platform.python_version(),
+        "packages": dict(_versions()),
+        "plugins": [_source(option, origin) for option, origin in plugin_origins(args, registry)],
+        "code": bundle.hashes(),
+        "code_sha256": bundle.sha256,
+        "data": list(data),
+    }
+    return cast("dict[str, Any]", mask_secrets(facts))
 
 
 def collect_user_code(args: Args, registry: PluginRegistry) -> CodeBundle:
@@ -117,34 +91,34 @@ def plugin_origins(args: Args, registry: PluginRegistry) -> Iterator[tuple[str, 
             yield "plugin", origin
 
 
-def changed_plugins(facts: Mapping[str, Any], now: Provenance) -> list[str]:
+def changed_plugins(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each option whose plugin has other source than when ``facts`` (a checkpoint's) were written, and
-    for user code that differs otherwise."""
+    for user code that differs otherwise. now: the run's ``provenance_of``."""
     before = {(entry["option"], entry["reference"]): entry for entry in facts.get("plugins", ())}
     lines, has_changed = [], "has changed since the checkpoint was written"
     if facts.get("buffer_rl", __version__) != __version__:
         lines.append(f"the checkpoint was written by buffer_rl {facts['buffer_rl']}; this is {__version__}")
-    for source in now.plugins:
-        if source.distribution == OWN_DISTRIBUTION:
+    for source in now["plugins"]:
+        earlier = before.get((source["option"], source["reference"]))
+        if source["distribution"] == OWN_DISTRIBUTION or earlier is None or earlier["sha256"] == source["sha256"]:
             continue
-        earlier = before.get((source.option, source.reference))
-        if earlier is not None and earlier["sha256"] != source.sha256:
-            versions = f" ({earlier['version']}, now {source.version})" if earlier["version"] != source.version else ""
-            lines.append(f"{flag_of(source.option)} {source.reference}: {source.file} {has_changed}{versions}")
-    named = {source.file for source in now.plugins}
+        then, version = earlier["version"], source["version"]
+        versions = f" ({then}, now {version})" if then != version else ""
+        lines.append(f"{flag_of(source['option'])} {source['reference']}: {source['file']} {has_changed}{versions}")
+    named = {source["file"] for source in now["plugins"]}
     code = facts.get("code", {})
     lines += [
         f"{path} {has_changed}"
-        for path, sha256 in now.code.items()
+        for path, sha256 in now["code"].items()
         if path in code and code[path] != sha256 and not any(file.endswith(f"/{path}") for file in named)
     ]
     return lines
 
 
-def _source(option: str, origin: Origin) -> PluginSource:
+def _source(option: str, origin: Origin) -> dict[str, str]:
     info = PluginInfo.of(origin, loaded=False)
     found = {name: getattr(info, name) for name in ("file", "sha256", "distribution", "version")}
-    return PluginSource(option=option, reference=origin.reference, **found)
+    return {"option": option, "reference": origin.reference, **found}
 
 
 def _pluggy_origin(reference: str) -> Origin | None:

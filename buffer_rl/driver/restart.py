@@ -26,7 +26,7 @@ from buffer_rl.cluster.locality import machine_id
 from buffer_rl.cluster.session import ray_session
 from buffer_rl.driver.folders import LINEAGE, START, later_checkpoint
 from buffer_rl.driver.local_roles import OWES_EVALUATION
-from buffer_rl.driver.provenance import Provenance, changed_plugins, collect_user_code, resume_notices, ships_code
+from buffer_rl.driver.provenance import changed_plugins, collect_user_code, resume_notices, ships_code
 from buffer_rl.driver.runtime import LocalTarget, Target
 from buffer_rl.driver.tasks import role_of
 from buffer_rl.errors import BufferRLError, CheckpointError, WorkerDiedError
@@ -53,7 +53,7 @@ class RunSession:
         args: Args,
         registry: PluginRegistry,
         loaded: Checkpoint | None,
-        provenance: Provenance,
+        provenance: dict[str, Any],
         stack: ExitStack,
         startup: StartUp | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class RunSession:
         if found is not None:
             set_aside_other_run(args.run_dir, found)
         self.lineage = found or uuid4().hex
-        facts = provenance.facts() | {LINEAGE: self.lineage}
+        facts = provenance | {LINEAGE: self.lineage}
         self.observer = stack.enter_context(RunObserver(args, registry, step, facts, startup))
         if loaded is not None:
             resumed = resume_notices(loaded.facts, loaded.step, args)

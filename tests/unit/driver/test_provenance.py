@@ -43,7 +43,7 @@ def options(**changes: Any) -> Any:
 
 def test_sources_of_plugins_of_their_imports_and_versions_are_written_down(folder: Path) -> None:
     data = [{"use": "train", "path": "s3://user:hunter2@bucket/a.jsonl", "source_hash": "abc", "num_rows": 3}]
-    facts = provenance_of(options(), PluginRegistry(), data).facts()
+    facts = provenance_of(options(), PluginRegistry(), data)
     sha256 = {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("provenance_reward.py", "words.py")
     }
@@ -66,20 +66,20 @@ def test_the_size_of_the_code_matters_only_where_it_is_sent_to_other_nodes(folde
     (folder / "big" / "table.csv").touch()
     os.truncate(folder / "big" / "table.csv", MAX_BYTES + 1)
     args = options().model_copy(update={"custom_rm_path": "big:score"})
-    code = provenance_of(args, PluginRegistry()).code
+    code = provenance_of(args, PluginRegistry())["code"]
     assert code["big/table.csv"] == f"{MAX_BYTES + 1} bytes"
     assert code["big/__init__.py"] == hashlib.sha256(REWARD.encode()).hexdigest()
     there = args.model_copy(update={"ray_address": "auto"})
     with pytest.raises(ConfigError, match=r"--ray-address: .*table\.csv \(20\.0 MiB\)") as caught:
         provenance_of(there, PluginRegistry())
     assert "add --no-ship-code" in caught.value.hint
-    assert provenance_of(there.model_copy(update={"ship_code": False}), PluginRegistry()).code == code
+    assert provenance_of(there.model_copy(update={"ship_code": False}), PluginRegistry())["code"] == code
 
 
 def test_plugins_named_on_the_command_line_and_files_are_among_them(folder: Path) -> None:
     (folder / "a_plugin.py").write_text("")
     args = options(plugin=["a_plugin", "no:other"], dynamic_sampling_filter_path="./words.py:VALUE")
-    facts = provenance_of(args, PluginRegistry()).facts()
+    facts = provenance_of(args, PluginRegistry())
     assert {"provenance_reward.py", "words.py", "a_plugin.py"} == set(facts["code"])
 
 
@@ -87,7 +87,7 @@ def test_the_file_of_a_run_holds_them_and_no_secrets(folder: Path) -> None:
     args = options(
         save="s3://user:hunter2@bucket/x", rm_url="https://h/score?key=abc", prompt_data=["s3://u:hunter2@b/d"]
     )
-    facts = provenance_of(args, PluginRegistry()).facts()
+    facts = provenance_of(args, PluginRegistry())
     text = write_facts(folder / "run", args, facts).read_text()
     assert json.loads(text)["plugins"] == facts["plugins"]
     assert "hunter2" not in text
@@ -109,7 +109,7 @@ class Silent:
 def test_a_checkpoint_holds_them_and_no_secrets(folder: Path, root: str) -> None:
     root = root.format(folder=folder)
     args = options(save=root, run_dir=str(folder / "run"), rm_url="https://u:hunter2@h/score")
-    facts = provenance_of(args, PluginRegistry()).facts()
+    facts = provenance_of(args, PluginRegistry())
     peer: Any = Silent()
     writer = RunCheckpoints(args, buffer=peer, trained={"train": peer}, provenance=facts)
     writer.save(3)
@@ -122,7 +122,7 @@ def test_a_checkpoint_holds_them_and_no_secrets(folder: Path, root: str) -> None
 
 
 def test_a_plugin_that_changed_since_the_checkpoint_is_said_once(folder: Path) -> None:
-    before = {"buffer_rl": __version__, **provenance_of(options(), PluginRegistry()).facts()}
+    before = {"buffer_rl": __version__, **provenance_of(options(), PluginRegistry())}
     assert changed_plugins(before, provenance_of(options(), PluginRegistry())) == []
     (folder / "provenance_reward.py").write_text(REWARD + "\n")
     (line,) = changed_plugins(before, provenance_of(options(), PluginRegistry()))
@@ -138,6 +138,6 @@ def test_a_plugin_that_changed_since_the_checkpoint_is_said_once(folder: Path) -
 
 def test_another_version_of_buffer_rl_is_said_once_and_not_for_each_of_its_plugins(folder: Path) -> None:
     now = provenance_of(options(), PluginRegistry())
-    before = {"buffer_rl": "0.0.1", **now.facts()}
+    before = {"buffer_rl": "0.0.1", **now}
     before["plugins"] = [{**entry, "sha256": "0"} for entry in before["plugins"] if entry["distribution"]]
     assert changed_plugins(before, now) == [f"the checkpoint was written by buffer_rl 0.0.1; this is {__version__}"]
