@@ -38,8 +38,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Device:
-    """Device ``slot`` of the node at position ``node`` of the list of nodes."""
+    """Device ``slot`` of its kind, of the node at position ``node`` of the list of nodes."""
 
+    kind: DeviceKind
     node: int
     slot: int
 
@@ -75,6 +76,11 @@ class MemberDevices:
     devices: tuple[Device, ...]
     share: float = 1.0
 
+    @property
+    def kind(self) -> DeviceKind:
+        """Of all its devices."""
+        return self.devices[0].kind
+
 
 class NoRoomError(Exception):
     """A group of requests does not fit. Of the first request without room: its role, the devices that must be on one
@@ -89,7 +95,8 @@ class NoRoomError(Exception):
 
 def all_devices(nodes: Sequence[Node], kind: DeviceKind) -> list[Device]:
     """Every device of the kind, in the order of the nodes."""
-    return [Device(node=at, slot=slot) for at, node in enumerate(nodes) for slot in range(node.count(kind))]
+    places = [(at, slot) for at, node in enumerate(nodes) for slot in range(node.count(kind))]
+    return [Device(kind=kind, node=at, slot=slot) for at, slot in places]
 
 
 def allocate(groups: Sequence[Sequence[DeviceRequest]], devices: Sequence[Device]) -> list[MemberDevices]:

@@ -1,6 +1,6 @@
 """Where the members of each role run: devices, bundles of Ray's placement groups, and the ``.options`` of their actors.
 
-``Placement.of`` computes it from the options and the nodes; as a context it reserves the devices. A run on one machine
+``Placement`` computes it from the options and the nodes; as a context it reserves the devices. A run on one machine
 without GPUs reserves nothing.
 """
 
@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from buffer_rl.args import Args
 from buffer_rl.cluster.devices import Device, DeviceKind, MemberDevices, Node
-from buffer_rl.cluster.requirements import DevicePlan, plan_devices
+from buffer_rl.cluster.requirements import plan_devices
 from buffer_rl.errors import DeadlineError
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plan.layout import grouping
@@ -49,32 +49,22 @@ class NodeGoneError(Exception):
 class Placement:
     """The devices of every member of every role.
 
-    notices: lines for the user about what was chosen. groups: what is reserved; empty where nothing is.
-    """
+    engines: whether the run generates. notices: lines for the user about what was chosen. groups: what is reserved, by
+    node and kind; empty where nothing is.
 
-    def __init__(self, args: Args, nodes: Sequence[Node], chosen: DevicePlan) -> None:
-        self.notices = chosen.notices
-        self.groups: list[BundleGroup] = []
+    Raises ConfigError, with the arithmetic, where the options ask for more devices than ``nodes`` have."""
+
+    def __init__(self, args: Args, nodes: Sequence[Node], *, engines: bool = True) -> None:
+        members, self.notices = plan_devices(args, nodes, engines=engines)
+        self.groups: dict[tuple[int, DeviceKind], BundleGroup] = {}
         self._args = args
         self._nodes = list(nodes)
         self._has_gpus = any(node.gpus for node in nodes)
-        self._members = {
-            (member.role, member.index): (kind, member)
-            for kind, members in chosen.members.items()
-            for member in members
-        }
-        self._bundle_of: dict[tuple[DeviceKind, Device], tuple[int, int]] = {}  # group and bundle of each device
-        self._reserved: list[Any] = []
+        self._members = {(member.role, member.index): member for member in members}
+        self._bundle_of: dict[Device, int] = {}  # in its group
+        self._reserved: dict[tuple[int, DeviceKind], Any] = {}
         self._gpu_ids: dict[Device, str] = {}
         self._make_groups()
-
-    @classmethod
-    def of(cls, args: Args, nodes: Sequence[Node], *, engines: bool = True) -> Placement:
-        """The placement of a run.
-
-        engines: whether the run generates. Raises ConfigError, with the arithmetic, where the options ask for more
-        devices than ``nodes`` have."""
-        return cls(args, nodes, plan_devices(args, nodes, engines=engines))
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """The ``.options`` of the actor of a member: its CPUs and GPUs, where Ray starts it, and what its environment
@@ -83,13 +73,12 @@ class Placement:
         chosen: dict[str, Any] = dict(NO_DEVICE)
         computes = role not in ("rollout", ENGINE)  # with torch, on ``--num-train-threads`` (see ``prepare_torch``)
         environment: dict[str, str] = dict(self._args.train_env_vars) if computes else {}
-        if (found := self._members.get((role, index))) is not None:
-            kind, member = found
+        if (member := self._members.get((role, index))) is not None:
             gone = bool(self._reserved) and is_node_gone(self._home(member).node_id)
             if self._reserved and not gone:
-                chosen["scheduling_strategy"] = self._strategy(kind, member.devices[0])
+                chosen["scheduling_strategy"] = self._strategy(member.devices[0])
             if len(member.devices) == 1 or member.share == 1.0:
-                amount = "num_gpus" if kind is DeviceKind.GPU else "num_cpus"
+                amount = "num_gpus" if member.kind is DeviceKind.GPU else "num_cpus"
                 chosen[amount] = member.share if len(member.devices) == 1 else len(member.devices)
             elif not gone:  # Ray divides single devices only
                 environment |= self._visible_devices(member)
@@ -101,15 +90,15 @@ class Placement:
 
     def node_of(self, role: str, index: int) -> Node | None:
         """The node of a member; None where Ray chooses it."""
-        found = self._members.get((role, index))
-        return None if found is None else self._home(found[1])
+        member = self._members.get((role, index))
+        return None if member is None else self._home(member)
 
     def describe(self) -> str:
         """A table: role, members, devices of each, node; a line for each role and node."""
         rows = Counter[tuple[str, str, Node]]()
-        for (role, _), (kind, member) in self._members.items():
+        for member in self._members.values():
             share = f" x {member.share:g}" if member.share < 1.0 else ""
-            rows[role, f"{len(member.devices)} {kind}{share}", self._home(member)] += 1
+            rows[member.role, f"{len(member.devices)} {member.kind}{share}", self._home(member)] += 1
         lines = [("role", "members", "devices each", "node")]
         lines += [(role, str(members), devices, node.address) for (role, devices, node), members in rows.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -123,12 +112,13 @@ class Placement:
         NodeGoneError."""
         deadline = time.monotonic() + self._args.placement_timeout_s
         try:
-            for group in self.groups:
+            for place, group in self.groups.items():
                 bundles = [{group.kind.value: float(devices)} for devices in group.bundles]
                 labels = [{NODE_LABEL: group.node.node_id}] * len(bundles)
-                self._reserved.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels))
-            for group, reserved in zip(self.groups, self._reserved, strict=True):
-                while not reserved.wait(min(NODE_POLL_S, max(0.0, deadline - time.monotonic()))):
+                reserved = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
+                self._reserved[place] = reserved
+            for place, group in self.groups.items():
+                while not self._reserved[place].wait(min(NODE_POLL_S, max(0.0, deadline - time.monotonic()))):
                     if is_node_gone(group.node.node_id):
                         raise NodeGoneError(group.node.address)
                     if time.monotonic() >= deadline:
@@ -140,8 +130,8 @@ class Placement:
         return self
 
     def __exit__(self, *_: object) -> None:
-        reserved, self._reserved = self._reserved, []
-        for group in reserved:
+        reserved, self._reserved = self._reserved, {}
+        for group in reserved.values():
             with suppress(Exception):  # fault boundary: Ray itself may be gone
                 remove_placement_group(group)
 
@@ -151,37 +141,31 @@ class Placement:
     def _make_groups(self) -> None:
         """A bundle for each device, or for all devices of a member that has several to itself; a group for each node
         and kind of device."""
-        at: dict[tuple[int, DeviceKind], int] = {}
-        for kind, member in self._members.values():
+        for member in self._members.values():
             pieces = [member.devices] if member.share == 1.0 else [(device,) for device in member.devices]
+            group = BundleGroup(node=self._home(member), kind=member.kind)
             for devices in pieces:
-                if (kind, devices[0]) in self._bundle_of:
-                    continue
-                where = (devices[0].node, kind)
-                if where not in at:
-                    at[where] = len(self.groups)
-                    self.groups.append(BundleGroup(node=self._nodes[devices[0].node], kind=kind))
-                bundles = self.groups[at[where]].bundles
-                for device in devices:
-                    self._bundle_of[kind, device] = (at[where], len(bundles))
-                bundles.append(len(devices))
+                if devices[0] not in self._bundle_of:
+                    bundles = self.groups.setdefault((devices[0].node, member.kind), group).bundles
+                    self._bundle_of.update(dict.fromkeys(devices, len(bundles)))
+                    bundles.append(len(devices))
 
     def _ask_gpu_ids(self) -> None:
         """Learn the ids of the devices of members that share several, which Ray does not set for them."""
         asked = {
-            device: self._strategy(kind, device)
-            for kind, member in self._members.values()
+            device: self._strategy(device)
+            for member in self._members.values()
             for device in member.devices
-            if kind is DeviceKind.GPU and len(member.devices) > 1 and member.share < 1.0
+            if member.kind is DeviceKind.GPU and len(member.devices) > 1 and member.share < 1.0
         }
         ask = cast("Any", ray.remote)(num_cpus=0, num_gpus=1, max_retries=0)(_gpu_id)
         answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in asked.values()]
         found = ray.get(answers, timeout=self._args.placement_timeout_s)
         self._gpu_ids = dict(zip(asked, found, strict=True))
 
-    def _strategy(self, kind: DeviceKind, device: Device) -> PlacementGroupSchedulingStrategy:
-        group, bundle = self._bundle_of[kind, device]
-        return PlacementGroupSchedulingStrategy(self._reserved[group], placement_group_bundle_index=bundle)
+    def _strategy(self, device: Device) -> PlacementGroupSchedulingStrategy:
+        reserved, bundle = self._reserved[device.node, device.kind], self._bundle_of[device]
+        return PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
 
     def _visible_devices(self, member: MemberDevices) -> dict[str, str]:
         ids = ",".join(self._gpu_ids[device] for device in member.devices if device in self._gpu_ids)
@@ -255,10 +239,10 @@ def _numbers(address: str) -> tuple[int, str]:
 @contextmanager
 def placed(args: Args, engines: bool, notice: Callable[[str], None]) -> Iterator[Placement]:
     """The placement of a run on the cluster that this process is connected to, its devices reserved for the length of
-    the block; chosen again where a node is gone by then. Raises what ``Placement.of`` and entering it do."""
+    the block; chosen again where a node is gone by then. Raises what ``Placement`` and entering it do."""
     with ExitStack() as stack:
         while True:
-            placement = Placement.of(args, cluster_nodes(), engines=engines)
+            placement = Placement(args, cluster_nodes(), engines=engines)
             for line in placement.notices:
                 notice(line)
             try:

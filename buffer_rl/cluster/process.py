@@ -20,7 +20,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from urllib.parse import urlsplit
 
 from buffer_rl.args import Args
 from buffer_rl.cluster.fork_server import start_process
-from buffer_rl.errors import ConfigError, DeadlineError, EngineError
+from buffer_rl.errors import ConfigError, DeadlineError, EngineError, raised_as
 from buffer_rl.options.redaction import is_secret
 from buffer_rl.options.section import env_of
 
@@ -200,13 +201,9 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-@contextlib.contextmanager
-def _naming_address(host: str, port: int = 0, where: str = ENGINE_HOST) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"port {port} of {host} cannot" if port else f"no port of {host} can"
-        raise EngineError(f"{what} be listened on: {error}", where=where) from error
+def _naming_address(host: str, port: int = 0, where: str = ENGINE_HOST) -> AbstractContextManager[None]:
+    what = f"port {port} of {host} cannot" if port else f"no port of {host} can"
+    return raised_as(EngineError, f"{what} be listened on", OSError, where=where)
 
 
 def base_url(host: str, port: int) -> str:

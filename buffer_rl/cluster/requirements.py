@@ -6,7 +6,7 @@ Pure: from the options and the nodes, without Ray.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from buffer_rl.args import Args
 from buffer_rl.cluster.devices import DeviceKind, DeviceRequest, MemberDevices, Node, NoRoomError, all_devices, allocate
@@ -25,16 +25,8 @@ WITH_CRITIC = ("reward",)
 """Roles that ``--colocate-critic-reward`` puts on the devices of the critic."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePlan:
-    """The devices of all members of a run, by their kind, and lines for the user about what was chosen."""
-
-    members: dict[DeviceKind, list[MemberDevices]]
-    notices: list[str]
-
-
-def plan_devices(args: Args, nodes: Sequence[Node], *, engines: bool) -> DevicePlan:
-    """Which devices of ``nodes`` each member of each role gets.
+def plan_devices(args: Args, nodes: Sequence[Node], *, engines: bool) -> tuple[list[MemberDevices], list[str]]:
+    """Which devices of ``nodes`` each member of each role gets, and lines for the user about what was chosen.
 
     GPUs first: ranks have one each where ``--train-device`` allows it and there are enough, and so do the workers of
     roles with a model; engines have theirs where the options count them or some are left. What computes on the CPU is
@@ -59,10 +51,10 @@ def plan_devices(args: Args, nodes: Sequence[Node], *, engines: bool) -> DeviceP
     if engines and not args.engine_urls:
         of_engines = DeviceKind.CPU if args.engine_device == "cpu" or not gpus else DeviceKind.GPU
         requests[of_engines].append(_engine_request(args, of_engines))
-    members = {DeviceKind.GPU: _place_on_gpus(args, nodes, requests[DeviceKind.GPU]), DeviceKind.CPU: []}
+    members = _place_on_gpus(args, nodes, requests[DeviceKind.GPU])
     if len(nodes) > 1:
-        members[DeviceKind.CPU] = _place_on_cpus(args, nodes, requests[DeviceKind.CPU], notices)
-    return DevicePlan(members=members, notices=notices)
+        members += _place_on_cpus(args, nodes, requests[DeviceKind.CPU], notices)
+    return members, notices
 
 
 def check_devices(args: Args) -> None:

@@ -379,7 +379,7 @@ def placed_engine(ray_cluster: None, make_options: Any, tmp_path: Path) -> Itera
         def start(launcher: str = "", **options: Any) -> EngineProcess:
             reference = {"rollout_engine": f"{tmp_path / 'launchers.py'}:{launcher}"} if launcher else {}
             args = make_options(**options, **reference)
-            placement = Placement.of(args, cluster_nodes())
+            placement = Placement(args, cluster_nodes())
             engine = placed_launcher(placement)(args, 0, str(tmp_path / "logs" / "engine_0.log"))
             stack.callback(engine.stop)
             return engine

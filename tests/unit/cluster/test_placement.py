@@ -36,7 +36,8 @@ def nodes(*gpus: int, cpus: int = 8) -> list[Node]:
 def places(where: list[Node], kind: DeviceKind = DeviceKind.GPU, **given: Any) -> dict[str, list[Place]]:
     """Node and slots of each member of each role."""
     found: dict[str, list[Place]] = {}
-    for member in plan_devices(options(**given), where, engines=True).members[kind]:
+    members, _ = plan_devices(options(**given), where, engines=True)
+    for member in (each for each in members if each.kind is kind):
         found.setdefault(member.role, []).append(
             (member.devices[0].node, tuple(device.slot for device in member.devices))
         )
@@ -45,7 +46,7 @@ def places(where: list[Node], kind: DeviceKind = DeviceKind.GPU, **given: Any) -
 
 def bundles(where: list[Node], **given: Any) -> dict[str, list[int]]:
     """Devices of each bundle, by the address of the node."""
-    return {group.node.address: group.bundles for group in Placement.of(options(**given), where).groups}
+    return {group.node.address: group.bundles for group in Placement(options(**given), where).groups.values()}
 
 
 def singles(node: int, *slots: int) -> list[Place]:
@@ -85,7 +86,7 @@ def test_a_part_of_a_pool_is_divided_again() -> None:
 def test_four_roles_of_one_pool_have_a_quarter_of_every_device() -> None:
     resource = {"actor": [1, 8], "rollout": [1, 8], "genrm": [8, 1], "reference": [1, 8]}
     args = options(**JUDGED, colocate=True, resource=resource)
-    chosen = plan_devices(args, nodes(8), engines=True).members[DeviceKind.GPU]
+    chosen, _ = plan_devices(args, nodes(8), engines=True)
     assert {(member.role, member.devices[0].slot) for member in chosen} == {
         (role, slot) for role in ("train", "engine", "reward", "ref") for slot in range(8)
     }
@@ -136,8 +137,8 @@ def test_on_several_nodes_without_gpus_ranks_and_engines_have_a_cpu_each_on_diff
 
 
 def test_one_machine_without_gpus_reserves_nothing() -> None:
-    placement = Placement.of(options(actor_num_gpus_per_node=2, rollout_num_gpus=2), nodes(0))
-    assert placement.groups == []
+    placement = Placement(options(actor_num_gpus_per_node=2, rollout_num_gpus=2), nodes(0))
+    assert placement.groups == {}
     assert placement.options("engine", 0) == placement.options("rollout", 0) == {"num_cpus": 0, "num_gpus": 0}
     assert placement.options("train", 0) == placement.options("rollout", 0)  # no environment: Ray has processes ready
 
@@ -147,7 +148,7 @@ def test_one_machine_without_gpus_reserves_nothing() -> None:
 
 def gpus_of(found: int, **given: Any) -> dict[str, float]:
     """GPUs of the first member of each role; those without are left out."""
-    placement = Placement.of(options(engine_device="cpu", **given), nodes(found))
+    placement = Placement(options(engine_device="cpu", **given), nodes(found))
     counts = {role: placement.options(role, 0)["num_gpus"] for role in ("train", "critic", "ref", "reward")}
     return {role: count for role, count in counts.items() if count}
 
@@ -184,7 +185,7 @@ def test_engines_have_gpus_that_are_left_and_are_refused_none_that_are_counted()
 
 def test_a_fall_back_to_the_cpu_is_said() -> None:
     def notices(found: int, **given: Any) -> list[str]:
-        return plan_devices(options(**given), nodes(found), engines=True).notices
+        return plan_devices(options(**given), nodes(found), engines=True)[1]
 
     assert notices(3, num_train_ranks=4) == [
         "there are 3 GPUs for 4 trainer ranks: they compute on the CPU (--train-device auto)"
@@ -197,7 +198,7 @@ def test_a_fall_back_to_the_cpu_is_said() -> None:
 
 def test_what_has_no_gpu_sees_none() -> None:
     def visible(found: int, role: str, **given: Any) -> str | None:
-        placed = Placement.of(options(**given), nodes(found)).options(role, 0)
+        placed = Placement(options(**given), nodes(found)).options(role, 0)
         seen: str | None = placed.get("runtime_env", {"env_vars": {}})["env_vars"].get("CUDA_VISIBLE_DEVICES")
         return seen
 
@@ -209,7 +210,7 @@ def test_what_has_no_gpu_sees_none() -> None:
 
 def test_the_environment_of_ranks_and_roles_is_the_one_asked_for() -> None:
     args = options(train_env_vars={"NCCL_DEBUG": "INFO"}, resource={"judge": [1, 0]})
-    placement = Placement.of(args, nodes(0))
+    placement = Placement(args, nodes(0))
     wanted = {"env_vars": {"NCCL_DEBUG": "INFO"}}
     assert all(placement.options(role, 0)["runtime_env"] == wanted for role in ("train", "critic", "ref", "judge"))
     assert "runtime_env" not in placement.options("rollout", 0) | placement.options("engine", 0)
@@ -217,7 +218,7 @@ def test_the_environment_of_ranks_and_roles_is_the_one_asked_for() -> None:
 
 def test_a_rollout_worker_is_near_the_rank_whose_group_it_is_in() -> None:
     args = options(**JOINED, num_train_ranks=3, num_rollout_workers=7, engine_device="cpu")
-    placement = Placement.of(args, nodes(2, 1))  # ranks 0 and 1 on the first node
+    placement = Placement(args, nodes(2, 1))  # ranks 0 and 1 on the first node
     near = [int(placement.options("rollout", index)["scheduling_strategy"].node_id, 16) for index in range(7)]
     assert near == [0, 0, 0, 0, 1, 1, 0]
 
@@ -225,29 +226,27 @@ def test_a_rollout_worker_is_near_the_rank_whose_group_it_is_in() -> None:
 def test_rollout_workers_are_dealt_out_to_the_nodes_that_are_named() -> None:
     named = ["10.0.0.4", "10.0.0.3"]
     args = options(**JOINED, num_rollout_workers=3, engine_device="cpu", rollout_worker_nodes=named)
-    placement = Placement.of(args, nodes(2, 1, 1))
+    placement = Placement(args, nodes(2, 1, 1))
     chosen = [placement.options("rollout", index)["scheduling_strategy"] for index in range(3)]
     assert [int(strategy.node_id, 16) for strategy in chosen] == [2, 1, 2]
     assert all(strategy.soft for strategy in chosen)  # a worker whose node died is started on another one
-    fewer = Placement.of(args, nodes(2, 1))  # as when the run is started again after a node died
+    fewer = Placement(args, nodes(2, 1))  # as when the run is started again after a node died
     assert [int(fewer.options("rollout", index)["scheduling_strategy"].node_id, 16) for index in range(3)] == [1, 1, 1]
     assert fewer.notices == ["--rollout-worker-nodes: there is no node 10.0.0.4 (any more)"]
     with pytest.raises(ConfigError, match=r"no node of the cluster has the address '10\.0\.0\.4'") as caught:
-        Placement.of(args, nodes(2))
+        Placement(args, nodes(2))
     assert caught.value.expected == "some of 10.0.0.2"
 
 
 def test_the_table_has_a_line_for_each_role_and_node() -> None:
     asked = {**SGLANG, "actor_num_gpus_per_node": 4, "rollout_num_gpus_per_engine": 2}
-    assert Placement.of(options(**asked, rollout_num_gpus=6), nodes(8, 8)).describe().splitlines() == [
+    assert Placement(options(**asked, rollout_num_gpus=6), nodes(8, 8)).describe().splitlines() == [
         "role    members  devices each  node",
         "train   4        1 GPU         10.0.0.2",
         "engine  2        2 GPU         10.0.0.2",
         "engine  1        2 GPU         10.0.0.3",
     ]
-    assert (
-        "train   4        1 GPU x 0.5   10.0.0.2" in Placement.of(options(**asked, colocate=True), nodes(4)).describe()
-    )
+    assert "train   4        1 GPU x 0.5   10.0.0.2" in Placement(options(**asked, colocate=True), nodes(4)).describe()
 
 
 # ------------------------------------------------------------------ refusals
@@ -300,7 +299,7 @@ def test_the_table_has_a_line_for_each_role_and_node() -> None:
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(where: list[Node], given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Placement.of(options(**JOINED, **given), where)
+        Placement(options(**JOINED, **given), where)
     assert str(caught.value) == text
 
 
@@ -334,9 +333,9 @@ def test_the_embedded_engine_is_refused_a_second_gpu() -> None:
 
 
 def test_cpus_that_nobody_counted_are_left_to_ray() -> None:
-    chosen = plan_devices(options(**JOINED, rollout_num_engines=2), nodes(0, 0, cpus=1), engines=True)
-    assert chosen.members == {DeviceKind.GPU: [], DeviceKind.CPU: []}
-    assert chosen.notices == [
+    members, notices = plan_devices(options(**JOINED, rollout_num_engines=2), nodes(0, 0, cpus=1), engines=True)
+    assert members == []
+    assert notices == [
         "1 trainer rank and 2 engines need 3 CPUs; the cluster has 2 nodes with 1 CPU each = 2: "
         "Ray chooses the nodes of the processes"
     ]
@@ -368,11 +367,11 @@ def test_every_layout_gives_each_member_devices_once_and_no_device_away_twice(
         resource=None if judges is None else {"judge": list(judges)},
     )  # fmt: skip
     try:
-        placement = Placement.of(args, nodes(*gpus))
+        placement = Placement(args, nodes(*gpus))
     except ConfigError:
         return
     kind = DeviceKind.GPU if sum(gpus) else DeviceKind.CPU
-    members = plan_devices(args, nodes(*gpus), engines=True).members[kind]
+    members = [member for member in plan_devices(args, nodes(*gpus), engines=True)[0] if member.kind is kind]
     if not members:
         assert len(gpus) == 1 or kind is DeviceKind.CPU
         return
@@ -389,4 +388,4 @@ def test_every_layout_gives_each_member_devices_once_and_no_device_away_twice(
     ranks = [member.devices[0].node for member in members if member.role == "train"]
     if kind is DeviceKind.GPU:
         assert all(len(set(ranks[at : at + actor[1]])) == 1 for at in range(0, len(ranks), actor[1]))
-    assert sum(sum(group.bundles) for group in placement.groups) == len(held)
+    assert sum(sum(group.bundles) for group in placement.groups.values()) == len(held)

@@ -27,7 +27,7 @@ def placement(command: str, *gpus: int) -> Placement:
     flags = given_flags(parser.parse_args(shlex.split(command.replace("\\\n", ""))))
     args = with_counts(resolve(compose(CORE_SECTIONS), flags=flags, environ={}).args)
     nodes = [Node(node_id=f"{at:056x}", address=f"10.0.0.{at + 2}", cpus=8, gpus=n) for at, n in enumerate(gpus)]
-    return Placement.of(args, nodes)
+    return Placement(args, nodes)
 
 
 @pytest.mark.parametrize(("layout", "gpus"), [(0, (4,)), (1, (8, 8))])
@@ -39,7 +39,7 @@ def test_the_flags_of_a_layout_give_its_table(layout: int, gpus: tuple[int, ...]
 def test_the_flags_of_the_laptop_reserve_nothing() -> None:
     (command,) = re.findall(r"`(--actor-num-gpus-per-node 2 [^`]*)`", SECTION)
     found = placement(command, 0)
-    assert found.groups == []
+    assert found.groups == {}
     assert len(found.notices) == 1
 
 
