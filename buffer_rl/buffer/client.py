@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import math
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, TypeVarTuple, cast
 from weakref import WeakKeyDictionary
 
 import ray
@@ -30,20 +29,11 @@ from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import Column, RolloutReport, RowId, Ticket, TrainBatch
 
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 WAIT_SLICE_S = 5.0
 """Longest single wait for ready rows: a reader that waits longer asks again, so a Buffer that died is noticed."""
-
-
-def _positional(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call on ``operation`` as the actor takes them."""
-    if not kwargs:
-        return args
-    bound = inspect.signature(operation).bind(None, *args, **kwargs)
-    bound.apply_defaults()
-    return bound.args[1:]
 
 
 class BufferClient:
@@ -80,19 +70,19 @@ class BufferClient:
         self._calls = OpenCalls()
         self._joined: WeakKeyDictionary[asyncio.AbstractEventLoop, JoinedCalls[Any]] = WeakKeyDictionary()
 
-    def start(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> StartedCall[R]:
+    def start(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> StartedCall[R]:
         """Call an operation of the Buffer, such as ``BufferState.finish``, without waiting. Calls are executed in the
         order in which they are made, but for those that a restart of the Buffer interrupts: they are made again when
         their answer is waited for."""
-        return StartedCall(operation.__name__, self._prepared(operation, args, kwargs))
+        return StartedCall(operation.__name__, self._prepared(operation, args))
 
-    def call(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
         """``start``, and wait for the answer."""
-        return self.start(operation, *args, **kwargs).result()
+        return self.start(operation, *args).result()
 
-    async def acall(self, operation: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def acall(self, operation: Callable[[Any, *Ts], R], *args: *Ts) -> R:
         """``call`` for an event loop, which sends calls together that are made at one time."""
-        with self._prepared(operation, args, kwargs) as (answers, send, call):
+        with self._prepared(operation, args) as (answers, send, call):
             if call is None:
                 return cast("R", answer_of(await answers.until(operation.__name__, send)))
             loop = asyncio.get_running_loop()
@@ -104,12 +94,10 @@ class BufferClient:
         return cast("list[Any]", await self._answers.until(names, send))
 
     @contextmanager
-    def _prepared(
-        self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Iterator[Sending]:
+    def _prepared(self, operation: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[Sending]:
         """What sends the call, as often as need be, and what waits for its answer, inside the block; and the call, if
         it may travel with others."""
-        kept, payloads = split_payloads(_positional(operation, args, kwargs), self._min_bytes)
+        kept, payloads = split_payloads(args, self._min_bytes)
         changes = kind_of(operation) is Kind.MUTATES
         with self._calls.numbered() if changes else nullcontext((-1, -1)) as number:
             call = NumberedCall(*number, operation.__name__, kept)
@@ -187,10 +175,6 @@ class BufferClient:
     def _taken(self, answer: tuple[RowsMeta, BatchPlan | None]) -> tuple[RowsMeta, TrainBatch | None]:
         meta, plan = answer
         return meta, None if plan is None else assemble(plan, self._resolve)
-
-    def get_progress(self) -> dict[str, Any]:
-        """Counts for a display."""
-        return self._answers.call(self.actor, BufferActor.get_progress)  # type: ignore[arg-type]
 
     def _resolve(self, cells: Sequence[Cell]) -> Sequence[Column]:
         """Payloads from the object store, without a copy where they are on this machine."""

@@ -276,18 +276,21 @@ class ColumnStore:
 
 def oldest_version(columns: Mapping[str, Column | Cell]) -> int | None:
     """The oldest weights that a trained token of the rows was sampled from; None if they do not tell."""
-    column = columns.get("weight_version")
-    values = column.inline if isinstance(column, Cell) else column
-    return min((int(version) for version in (() if values is None else values) if version >= 0), default=None)
+    return min((int(version) for version in _versions(columns) or () if version >= 0), default=None)
 
 
 def have_versions(columns: Mapping[str, Column | Cell], sizes: RowSizes) -> bool:
     """Whether each row that is trained on tells the version of its tokens; rows without a loss mask need not."""
+    if (versions := _versions(columns)) is None:
+        return False
+    return all(version >= 0 or not trained for version, trained in zip(versions, sizes.trained, strict=True))
+
+
+def _versions(columns: Mapping[str, Column | Cell]) -> list[Any] | None:
+    """The oldest version of each row; None without them, or where they are in an object store."""
     column = columns.get("weight_version")
     values = column.inline if isinstance(column, Cell) else column
-    if values is None:
-        return False
-    return all(int(version) >= 0 or not trained for version, trained in zip(values, sizes.trained, strict=True))
+    return None if values is None else list(values)
 
 
 def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
@@ -295,17 +298,12 @@ def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
 
     Raises ``ValueError`` naming the fields that differ.
     """
-    if not parts:
-        return {}
-    names = set(parts[0])
-    for part in parts:
-        if set(part) != names:
-            raise ValueError(f"blocks have different fields: {sorted(names)} and {sorted(part)}")
+    first = parts[0] if parts else {}
+    if other := next((part for part in parts if set(part) != set(first)), None):
+        raise ValueError(f"blocks have different fields: {sorted(first)} and {sorted(other)}")
     joined: dict[str, Column] = {}
-    for name in parts[0]:
+    for name in first:
         blocks = [part[name] for part in parts]
-        if all(isinstance(block, np.ndarray) for block in blocks):
-            joined[name] = np.concatenate(blocks)
-        else:
-            joined[name] = [row for block in blocks for row in block]
+        are_arrays = all(isinstance(block, np.ndarray) for block in blocks)
+        joined[name] = np.concatenate(blocks) if are_arrays else [row for block in blocks for row in block]
     return joined

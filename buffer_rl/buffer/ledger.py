@@ -28,26 +28,17 @@ from typing import Any, TypeVarTuple
 
 import orjson
 
-from buffer_rl.buffer.ledger_file import (
-    IN_MEMORY,
-    NOTE,
-    TABLES,
-    local_copy,
-    open_ledger_file,
-    write_backup,
-)
+from buffer_rl.buffer.ledger_file import IN_MEMORY, NOTE, TABLES, local_copy, open_ledger_file, write_backup
 from buffer_rl.buffer.ledger_tables import (
     GroupState,
     LedgerEntry,
     LedgerTables,
     RewardTable,
-    dropped,
-    finished,
     is_repeat,
     leased,
     passed_over,
     rejected_late,
-    requeued,
+    reported,
     selected,
     trained,
 )
@@ -70,21 +61,13 @@ class Ledger:
     keep_selected: whether finished groups that were selected for a step stay finished when the file is opened. So ask
     where the trainer may hold their payloads: the driver then commits the step, or gives the groups back
     (``requeue``).
-    connection: the class of the SQLite connection, which tests of the ledger replace.
 
     Raises ConfigError or CheckpointError as ``open_ledger_file`` does.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        run: str,
-        keep_selected: bool = False,
-        connection: type[sqlite3.Connection] = sqlite3.Connection,
-    ) -> None:
+    def __init__(self, path: str | Path, *, run: str, keep_selected: bool = False) -> None:
         self.path = Path(path)
-        self._db = open_ledger_file(self.path, connection)
+        self._db = open_ledger_file(self.path)
         self._tables = LedgerTables(self._db, self.path)
         self.rewards = RewardTable(self._db)
         # Names this ledger from its opening, or its last replacement, on: how often that was, and a random part.
@@ -138,11 +121,11 @@ class Ledger:
 
     def finish(self, uid: GroupUid, attempt: int) -> None:
         """leased → finished."""
-        self._change(uid, finished, attempt)
+        self._change(uid, reported, attempt, GroupState.FINISHED)
 
     def reject(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → rejected."""
-        self._change(uid, dropped, attempt, GroupState.REJECTED, reason)
+        self._change(uid, reported, attempt, GroupState.REJECTED, reason)
 
     def reject_finished(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """finished → rejected: no step can train on the group any longer."""
@@ -150,7 +133,7 @@ class Ledger:
 
     def quarantine(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → quarantined: the group failed too often by itself, and is not tried again."""
-        self._change(uid, dropped, attempt, GroupState.QUARANTINED, reason)
+        self._change(uid, reported, attempt, GroupState.QUARANTINED, reason)
 
     def pass_over(self, uid: GroupUid, rollout_id: int, reason: str) -> None:
         """pending → rejected, without a lease."""
@@ -158,7 +141,7 @@ class Ledger:
 
     def requeue(self, uid: GroupUid, attempt: int) -> None:
         """leased or finished → pending."""
-        self._change(uid, requeued, attempt)
+        self._change(uid, reported, attempt, GroupState.PENDING)
 
     def select(self, uids: Iterable[GroupUid], rollout_id: int) -> None:
         """Mark finished groups as those that the step of ``rollout_id`` trains on, all of them or none. They stay

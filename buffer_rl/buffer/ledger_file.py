@@ -89,7 +89,7 @@ _COPY_BLOCK = 1 << 20
 _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs"})  # the root of a container without privileges
 
 
-def open_ledger_file(path: Path, connection: type[sqlite3.Connection]) -> sqlite3.Connection:
+def open_ledger_file(path: Path) -> sqlite3.Connection:
     """Open the file for its one writer; made where it does not exist, and in memory for ``IN_MEMORY``. A new file gets
     its name when its tables are whole, so that an empty one is a damaged ledger and never a new one.
 
@@ -97,16 +97,14 @@ def open_ledger_file(path: Path, connection: type[sqlite3.Connection]) -> sqlite
     kind or version.
     """
     if str(path) == IN_MEMORY:
-        db = sqlite3.connect(IN_MEMORY, isolation_level=None, check_same_thread=False, factory=connection)
+        db = sqlite3.connect(IN_MEMORY, isolation_level=None, check_same_thread=False)
         _write_schema(db)
         return db
     check_local_disk(path)
     with raised_as(ConfigError, "the ledger cannot be opened", (sqlite3.Error, OSError), where=str(path)):
         if not path.exists():
-            _create(path, connection)
-        db = sqlite3.connect(
-            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, factory=connection
-        )
+            _create(path)
+        db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         db.execute("PRAGMA cache_size=-4096")  # 4 MiB: the pages of an epoch or two, and no more in a long run
         check_sound(db, path)
@@ -217,10 +215,10 @@ def _file_system(path: Path, mount_lines: Iterable[str]) -> str:
     return kind
 
 
-def _create(path: Path, connection: type[sqlite3.Connection]) -> None:
+def _create(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with closing(sqlite3.connect(temporary, isolation_level=None, factory=connection)) as db:
+        with closing(sqlite3.connect(temporary, isolation_level=None)) as db:
             _write_schema(db)
         with suppress(FileExistsError):  # another process was faster
             os.link(temporary, path)
@@ -318,19 +316,18 @@ def write_backup(db: sqlite3.Connection, path: Path, target: Path) -> None:
     file system without locks or random writes. Raises CheckpointError if it cannot be written."""
     local, temporary = _beside(path, "backup"), target.with_name(f"{target.name}.tmp")
     try:
-        local.unlink(missing_ok=True)  # of a process that was killed
-        with closing(sqlite3.connect(local, isolation_level=None)) as copy:
-            db.backup(copy)
-            copy.execute("PRAGMA journal_mode=DELETE")
-        shutil.copyfile(local, temporary)
-        sync_path(temporary)
-        os.replace(temporary, target)
-        sync_path(target.parent)
-    except (sqlite3.Error, OSError) as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"the ledger cannot be copied: {error}", where=str(target)) from error
+        with raised_as(CheckpointError, "the ledger cannot be copied", (sqlite3.Error, OSError), where=str(target)):
+            local.unlink(missing_ok=True)  # of a process that was killed
+            with closing(sqlite3.connect(local, isolation_level=None)) as copy:
+                db.backup(copy)
+                copy.execute("PRAGMA journal_mode=DELETE")
+            shutil.copyfile(local, temporary)
+            sync_path(temporary)
+            os.replace(temporary, target)
+            sync_path(target.parent)
     finally:
         local.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

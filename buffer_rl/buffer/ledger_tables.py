@@ -72,16 +72,12 @@ def leased(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:
     return LedgerEntry(state=GroupState.LEASED, attempt=entry.attempt + 1, rollout_id=rollout_id)
 
 
-def finished(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:
-    """The entry after ``Ledger.finish``."""
-    _check_live(uid, entry, attempt, (GroupState.LEASED,))
-    return LedgerEntry(state=GroupState.FINISHED, attempt=attempt, rollout_id=entry.rollout_id)
-
-
-def dropped(uid: GroupUid, entry: LedgerEntry, attempt: int, state: GroupState, reason: str) -> LedgerEntry:
-    """The entry after ``Ledger.reject`` or ``Ledger.quarantine``, as ``state`` says."""
-    _check_live(uid, entry, attempt, (GroupState.LEASED,))
-    return LedgerEntry(state=state, attempt=attempt, rollout_id=entry.rollout_id, reason=encodable(reason))
+def reported(uid: GroupUid, entry: LedgerEntry, attempt: int, state: GroupState, reason: str = "") -> LedgerEntry:
+    """The entry after ``Ledger.finish``, ``reject``, ``quarantine`` or ``requeue``, as ``state`` says."""
+    is_returned = state is GroupState.PENDING
+    _check_live(uid, entry, attempt, (GroupState.LEASED, GroupState.FINISHED) if is_returned else (GroupState.LEASED,))
+    rollout_id = None if is_returned else entry.rollout_id
+    return LedgerEntry(state=state, attempt=attempt, rollout_id=rollout_id, reason=encodable(reason))
 
 
 def rejected_late(uid: GroupUid, entry: LedgerEntry, attempt: int, reason: str) -> LedgerEntry:
@@ -90,12 +86,6 @@ def rejected_late(uid: GroupUid, entry: LedgerEntry, attempt: int, reason: str) 
     if entry.selected:
         raise BufferStateError(f"group {uid} is selected for rollout {entry.rollout_id}", expected="not selected")
     return LedgerEntry(state=GroupState.REJECTED, attempt=attempt, rollout_id=entry.rollout_id, reason=reason)
-
-
-def requeued(uid: GroupUid, entry: LedgerEntry, attempt: int) -> LedgerEntry:
-    """The entry after ``Ledger.requeue``."""
-    _check_live(uid, entry, attempt, (GroupState.LEASED, GroupState.FINISHED))
-    return LedgerEntry(state=GroupState.PENDING, attempt=attempt)
 
 
 def selected(uid: GroupUid, entry: LedgerEntry, rollout_id: int) -> LedgerEntry:

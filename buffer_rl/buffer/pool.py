@@ -34,7 +34,6 @@ class RowsMeta:
     revision: of the Buffer when it answered, for a reader that waits for a change.
     """
 
-    task: str
     row_ids: list[RowId]
     dealt: bool
     ended: bool
@@ -149,7 +148,6 @@ class DataPool:
         reader = self._reader(request)
         uids = reader.deal(request, self.selection.closed)
         return RowsMeta(
-            task=self.task,
             row_ids=RowIds(row for uid in uids or () if uid in self.selection for row in self._store[uid].rows),
             dealt=uids is not None,
             ended=uids is None and self.selection.closed and reader.is_done(len(self.selection)),

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import LedgerAudit
@@ -214,7 +215,8 @@ def _run_script(
         if name == "open":
             if ledger is not None:
                 ledger.close()
-            ledger = opened(folder / "ledger.sqlite", connection=connection)
+            with patch.object(sqlite3, "connect", functools.partial(sqlite3.connect, factory=connection)):
+                ledger = opened(folder / "ledger.sqlite")
         elif ledger is not None:
             if name == "backup":
                 ledger.backup(folder / "copy.sqlite")

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Mapping
 from buffer_rl.buffer.ledger_tables import (
     GroupState,
     LedgerEntry,
-    dropped,
-    finished,
     is_repeat,
     leased,
-    requeued,
+    reported,
     selected,
     trained,
 )
@@ -35,16 +33,16 @@ class MemoryLedger:
         return entry.attempt
 
     def finish(self, uid: GroupUid, attempt: int) -> None:
-        self.entries[uid] = finished(uid, self.entry(uid), attempt)
+        self.entries[uid] = reported(uid, self.entry(uid), attempt, GroupState.FINISHED)
 
     def reject(self, uid: GroupUid, attempt: int, reason: str) -> None:
-        self.entries[uid] = dropped(uid, self.entry(uid), attempt, GroupState.REJECTED, reason)
+        self.entries[uid] = reported(uid, self.entry(uid), attempt, GroupState.REJECTED, reason)
 
     def quarantine(self, uid: GroupUid, attempt: int, reason: str) -> None:
-        self.entries[uid] = dropped(uid, self.entry(uid), attempt, GroupState.QUARANTINED, reason)
+        self.entries[uid] = reported(uid, self.entry(uid), attempt, GroupState.QUARANTINED, reason)
 
     def requeue(self, uid: GroupUid, attempt: int) -> None:
-        self.entries[uid] = requeued(uid, self.entry(uid), attempt)
+        self.entries[uid] = reported(uid, self.entry(uid), attempt, GroupState.PENDING)
 
     def select(self, uids: Iterable[GroupUid], rollout_id: int) -> None:
         self.entries.update([(uid, selected(uid, self.entry(uid), rollout_id)) for uid in uids])

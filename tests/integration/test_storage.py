@@ -241,7 +241,7 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
             assert finish(sequence) is None
             with pytest.raises(BufferStateError, match="refused: it is not leased"):
                 finish(sequence + 1)
-            assert client.get_progress()["finished"] == number + 1
+            assert client.call(BufferState.get_progress)["finished"] == number + 1
             wait_until_stored(4 * (number + 1), "the payloads of the first call alone")
 
 
@@ -255,7 +255,7 @@ def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_ask
         client.call(BufferState.open_selection, 0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
         ray.get(storage[0].actor.ready.remote(), timeout=60)
-        pid = client.get_progress()["pid"]
+        pid = ray.get(buffer.get_progress.remote(), timeout=60)["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(DeadlineError, match="buffer: the Buffer did not answer finish within 1 s"):
@@ -279,7 +279,7 @@ def test_waiting_readers_wake_at_the_change_and_the_buffer_answers_however_many_
         waiting = [buffer.wait_change.remote(revision, 600.0) for _ in range(MAX_WAITERS + 16)]
         rows = [sample.row_id for sample in group]
         columns = {"tokens": [np.zeros(3, np.int32) for _ in rows]}
-        assert client.get_progress()["leased"] == 1
+        assert client.call(BufferState.get_progress)["leased"] == 1
         assert ray.wait(waiting, num_returns=1, timeout=0)[0] == []
         client.call(BufferState.finish, ticket, group.uid, group.attempt, rows, columns)
         assert ray.get(waiting, timeout=60) == [None] * len(waiting)  # far below the 600 s that they asked for
@@ -341,7 +341,7 @@ def test_a_reader_that_waits_for_a_pool_that_is_cleared_is_told_at_once(
     buffer = start_buffer(dump_args(make_options()))
     with stopped(buffer):
         client = BufferClient(buffer, timeout_s=60)
-        ticket = client.call(BufferState.generate, 0, evaluation=True)
+        ticket = client.call(BufferState.generate, 0, True)
         request = ReadRequest(reader="ref", fields=frozenset({"tokens"}), num_rows=8)
         told: list[BaseException] = []
 

@@ -186,7 +186,7 @@ def test_a_buffer_that_hangs_is_named_at_the_callers_deadline_and_a_repeat_chang
     other = client.call(BufferState.get_samples, ticket, 1)
     assert [group.uid for group in again] == [group.uid for group in groups]
     assert other[0].uid not in {group.uid for group in groups}
-    assert client.get_progress()["leased"] == 3
+    assert client.call(BufferState.get_progress)["leased"] == 3
     for leased in groups:
         columns = {"tokens": [np.zeros(3, np.int32)], "loss_mask": [np.ones(2, np.float32)]}
         client.call(BufferState.finish, ticket, leased.uid, leased.attempt, [leased[0].row_id], columns)

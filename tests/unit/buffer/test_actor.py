@@ -26,7 +26,6 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import new_ledger
-from buffer_rl.buffer.readers import Splitting
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.calling import Answers
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
@@ -101,15 +100,15 @@ def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number
         return [None]
 
     client._answers = cast("Any", SimpleNamespace(wait=wait))
-    client.call(BufferState.generate, 3, evaluation=True)
+    client.call(BufferState.generate, 3, True)
     client.call(BufferState.get_headers)
-    client.call(BufferState.plan_data, 3, num_steps=2)
-    client.call(BufferState.commit, rollout_id=3, step=4)
+    client.call(BufferState.plan_data, 3, 0, 1, 2)
+    client.call(BufferState.commit, 3, 4)
     assert [caller for caller, _ in sent] == [client._caller] * 4
     assert [call for _, (call,) in sent] == [
         (0, 0, "generate", (3, True)),
         (-1, -1, "get_headers", ()),
-        (-1, -1, "plan_data", (3, 0, 1, 2, 0, Splitting.ROWS, False, None)),
+        (-1, -1, "plan_data", (3, 0, 1, 2)),
         (1, 1, "commit", (3, 4)),
     ]
 

@@ -73,7 +73,7 @@ def test_a_group_is_handed_to_each_task_once_and_the_task_ends_when_the_pool_is_
     p = Pool()
     uids = [p.add(row) for row in (4, 1)]
     assert groups_in(p.read("ref")) == [4, 1]
-    assert p.read("ref") == RowsMeta(task="train_3", row_ids=[], dealt=False, ended=False)
+    assert p.read("ref") == RowsMeta(row_ids=[], dealt=False, ended=False)
     uids.append(p.add(2))
     assert groups_in(p.read("actor")) == [4, 1, 2]
     p.pool.select(uids)

@@ -6,8 +6,10 @@ import json
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -64,9 +66,11 @@ class Run:
     schedule: Schedule = LOCKSTEP
 
     def open_buffer(self, restarted: bool = False) -> BufferState:
+        with patch.object(sqlite3, "connect", partial(sqlite3.connect, factory=FullDisk)):
+            ledger = Ledger(self.folder / "ledger.sqlite", run="r", keep_selected=True)
         return BufferState(
             PromptDataSource(self.options),
-            ledger=Ledger(self.folder / "ledger.sqlite", run="r", keep_selected=True, connection=FullDisk),
+            ledger=ledger,
             groups_per_step=5 if self.schedule.by_window else 2,
             rule=RequeueRule(keep_tokens=True),
             schedule=self.schedule,

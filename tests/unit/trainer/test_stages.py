@@ -215,7 +215,7 @@ class Lost(Store):
 
     def start_take(self, task: str, request: ReadRequest) -> Answer:
         return Answer(
-            (RowsMeta(task=task, row_ids=[], dealt=False, ended=False), None)
+            (RowsMeta(row_ids=[], dealt=False, ended=False), None)
         )  # as where too little is ready to prefetch
 
     def start_put_fields(self, *args: Any) -> Any:
