@@ -22,6 +22,7 @@ import numpy as np
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.pool import ReadRequest
+from buffer_rl.buffer.readers import ALL_ROWS, Share
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGroup
 
@@ -238,10 +239,10 @@ def one_step(state: BufferState, clock: Clock, number: int, groups: int) -> None
         state.end_ticket(ticket)
         state.close_selection(number)
     with clock("plan", groups):
-        state.plan_data(number)
+        state.plan_data(number, ALL_ROWS)
     for mini_batch in range(min(groups // STEP, LONG_CALLS)):
         with clock("plan mini-batch"):
-            state.plan_data(number, 0, 1, groups // STEP, mini_batch)
+            state.plan_data(number, Share(num_steps=groups // STEP, step=mini_batch))
     with clock("commit", groups):
         state.commit(number, number)
     with clock("release", groups):

@@ -17,6 +17,7 @@ from schedule_bounds import response_length
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.ledger import Ledger
+from buffer_rl.buffer.readers import ALL_ROWS
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.driver.driver import Driver
@@ -137,7 +138,7 @@ class KnownTrainer:
         self.worked = 0.0
 
     def fetch(self, rollout_id: int) -> None:
-        rows = [row for part in self._state.plan_data(rollout_id).slices for row in part.row_ids]
+        rows = [row for part in self._state.plan_data(rollout_id, ALL_ROWS).slices for row in part.row_ids]
         self._tokens = sum(tokens_of(row.uid, row.sample_index, self._costs.sigma) for row in rows)
 
     async def train(self) -> Mapping[str, float]:

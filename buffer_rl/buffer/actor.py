@@ -128,6 +128,9 @@ class BufferActor:
         """Counts for a display, answered even while the state is worked on. Best effort: the counts may be
         of two moments. ``busy_s``: seconds that a thread has worked on the change of now; ``work_s``: on
         all changes so far, of which ``ledger_s`` in the ledger's transactions; ``pid``: of this process."""
+        return self._counts()
+
+    def _counts(self) -> dict[str, Any]:
         since = self._busy_since
         health = {
             "busy_s": 0.0 if since is None else time.monotonic() - since,
@@ -145,7 +148,7 @@ class BufferActor:
         """``BufferState.release``, with the times of ``get_progress`` before it, and ``peak``: this process's memory
         since the release before (see ``PeakMemory``)."""
         self._state.release(version)
-        return self.get_progress() | {"peak": self._peak.take()}
+        return self._counts() | {"peak": self._peak.take()}
 
     @ray.method(concurrency_group="wait")
     def wait_change(self, revision: int, timeout_s: float) -> None:

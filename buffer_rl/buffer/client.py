@@ -21,12 +21,11 @@ from buffer_rl.buffer.calls import Kind, NumberedCall, OpenCalls, Sending, Start
 from buffer_rl.buffer.codec import Columns, RowIds
 from buffer_rl.buffer.columns import BatchPlan, Cell, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
-from buffer_rl.buffer.readers import Splitting
+from buffer_rl.buffer.readers import ALL_ROWS, Share
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.buffer.storage import StorageUnit, split_payloads
 from buffer_rl.cluster.calling import Answers, JoinedCalls
 from buffer_rl.errors import DeadlineError, PayloadLostError
-from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import Column, RolloutReport, RowId, Ticket, TrainBatch
 
 R = TypeVar("R")
@@ -111,20 +110,9 @@ class BufferClient:
         """Take groups over that were finished elsewhere; see ``BufferState.import_groups``."""
         self.call(BufferState.import_groups, ticket, RowIds(row_ids), Columns(columns))
 
-    def get_data(
-        self,
-        rollout_id: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        num_steps: int = 1,
-        step: int = 0,
-        splitting: Splitting = Splitting.ROWS,
-        given: bool = False,
-        cost: RowCost | None = None,
-    ) -> TrainBatch:
-        """One rank's share of mini-batch ``step`` of ``num_steps``; see ``DataPool.share``."""
-        plan = self.call(BufferState.plan_data, rollout_id, dp_rank, dp_size, num_steps, step, splitting, given, cost)
-        return assemble(plan, self._resolve)
+    def get_data(self, rollout_id: int, share: Share = ALL_ROWS) -> TrainBatch:
+        """The rows of a closed rollout, or one rank's share of them; see ``DataPool.share``."""
+        return assemble(self.call(BufferState.plan_data, rollout_id, share), self._resolve)
 
     def put_fields(
         self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None

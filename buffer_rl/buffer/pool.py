@@ -15,7 +15,7 @@ import numpy as np
 
 from buffer_rl.buffer.codec import RowIds
 from buffer_rl.buffer.columns import BatchPlan, Cell, ColumnStore, GroupSlice, RowSizes
-from buffer_rl.buffer.readers import Reader, Selection, Splitting, balanced_partition
+from buffer_rl.buffer.readers import Reader, Selection, Share, Splitting, balanced_partition
 from buffer_rl.buffer.readers import ReadRequest as ReadRequest
 from buffer_rl.errors import BufferStateError
 from buffer_rl.plan.flops import RowCost
@@ -182,25 +182,11 @@ class DataPool:
 
     # -- reading when it is closed -------------------------------------------------------------------
 
-    def share(
-        self,
-        dp_rank: int,
-        dp_size: int,
-        num_steps: int = 1,
-        step: int = 0,
-        splitting: Splitting = Splitting.ROWS,
-        given: bool = False,
-        cost: RowCost | None = None,
-    ) -> BatchPlan:
-        """The rows of one data-parallel replica, with the fields that every group has by now, balanced by ``cost``, or
-        by tokens if it is None. The first call fixes the assignment; repeats return the same rows, whatever their
-        ``cost``.
-
-        num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the
-        groups are dealt, in uid order, one to each mini-batch in turn, so the first ones have one more where the
-        number does not divide, and each has its share of every source. splitting: what goes to one replica as a whole.
-        given: only the fields that the groups came with, without those that roles added. Raises BufferStateError if
-        there is no such mini-batch, while the rollout still runs, or if there is less to split than replicas."""
+    def share(self, share: Share) -> BatchPlan:
+        """The rows of one data-parallel replica, with the fields that every group has by now. The first call fixes the
+        assignment; repeats return the same rows, whatever their ``cost``. Raises BufferStateError if there is no such
+        replica or mini-batch, while the rollout still runs, or if there is less to split than replicas."""
+        dp_rank, dp_size, num_steps, step, splitting, given, cost = share
         if not 0 <= dp_rank < dp_size:
             raise BufferStateError(f"rank {dp_rank} of {dp_size} does not exist", where=self.task)
         uids = self._mini_batch(num_steps, step)

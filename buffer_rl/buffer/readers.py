@@ -18,8 +18,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from buffer_rl.errors import BufferStateError
+from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import GroupUid
 
 
@@ -95,6 +97,27 @@ class Splitting(StrEnum):
     ROWS = "rows"
     GROUPS = "groups"
     GROUPS_OR_ROWS = "groups or rows"
+
+
+class Share(NamedTuple):
+    """The rows of a closed task for the data-parallel replica ``dp_rank`` of ``dp_size``, balanced by ``cost``, or by
+    tokens if it is None.
+
+    num_steps, step: the rows of mini-batch ``step`` of ``num_steps`` alone, as if they were the whole task: the groups
+    are dealt, in uid order, one to each mini-batch in turn, so the first ones have one more where the number does not
+    divide, and each has its share of every source. splitting: what goes to one replica as a whole. given: only the
+    fields that the groups came with, without those that roles added."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    num_steps: int = 1
+    step: int = 0
+    splitting: Splitting = Splitting.ROWS
+    given: bool = False
+    cost: RowCost | None = None
+
+
+ALL_ROWS = Share()
 
 
 def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

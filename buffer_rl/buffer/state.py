@@ -18,13 +18,12 @@ from buffer_rl.buffer.ledger import Ledger, RunRecord
 from buffer_rl.buffer.ledger_tables import GroupState, LedgerEntry
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer, check_group, split_groups
 from buffer_rl.buffer.queue import RequeueRule
-from buffer_rl.buffer.readers import Splitting
+from buffer_rl.buffer.readers import ALL_ROWS, Share
 from buffer_rl.buffer.rollouts import POSITION, Rollouts
 from buffer_rl.buffer.selections import Selections
 from buffer_rl.data.custom import Delivery, DeliveryRequest
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import BufferStateError, CheckpointError
-from buffer_rl.plan.flops import RowCost
 from buffer_rl.plan.schedule import LOCKSTEP, Schedule
 from buffer_rl.records.groups import (
     Column,
@@ -320,27 +319,14 @@ class BufferState:
         return self._selections.revision
 
     @reads
-    def plan_data(
-        self,
-        rollout_id: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        num_steps: int = 1,
-        step: int = 0,
-        splitting: Splitting = Splitting.ROWS,
-        given: bool = False,
-        cost: RowCost | None = None,
-    ) -> BatchPlan:
+    def plan_data(self, rollout_id: int, share: Share) -> BatchPlan:
         """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
         ``DataPool.share``). Its answers hold the payloads of a whole step, too large for the log of calls."""
-        pool = self._selections.of(f"train_{rollout_id}")
-        return pool.share(dp_rank, dp_size, num_steps, step, splitting, given, cost)
+        return self._selections.of(f"train_{rollout_id}").share(share)
 
-    def get_data(
-        self, rollout_id: int, dp_rank: int = 0, dp_size: int = 1, num_steps: int = 1, step: int = 0
-    ) -> TrainBatch:
+    def get_data(self, rollout_id: int, share: Share = ALL_ROWS) -> TrainBatch:
         """``plan_data`` with its payloads, which must all be in this process."""
-        return assemble(self.plan_data(rollout_id, dp_rank, dp_size, num_steps, step))
+        return assemble(self.plan_data(rollout_id, share))
 
     @mutates
     def take(self, task: str, request: ReadRequest) -> tuple[RowsMeta, BatchPlan | None]:

@@ -16,6 +16,7 @@ from buffer_rl import __version__
 from buffer_rl.args import Args
 from buffer_rl.buffer.actor import BufferActor
 from buffer_rl.buffer.client import BufferClient
+from buffer_rl.buffer.readers import Share
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.driver.folders import retain
 from buffer_rl.errors import BufferRLError, DataError, DeadlineError
@@ -136,7 +137,7 @@ class RolloutRecorder:
 
     def save(self, rollout_id: int) -> None:
         """Write the rollout's file, without what roles have added while it ran. Raises DataError or OSError."""
-        write_rollout(rollout_path(self._template, rollout_id), self._buffer.get_data(rollout_id, given=True))
+        write_rollout(rollout_path(self._template, rollout_id), self._buffer.get_data(rollout_id, Share(given=True)))
 
 
 def replayed_columns(args: Args) -> dict[str, str]:

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 
 from buffer_rl.buffer.client import BufferClient
-from buffer_rl.buffer.readers import Splitting
+from buffer_rl.buffer.readers import Share, Splitting
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import all_answers, dispatch
 from buffer_rl.cluster.member import Member
@@ -163,7 +163,7 @@ class TrainRank(Member):
         # Ranks that work in step make equally many passes, and these are limited by tokens.
         cost = None if place.in_step else self._cost
         self._batches = [
-            self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size, steps, step, split, cost=cost)
+            self._buffer.get_data(rollout_id, Share(place.dp_rank, place.dp_size, steps, step, split, cost=cost))
             for step in range(steps)
         ]
 
@@ -381,7 +381,7 @@ class TrainRank(Member):
 
     def _share(self, rollout_id: int) -> TrainBatch:
         place = self._trainer.topology
-        return self._buffer.get_data(rollout_id, place.dp_rank, place.dp_size)
+        return self._buffer.get_data(rollout_id, Share(place.dp_rank, place.dp_size))
 
     def _accumulated(self, sums: Sums, batch: TrainBatch) -> None:
         if self._trainer.topology.is_head:

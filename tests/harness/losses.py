@@ -12,6 +12,7 @@ import torch
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
+from buffer_rl.buffer.readers import ALL_ROWS, Share
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.options.section import Options, compose
 from buffer_rl.plan.roles import ACTOR
@@ -94,12 +95,12 @@ def pieces(pool: DataPool, way: str) -> Iterator[TrainBatch]:
     """The step's rows as one rank, as two ranks, or group by group."""
     if way == "streamed":
         for uid in reversed(pool.selection.uids):
-            rows = [row for row in assemble(pool.share(0, 1)).row_ids if row.uid == uid]
+            rows = [row for row in assemble(pool.share(ALL_ROWS)).row_ids if row.uid == uid]
             yield assemble(pool.plan_rows(rows))
         return
     ranks = 2 if way == "two ranks" else 1
     for rank in range(ranks):
-        yield assemble(pool.share(rank, ranks))
+        yield assemble(pool.share(Share(rank, ranks)))
 
 
 def gradient(trainer: TorchTrainer, pool: DataPool, way: str) -> tuple[float, dict[str, torch.Tensor]]:

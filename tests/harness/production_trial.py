@@ -20,6 +20,7 @@ from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.pool import Writer
 from buffer_rl.buffer.queue import RequeueRule
+from buffer_rl.buffer.readers import Share
 from buffer_rl.buffer.selections import GENERATIONS
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import PromptDataSource
@@ -265,7 +266,7 @@ class Trial:
             return self.refused(self.state.get_data, rollout, restarted=restarted)
         rows = [row for uid in sorted(self.model.joined(rollout)) for row in rows_of(uid)]
         assert list(self.state.get_data(rollout).row_ids) == rows
-        shares = [list(self.state.get_data(rollout, rank, 2).row_ids) for rank in (0, 1, 0, 1)]
+        shares = [list(self.state.get_data(rollout, Share(rank, 2)).row_ids) for rank in (0, 1, 0, 1)]
         assert shares[:2] == shares[2:]
         assert sorted(shares[0] + shares[1]) == rows
 

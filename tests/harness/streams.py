@@ -11,6 +11,7 @@ import numpy as np
 
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
+from buffer_rl.buffer.readers import ALL_ROWS
 from buffer_rl.errors import DeadlineError, TrainError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.records.groups import Column, GroupUid, RowId, TrainBatch
@@ -75,7 +76,9 @@ class Store:
 
     def fields(self, name: str, selection: int = 0) -> list[float]:
         """The first value of the field of each row of a closed selection."""
-        return [float(np.ravel(row)[0]) for row in assemble(self.pools[f"train_{selection}"].share(0, 1)).columns[name]]
+        return [
+            float(np.ravel(row)[0]) for row in assemble(self.pools[f"train_{selection}"].share(ALL_ROWS)).columns[name]
+        ]
 
     def take(self, task: str, request: ReadRequest, timeout_s: float) -> tuple[RowsMeta, TrainBatch | None]:
         pool = self.pools[task]

@@ -26,6 +26,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import new_ledger
+from buffer_rl.buffer.readers import ALL_ROWS, Share
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.calling import Answers
 from buffer_rl.errors import BufferRestartedError, BufferStateError, CheckpointError, DeadlineError, WorkerError
@@ -75,7 +76,7 @@ def test_payloads_are_gone_when_their_step_is_released(tmp_path: Path) -> None:
     caller.change("end_ticket", ticket)
     caller.change("close_selection", 0)
     for rank in range(2):
-        assert len(assemble(read(actor, "plan_data", 0, rank, 2))) == 2
+        assert len(assemble(read(actor, "plan_data", 0, Share(rank, 2)))) == 2
     assert all(payload() is not None for payload in payloads)
     caller.change("commit", 0, 1)
     released = caller.change("release", 1)
@@ -102,13 +103,13 @@ def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number
     client._answers = cast("Any", SimpleNamespace(wait=wait))
     client.call(BufferState.generate, 3, True)
     client.call(BufferState.get_headers)
-    client.call(BufferState.plan_data, 3, 0, 1, 2)
+    client.call(BufferState.plan_data, 3, Share(num_steps=2))
     client.call(BufferState.commit, 3, 4)
     assert [caller for caller, _ in sent] == [client._caller] * 4
     assert [call for _, (call,) in sent] == [
         (0, 0, "generate", (3, True)),
         (-1, -1, "get_headers", ()),
-        (-1, -1, "plan_data", (3, 0, 1, 2)),
+        (-1, -1, "plan_data", (3, Share(num_steps=2))),
         (1, 1, "commit", (3, 4)),
     ]
 
@@ -304,7 +305,7 @@ def test_threads_that_change_and_read_at_one_time_do_it_one_after_another(tmp_pa
     report = driver.change("end_ticket", ticket)
     assert (report.num_groups, report.drops) == (64, {})
     assert driver.change("close_selection", 0)[0].num_groups == 64
-    batch = assemble(read(actor, "plan_data", 0))
+    batch = assemble(read(actor, "plan_data", 0, ALL_ROWS))
     assert [int(tokens[0]) for tokens in batch.columns["tokens"]] == [row_id.uid.row for row_id in batch.row_ids]
     assert sorted({row_id.uid.row for row_id in batch.row_ids}) == list(range(64))
 

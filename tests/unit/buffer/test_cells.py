@@ -6,6 +6,7 @@ import numpy as np
 
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest
+from buffer_rl.buffer.readers import Share
 from buffer_rl.records.groups import GroupUid, RowId
 
 
@@ -28,7 +29,13 @@ def test_every_row_says_how_many_tokens_its_whole_sample_trains_on_and_samples_a
     request = ReadRequest(reader="ref", fields=frozenset({"tokens", "sample_total_tokens"}), num_rows=100)
     ready = pool.get_meta(request).row_ids
     pool.select([first, second])
-    plans = [pool.plan_rows(ready), pool.share(0, 2), pool.share(1, 2), pool.share(0, 1, 2, 0), pool.share(0, 1, 2, 1)]
+    plans = [
+        pool.plan_rows(ready),
+        pool.share(Share(0, 2)),
+        pool.share(Share(1, 2)),
+        pool.share(Share(0, 1, 2, 0)),
+        pool.share(Share(0, 1, 2, 1)),
+    ]
     for plan in plans:
         batch = assemble(plan)
         assert batch.columns["sample_total_tokens"].tolist() == [expected[row] for row in batch.row_ids]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from buffer_rl.buffer.columns import Cell, ColumnStore, RowSizes, assemble
 from buffer_rl.buffer.pool import DataPool, ReadRequest, RowsMeta, Writer
-from buffer_rl.buffer.readers import Splitting
+from buffer_rl.buffer.readers import ALL_ROWS, Share, Splitting
 from buffer_rl.errors import BufferStateError
 from buffer_rl.plan.flops import RowCost
 from buffer_rl.records.groups import GroupUid, RowId
@@ -186,9 +186,9 @@ def test_the_whole_batch_is_refused_while_the_rollout_runs() -> None:
     p = Pool()
     uid = p.add(0)
     with pytest.raises(BufferStateError, match="still runs"):
-        p.pool.share(0, 1)
+        p.pool.share(ALL_ROWS)
     p.pool.select([uid])
-    assert assemble(p.pool.share(0, 1)).row_ids == rows_of(uid, 2)
+    assert assemble(p.pool.share(ALL_ROWS)).row_ids == rows_of(uid, 2)
 
 
 @pytest.mark.parametrize("splitting", [Splitting.GROUPS, Splitting.GROUPS_OR_ROWS])
@@ -196,7 +196,7 @@ def test_whole_groups_go_to_one_rank_where_there_are_enough(splitting: Splitting
     p = Pool()
     uids = [p.add(row, 4) for row in range(4)]
     p.pool.select(uids)
-    parts = [assemble(p.pool.share(rank, 2, splitting=splitting)) for rank in (0, 1)]
+    parts = [assemble(p.pool.share(Share(rank, 2, splitting=splitting))) for rank in (0, 1)]
     for part in parts:
         for uid in {row.uid for row in part.row_ids}:
             assert [row for row in part.row_ids if row.uid == uid] == rows_of(uid, 4)
@@ -208,10 +208,10 @@ def test_fewer_groups_than_ranks_are_split_or_refused_as_was_asked() -> None:
     uids = [p.add(row, 4) for row in range(2)]
     p.pool.select(uids)
     with pytest.raises(BufferStateError, match="2 whole groups cannot be shared among 3 ranks"):
-        p.pool.share(0, 3, splitting=Splitting.GROUPS)
+        p.pool.share(Share(0, 3, splitting=Splitting.GROUPS))
     with pytest.raises(BufferStateError, match="1 whole groups cannot be shared among 2 ranks"):
-        p.pool.share(0, 2, 2, 1, Splitting.GROUPS)
-    parts = [assemble(p.pool.share(rank, 3, splitting=Splitting.GROUPS_OR_ROWS)) for rank in range(3)]
+        p.pool.share(Share(0, 2, 2, 1, Splitting.GROUPS))
+    parts = [assemble(p.pool.share(Share(rank, 3, splitting=Splitting.GROUPS_OR_ROWS))) for rank in range(3)]
     assert sorted(row for part in parts for row in part.row_ids) == [row for uid in uids for row in rows_of(uid, 4)]
     assert all(part.row_ids for part in parts)
 
@@ -423,8 +423,11 @@ def test_groups_whose_derived_fields_came_at_different_times_close_together_and_
     p.pool.require_equal_fields([first, second])
     p.pool.select([first, second])
     p.put(second, "whitened", 2.0)
-    assert "whitened" in assemble(p.pool.share(0, 1)).columns
-    assert assemble(p.pool.share(0, 1, given=True)).columns.keys() == SAMPLED | {"sample_total_tokens", "sample_parts"}
+    assert "whitened" in assemble(p.pool.share(ALL_ROWS)).columns
+    assert assemble(p.pool.share(Share(0, 1, given=True))).columns.keys() == SAMPLED | {
+        "sample_total_tokens",
+        "sample_parts",
+    }
 
 
 def test_shares_are_of_equal_cost_if_it_is_known_and_the_first_call_fixes_them() -> None:
@@ -433,6 +436,6 @@ def test_shares_are_of_equal_cost_if_it_is_known_and_the_first_call_fixes_them()
     for first, expected in ((None, by_tokens), (cost, by_cost)):
         p = Pool()
         p.pool.select([p.add(row, 1) for row in (1, 3, 4, 8)])
-        shares = [p.pool.share(rank, 2, cost=asked).slices for rank, asked in ((0, first), (1, None))]
+        shares = [p.pool.share(Share(rank, 2, cost=asked)).slices for rank, asked in ((0, first), (1, None))]
         rows = {1: 0, 3: 1, 4: 2, 8: 3}
         assert [[rows[part.row_ids[0].uid.row] for part in share] for share in shares] == expected

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.buffer.columns import assemble
+from buffer_rl.buffer.readers import ALL_ROWS
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample, SampleGroup, Status
@@ -46,7 +47,7 @@ def test_gspo_matches_hand_computed_numbers_under_any_aggregation(mode: str) -> 
 
 def test_the_example_of_gspo_gives_the_numbers_of_the_built_in_one() -> None:
     pool = two_groups()
-    rows = assemble(pool.share(0, 1))
+    rows = assemble(pool.share(ALL_ROWS))
     given = [np.linspace(-3, -1, int(n)) for n in rows.columns["response_length"]]
     choices = ({"custom_loss_function_path": GSPO}, {"loss_type": "gspo"})
     example, built_in = (outcome(objective_of(**choice), rows, given) for choice in choices)

@@ -13,13 +13,12 @@ import pytest
 from buffer_rl.algo.advantages import grpo
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
-from buffer_rl.buffer.readers import Splitting
+from buffer_rl.buffer.readers import ALL_ROWS, Share, Splitting
 from buffer_rl.errors import BufferStateError, PluginError
 from buffer_rl.kinds.marks import Scope, Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, TokenLoss
 from buffer_rl.options.section import Options
 from buffer_rl.plan.algorithm import estimator_needs
-from buffer_rl.plan.flops import RowCost
 from buffer_rl.plan.roles import SAMPLED_FIELDS
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, GroupUid, RowId, Topology, TrainBatch
@@ -112,17 +111,8 @@ class Rows:
             self._pool.join(uid)
         self._pool.select(uids)
 
-    def get_data(
-        self,
-        rollout_id: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        num_steps: int = 1,
-        step: int = 0,
-        splitting: Splitting = Splitting.ROWS,
-        cost: RowCost | None = None,
-    ) -> TrainBatch:
-        return assemble(self._pool.share(dp_rank, dp_size, num_steps, step, splitting, cost=cost))
+    def get_data(self, rollout_id: int, share: Share = ALL_ROWS) -> TrainBatch:
+        return assemble(self._pool.share(share))
 
     def put_fields(self, task: str, row_ids: Sequence[RowId], columns: Mapping[str, Column]) -> None:
         self._pool.put_fields(row_ids, columns)
@@ -216,10 +206,10 @@ def test_fewer_groups_than_replicas_are_refused_where_the_loss_compares_the_rows
 ) -> None:
     rows, args = Rows(), make_args()
     with pytest.raises(BufferStateError) as caught:
-        rows.get_data(0, 0, 4, splitting=splitting(args, Unit.GROUP))
+        rows.get_data(0, Share(0, 4, splitting=splitting(args, Unit.GROUP)))
     assert "2 whole groups cannot be shared among 4 ranks" in str(caught.value)
     assert "the loss compares the rows of a prompt" in caught.value.expected
-    shares = [rows.get_data(0, rank, 4, splitting=splitting(args, Unit.ROW)) for rank in range(4)]
+    shares = [rows.get_data(0, Share(rank, 4, splitting=splitting(args, Unit.ROW))) for rank in range(4)]
     assert sum(map(len, shares)) == 8
     assert all(len(share) for share in shares)
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.pool import DataPool
+from buffer_rl.buffer.readers import ALL_ROWS
 from buffer_rl.kinds.token_loss import LossInputs, Sums, TokenLoss
 from buffer_rl.options.section import Options
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
@@ -74,7 +75,7 @@ def test_a_sample_weighs_the_same_whatever_its_number_of_parts(
     mode: str, make_args: MakeArgs, pool: DataPool, exact: Any
 ) -> None:
     """The supervised loss and the policy loss, in micro-batches of one to three rows, which separate the parts."""
-    batch = assemble(pool.share(0, 1))
+    batch = assemble(pool.share(ALL_ROWS))
     assert sum(map(len, PARTS)) < len(batch)
 
     def likelihood(log_probs: torch.Tensor, ids: torch.Tensor, _row: int) -> torch.Tensor:
@@ -102,7 +103,7 @@ def test_the_entropy_carries_its_gradient_into_a_loss_of_ones_own(
 
     (tmp_path / "own.py").write_text(OWN)
     path = f"{tmp_path}/own.py:negative_entropy"
-    wanted = formula(exact, assemble(pool.share(0, 1)), "token-mean", negative_entropy)
+    wanted = formula(exact, assemble(pool.share(ALL_ROWS)), "token-mean", negative_entropy)
     for args in (make_args(custom_loss_function_path=path), make_args(loss_type=path)):
         trainer = make_trainer(args)
         for way in WAYS:

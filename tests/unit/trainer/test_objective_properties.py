@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from buffer_rl.buffer.columns import ColumnStore, assemble
 from buffer_rl.buffer.pool import DataPool
+from buffer_rl.buffer.readers import Share
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, Metric, Reduction, TokenLoss
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch, take_rows
@@ -218,7 +219,7 @@ def test_a_loss_that_compares_the_rows_of_a_prompt_is_the_same_on_any_number_of_
     blocks = []
     for rank in range(min(ranks, len(pool.selection.uids))):
         share = assemble(
-            pool.share(rank, min(ranks, len(pool.selection.uids)), splitting=splitting(args, objective.unit))
+            pool.share(Share(rank, min(ranks, len(pool.selection.uids)), splitting=splitting(args, objective.unit)))
         )
         blocks += [[place(share.row_ids[i]) for i in block] for block in row_blocks(args, share, objective.unit)]
     wanted = outcome(objective, batch, log_probs, entropy)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.buffer.readers import Share
 from buffer_rl.errors import (
     BufferRestartedError,
     BufferRLError,
@@ -123,8 +124,8 @@ def test_replicas_get_shares_of_equal_cost_unless_they_work_in_step(in_step: boo
     cost = RowCost(per_token=1, output_layer=1, width=1, num_full=1)
     asked: list[RowCost | None] = []
 
-    def get_data(*share: Any, cost: RowCost | None) -> TrainBatch:
-        asked.append(cost)
+    def get_data(rollout_id: int, share: Share) -> TrainBatch:
+        asked.append(share.cost)
         return no_rows(0)
 
     rank: Any = object.__new__(TrainRank)
@@ -139,7 +140,7 @@ def rank_of(columns: dict[str, Any], lost: bool = False) -> Any:
     """A rank whose share of rollout 3 is one row, or lost. ``met`` and ``written`` are what it did."""
     rows = [RowId(GroupUid("data", 0, 0), 0)]
 
-    def get_data(*share: Any, cost: RowCost | None) -> TrainBatch:
+    def get_data(rollout_id: int, share: Share) -> TrainBatch:
         if lost:
             raise PayloadLostError("gone")
         return TrainBatch(rollout_id=3, task="train_3", row_ids=rows, columns=columns)

@@ -12,6 +12,7 @@ import pytest
 
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta
+from buffer_rl.buffer.readers import ALL_ROWS
 from buffer_rl.errors import BufferRestartedError, BufferRLError, TrainError
 from buffer_rl.kinds.token_loss import Sums
 from buffer_rl.plan.roles import SAMPLED_FIELDS
@@ -33,7 +34,7 @@ def test_a_stage_works_on_groups_as_they_finish_and_ends_with_the_rollout() -> N
     report = run_stage(REF, store, 8)
     assert [(span.name, span.num_rows) for span in report.spans] == [("ref", 2)] * 3
     assert report.num_rows == 6
-    batch = assemble(store.pool.share(0, 1))
+    batch = assemble(store.pool.share(ALL_ROWS))
     assert [row.tolist() for row in batch.columns["ref_log_probs"]] == [
         [2.0, 2.0], [-2.0, -2.0], [4.0, 4.0], [-4.0, -4.0], [6.0, 6.0], [-6.0, -6.0],
     ]  # fmt: skip
@@ -70,7 +71,7 @@ def test_the_next_batch_is_fetched_while_one_is_worked_on_where_enough_is_ready(
     assert [span.num_rows for span in report.spans] == spans
     assert store.ahead == ahead
     assert Answer.open == []
-    assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.share(0, 1).slices)
+    assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.share(ALL_ROWS).slices)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -120,7 +121,7 @@ def test_a_stage_that_fails_leaves_no_call_open_and_its_rows_come_again_for_its_
     assert Answer.open == []
     assert store.pool.requeue_for_readers("ref") == 3
     run_stage(REF, store, 4)
-    assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.share(0, 1).slices)
+    assert all(part.cells["ref_log_probs"].inline is not None for part in store.pool.share(ALL_ROWS).slices)
 
 
 def test_a_stage_that_needs_a_field_of_another_waits_for_it() -> None:
@@ -181,7 +182,7 @@ def test_a_deal_without_rows_is_worked_on_only_by_replicas_in_step_and_not_writt
     assert seen == [(2, columns), *([(0, [])] if together else [])]
     assert [[span.num_rows for span in report.spans] for report in reports] == [[2], [0] if together else []]
     assert store.puts == 1
-    assert store.pool.share(0, 1).slices[0].cells["ref_log_probs"].inline is not None
+    assert store.pool.share(ALL_ROWS).slices[0].cells["ref_log_probs"].inline is not None
 
 
 def test_what_was_computed_of_a_group_that_left_meanwhile_is_passed_over() -> None:
@@ -197,8 +198,8 @@ def test_what_was_computed_of_a_group_that_left_meanwhile_is_passed_over() -> No
 
     report = run_stage(replace(REF, compute=closing), store, 2)
     assert [span.num_rows for span in report.spans] == [2, 2]
-    assert store.pool.share(0, 1).slices[0].cells["ref_log_probs"].inline is not None
-    assert len(store.pool.share(0, 1).slices) == 1
+    assert store.pool.share(ALL_ROWS).slices[0].cells["ref_log_probs"].inline is not None
+    assert len(store.pool.share(ALL_ROWS).slices) == 1
 
 
 class Lost(Store):
@@ -309,7 +310,7 @@ def test_a_critic_that_streams_gives_its_values_and_the_advantages_that_it_makes
     models = {"critic": lambda batch: [np.full(len(row), 0.25, dtype=np.float32) for row in batch.columns["loss_mask"]]}
     stage = gradient_stage("critic", cast("Any", trainer), objective, models, frozenset(), lambda *_: None)
     run_stage(stage, store, 8)
-    batch = assemble(store.pool.share(0, 1))
+    batch = assemble(store.pool.share(ALL_ROWS))
     assert batch.columns["values"][0].tolist() == [0.25, 0.25]
     assert batch.columns["advantages"][0].tolist() == [0.0, 0.75]
     assert batch.columns["returns"][0].tolist() == [0.25, 1.0]
@@ -322,7 +323,7 @@ def test_the_role_keeps_advantages_that_came_with_a_group(returns: list[np.ndarr
     store.pool.select([uid])
     stage = advantage_stage(objective_of(), ())
     run_stage(stage, store, 8)
-    batch = assemble(store.pool.share(0, 1))
+    batch = assemble(store.pool.share(ALL_ROWS))
     assert [row[0] for row in batch.columns["advantages"]] == [5.0, 7.0]
     assert [row[0] for row in batch.columns["returns"]] == ([5.0, 7.0] if returns is None else [9.0, 9.0])
 
