@@ -75,7 +75,7 @@ class Ledger:
         try:
             with self._tables.atomic():
                 self._check_run(run)
-                self.returned = self._renew_token("restart", keep_selected)
+                self._renew_token("restart", keep_selected)
             self._tables.read_sources()
         except BaseException:
             self._db.close()
@@ -268,7 +268,7 @@ class Ledger:
                     self._db.execute(f"DELETE FROM {table}{kept}")
                     self._db.execute(f"INSERT INTO {table} SELECT * FROM copy.{table}{kept}")
                 self.rewards.replace_by_copy()
-                self.returned = self._renew_token("restore", keep_selected=False)
+                self._renew_token("restore", keep_selected=False)
         except BaseException:
             self._tables.opening, self.fencing_token = before
             raise
@@ -283,17 +283,13 @@ class Ledger:
             hint = "give each run a file of its own; a copy from a checkpoint is restored, not opened"
             raise CheckpointError(f"the ledger is of run {known!r}, not {run!r}", where=str(self.path), hint=hint)
 
-    def _renew_token(self, reason: str, keep_selected: bool) -> int:
-        """Returns how many groups went back to pending."""
+    def _renew_token(self, reason: str, keep_selected: bool) -> None:
         number = int(self._tables.fact("restarts") or 0) + 1
         self._tables.opening = number
         self.fencing_token = f"{number}-{uuid.uuid4().hex}"
         self._tables.set_fact("restarts", str(number))
         self._tables.set_fact(_TOKEN, self.fencing_token)
-        return self._return_leases(reason, keep_selected)
-
-    def _return_leases(self, reason: str, keep_selected: bool) -> int:
-        return self._tables.return_leases(reason, keep_selected)
+        self._tables.return_leases(reason, keep_selected)
 
     def _change(
         self,
@@ -315,7 +311,8 @@ class RunRecord:
     the ledger of one that died knows the same.
 
     version: the newest published weights. committed: the step of each rollout that was trained on. inherited: rollouts
-    that a Buffer that died had selected groups for, which are neither committed nor given up.
+    that a Buffer that died had selected groups for, which are neither committed nor given up. metadata: the user's
+    notes, which are replaced as a whole.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -323,13 +320,8 @@ class RunRecord:
         self.version = int(ledger.recall(_VERSION) or 0)
         self.committed = ledger.commits()
         self.inherited = ledger.selections()
-        self._metadata: dict[str, Any] = orjson.loads(ledger.recall(_METADATA) or "{}")
+        self.metadata: dict[str, Any] = orjson.loads(ledger.recall(_METADATA) or "{}")
         self._failures: dict[str, dict[str, int]] = orjson.loads(ledger.recall(_FAILURES) or "{}")
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """The user's notes."""
-        return dict(self._metadata)
 
     def require_untrained(self, rollout_id: int) -> None:
         """Raises BufferStateError if the rollout was committed."""
@@ -363,9 +355,9 @@ class RunRecord:
         """Merge JSON values into the notes; lone surrogates become escapes. Raises BufferStateError for what is
         not JSON."""
         with raised_as(BufferStateError, "metadata is not JSON", (TypeError, RecursionError)):
-            merged = self._metadata | orjson.loads(orjson.dumps(encodable(dict(metadata))))
+            merged = self.metadata | orjson.loads(orjson.dumps(encodable(dict(metadata))))
         self._ledger.remember(_METADATA, orjson.dumps(merged).decode())
-        self._metadata = merged
+        self.metadata = merged
 
     def count_failure(self, uid: GroupUid, kind: str) -> tuple[int, int]:
         """Count a failed attempt. Returns how many of this ``kind`` the run had, and how many of them the group."""
@@ -380,7 +372,7 @@ class RunRecord:
     def restore(self, version: int, metadata: Mapping[str, Any]) -> None:
         """Continue from a checkpoint, whose ledger was restored. The run has its full budget of failures again."""
         self.set_version(version)
-        self._metadata = {}
+        self.metadata = {}
         self.update_metadata(metadata)
         self.committed = self._ledger.commits()
         self.inherited = self._ledger.selections()

@@ -189,22 +189,25 @@ class LedgerAudit:
 
     def history(self, uid: GroupUid) -> list[Transition]:
         """What happened to one group, the oldest first."""
-        query = (
-            "SELECT time, from_state, to_state, h.attempt, h.rollout_id, h.reason, h.step, incarnation"
-            " FROM groups JOIN sources s ON s.id = groups.source JOIN history h USING (admitted)"
-            f" WHERE {_UID} ORDER BY h.id"
-        )
-        return [_transition(*row) for row in self._rows(query, uid.source, uid.row, uid.epoch)]
+        number = f"SELECT admitted FROM groups g JOIN sources s ON s.id = g.source WHERE {_UID}"
+        found = self._transitions(f"h.admitted = ({number})", uid.source, uid.row, uid.epoch)
+        return [transition for _, transition in found]
 
     def of_rollout(self, rollout_id: int) -> list[tuple[GroupUid, Transition]]:
         """What happened to groups by the ticket, or the selection, of a rollout, the oldest first. Reads the whole
         history."""
+        return self._transitions("h.rollout_id = ?", rollout_id)
+
+    def _transitions(self, condition: str, *values: str | int) -> list[tuple[GroupUid, Transition]]:
         query = (
             "SELECT s.source, row, epoch, time, from_state, to_state, h.attempt, h.rollout_id, h.reason, h.step,"
             " incarnation FROM history h CROSS JOIN groups USING (admitted) JOIN sources s ON s.id = groups.source"
-            " WHERE h.rollout_id = ? ORDER BY h.id"
+            f" WHERE {condition} ORDER BY h.id"
         )
-        return [(GroupUid(*row[:3]), _transition(*row[3:])) for row in self._rows(query, rollout_id)]
+        return [
+            (GroupUid(*row[:3]), Transition(row[3], GroupState(row[4]), GroupState(row[5]), *row[6:]))
+            for row in self._rows(query, *values)
+        ]
 
     def faults(self, limit: int = 20) -> list[str]:
         """What contradicts the accounting, up to ``limit`` lines for each rule. Empty where all holds: the file is
@@ -234,10 +237,6 @@ class LedgerAudit:
 
 
 _UID = "s.source = ? AND row = ? AND epoch = ?"
-
-
-def _transition(time: float, before: str, after: str, *facts: Any) -> Transition:
-    return Transition(time, GroupState(before), GroupState(after), *facts)
 
 
 def process_note(process: int) -> str | None:

@@ -208,8 +208,8 @@ class LedgerTables:
             (admitted, time.time(), before.state, *facts[:2], rollout_id, reason, after.step, self.opening),
         )
 
-    def return_leases(self, reason: str, keep_selected: bool) -> int:
-        """leased and finished → pending, but for the selected ones if these are kept. Returns how many."""
+    def return_leases(self, reason: str, keep_selected: bool) -> None:
+        """leased and finished → pending, but for the selected ones if these are kept."""
         held = f"{_LIVE} AND state != 'pending'" + (" AND selected = 0" if keep_selected else "")
         self.db.execute(
             "INSERT INTO history (admitted, time, from_state, to_state, attempt, rollout_id, reason, incarnation)"
@@ -218,7 +218,7 @@ class LedgerTables:
             (time.time(), reason, self.opening),
         )
         update = "UPDATE groups INDEXED BY live SET state = 'pending', rollout_id = NULL, selected = 0"
-        return self.db.execute(f"{update} WHERE {held}").rowcount
+        self.db.execute(f"{update} WHERE {held}")
 
     def uids(self, condition: str, *values: int) -> list[GroupUid]:
         """The groups under way that meet the condition, in the order of their first lease."""

@@ -107,7 +107,7 @@ class DataPool:
 
     def pinned(self) -> set[GroupUid]:
         """Groups that the step must train on: a final reader got them."""
-        return {uid for reader in self._readers.values() if reader.request.is_final for uid in reader.delivered()}
+        return {uid for reader in self._readers.values() if reader.request.is_final for uid in reader.delivered}
 
     def put_fields(self, row_ids: Sequence[RowId], columns: Mapping[str, Column], writer: Writer | None = None) -> None:
         """Add derived ragged fields (one array a row) for ``row_ids``, in any order. Rows of a group that the step was
@@ -164,7 +164,7 @@ class DataPool:
             return 0
         lost = [
             uid
-            for uid in reader.delivered()
+            for uid in reader.delivered
             if reader.request.is_final or not reader.request.produces <= self._store[uid].cells.keys()
         ]
         reader.requeue(lost)

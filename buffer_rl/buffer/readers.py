@@ -28,7 +28,8 @@ from buffer_rl.records.groups import GroupUid
 class Selection:
     """The groups of one step, or of one evaluation: open while groups join it, then closed.
 
-    num_groups: P, how many it takes; None where all that join are chosen (an evaluation).
+    num_groups: P, how many it takes; None where all that join are chosen (an evaluation). joined: its groups, in the
+    order in which they joined, each with the place of its lease among all leases.
 
     Example:
         four, five, six = (GroupUid(source="5c1f0a9be3d2", row=row, epoch=0) for row in (4, 5, 6))
@@ -42,46 +43,41 @@ class Selection:
     def __init__(self, num_groups: int | None) -> None:
         self.num_groups = num_groups
         self.closed = False
-        self._joined: dict[GroupUid, int] = {}  # with the place of its lease among all leases
+        self.joined: dict[GroupUid, int] = {}
         self._withdrawn: set[GroupUid] = set()
         self._uids: list[GroupUid] = []  # sorted once it is closed
 
     def __contains__(self, uid: GroupUid) -> bool:
-        return uid in self._joined
+        return uid in self.joined
 
     def __len__(self) -> int:
-        return len(self._joined)
-
-    @property
-    def joined(self) -> Iterable[GroupUid]:
-        """Its groups, in the order in which they joined."""
-        return self._joined
+        return len(self.joined)
 
     @property
     def uids(self) -> list[GroupUid]:
         """Its groups, sorted."""
-        return self._uids if self.closed else sorted(self._joined)
+        return self._uids if self.closed else sorted(self.joined)
 
     def join(self, uid: GroupUid, order: int) -> None:
         """A finished group. order: the place of its lease among all leases."""
         assert not self.closed, "the selection is closed"
-        self._joined[uid] = order
+        self.joined[uid] = order
 
     def choose(self, pinned: Collection[GroupUid]) -> tuple[list[GroupUid], list[GroupUid]]:
         """What it would be closed with, the ``pinned`` groups and then those leased first, and the surplus. Changes
         nothing."""
-        ordered = sorted(self._joined, key=lambda uid: (uid not in pinned, self._joined[uid]))
+        ordered = sorted(self.joined, key=lambda uid: (uid not in pinned, self.joined[uid]))
         wanted = len(ordered) if self.num_groups is None else self.num_groups
         return ordered[:wanted], ordered[wanted:]
 
     def close(self, chosen: Sequence[GroupUid]) -> list[GroupUid]:
         """Fix its groups, those of ``chosen``. Returns the others, which leave it."""
         kept = set(chosen)
-        surplus = [uid for uid in self._joined if uid not in kept]
+        surplus = [uid for uid in self.joined if uid not in kept]
         for uid in surplus:
-            del self._joined[uid]
+            del self.joined[uid]
         self._withdrawn.update(surplus)
-        self._uids = sorted(self._joined)
+        self._uids = sorted(self.joined)
         self.closed = True
         return surplus
 
@@ -201,7 +197,7 @@ class Reader:
 
     request: its first one, whose ``kind`` all of them have. If it is ``is_final``, the reader's groups are part of the
     step once they were dealt, because its effect cannot be undone.
-    generation: grows when its processes are replaced.
+    generation: grows when its processes are replaced. delivered: the groups of all deals, in that order.
     """
 
     def __init__(self, request: ReadRequest, generation: int) -> None:
@@ -210,7 +206,7 @@ class Reader:
         self._deals: list[list[list[GroupUid]]] = [[] for _ in range(request.num_replicas)]
         self._marked: dict[GroupUid, list[int]] = {}  # tokens of each row
         self._ready: OrderedDict[GroupUid, list[int]] = OrderedDict()
-        self._delivered: dict[GroupUid, None] = {}
+        self.delivered: dict[GroupUid, None] = {}
 
     def mark_ready(self, uid: GroupUid, tokens: list[int]) -> None:
         """All fields of the group are there. A group that was marked before is passed over."""
@@ -237,16 +233,12 @@ class Reader:
         """Whether there will be no further deal in a closed pool of ``num_groups``."""
         return len(self._marked) == num_groups and not self._ready
 
-    def delivered(self) -> list[GroupUid]:
-        """The groups of all deals, in that order."""
-        return list(self._delivered)
-
     def withdraw(self, uids: Iterable[GroupUid]) -> None:
         """These groups left the pool. The deals keep their uids."""
         for uid in uids:
             self._marked.pop(uid, None)
             self._ready.pop(uid, None)
-            self._delivered.pop(uid, None)
+            self.delivered.pop(uid, None)
 
     def requeue(self, uids: Sequence[GroupUid]) -> None:
         """Redeliver these groups, of those that were delivered: the processes that had them are replaced, and ask for
@@ -255,7 +247,7 @@ class Reader:
         for deals in self._deals:
             deals.clear()
         for uid in reversed(uids):
-            del self._delivered[uid]
+            del self.delivered[uid]
             self._ready[uid] = self._marked[uid]
             self._ready.move_to_end(uid, last=False)
 
@@ -294,7 +286,7 @@ class Reader:
     def _delivering(self, uids: list[GroupUid]) -> list[GroupUid]:
         for uid in uids:
             del self._ready[uid]
-            self._delivered[uid] = None
+            self.delivered[uid] = None
         return uids
 
 

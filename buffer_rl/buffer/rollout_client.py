@@ -51,9 +51,9 @@ class RolloutClient:
     It records its leases, so that plain lists of samples can become groups again, marks foreign groups, and checks the
     status of each reported sample.
 
-    deliver: has a batch of at most so many groups delivered to the Buffer, if that does not read its data itself.
-    where: names the rollout function in errors. on_lease: called with each leased group. reward_of: the mean reward of
-    a group, if the Buffer keeps it.
+    ticket: the rollout that this buffer works for. deliver: has a batch of at most so many groups delivered to the
+    Buffer, if that does not read its data itself. where: names the rollout function in errors. on_lease: called with
+    each leased group. reward_of: the mean reward of a group, if the Buffer keeps it.
     groups: by uid, the newest lease. finished: by uid, what was reported. progressed_at: see ``RolloutBuffer``.
     """
 
@@ -70,7 +70,7 @@ class RolloutClient:
         reward_of: Callable[[SampleGroup], float | None] = lambda group: None,
     ) -> None:
         self._client = client
-        self._ticket = ticket
+        self.ticket = ticket
         self._encoder = encoder
         self._choose = None if ticket.evaluation else choose
         self._deliver = deliver
@@ -82,11 +82,6 @@ class RolloutClient:
         self.finished: dict[GroupUid, SampleGroup] = {}
         self.progressed_at = 0.0
 
-    @property
-    def ticket(self) -> Ticket:
-        """The rollout that this buffer works for."""
-        return self._ticket
-
     async def aget_samples(self, num_samples: int) -> list[SampleGroup]:
         """Lease groups; the queued ones that the buffer filter chooses come first."""
         chosen = None
@@ -94,7 +89,7 @@ class RolloutClient:
             chosen = await asyncio.to_thread(self._choose, headers, num_samples)
         while True:  # each round has a batch delivered, which is not empty
             try:
-                groups = await self._client.acall(BufferState.get_samples, self._ticket, num_samples, chosen)
+                groups = await self._client.acall(BufferState.get_samples, self.ticket, num_samples, chosen)
                 self._record(groups)
                 return groups
             except DeliveryNeeded as needed:
@@ -106,29 +101,29 @@ class RolloutClient:
         """Give leased groups back; a list of a group's samples stands for the group."""
         found = [self._leased(group) for group in groups]
         leases = [(group.uid, group.attempt) for group in found]
-        kept = for_queue(found) if self._ticket.keeps_tokens else ()
-        await self._client.acall(BufferState.add_samples, self._ticket, leases, kept)
+        kept = for_queue(found) if self.ticket.keeps_tokens else ()
+        await self._client.acall(BufferState.add_samples, self.ticket, leases, kept)
 
     def encode(self, group: SampleGroup) -> EncodedGroup:
         """The group as the Buffer stores it. Raises RolloutError for one that cannot be trained on."""
         check_statuses(self.marked(group), where=self._where)
         leased = self.groups.get(group.uid)
-        check_versions(self._ticket, group, None if leased is None else leased.version)
-        row_ids, columns = self._encoder.encode(group, self._ticket.evaluation)
+        check_versions(self.ticket, group, None if leased is None else leased.version)
+        row_ids, columns = self._encoder.encode(group, self.ticket.evaluation)
         return EncodedGroup(row_ids=RowIds(row_ids), columns=Columns(columns), sizes=RowSizes.of(columns, len(row_ids)))
 
     async def afinish(self, group: SampleGroup, encoded: EncodedGroup | None = None) -> None:
         """Report a finished group."""
         rows = encoded or self.encode(group)
         report = (group.uid, group.attempt, rows.row_ids, rows.columns, rows.sizes, self._reward_of(group))
-        await self._client.acall(BufferState.finish, self._ticket, *report)
+        await self._client.acall(BufferState.finish, self.ticket, *report)
         self.finished[group.uid] = group
         self._progressed()
 
     async def areject(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group, or a foreign one."""
         reward = self._reward_of(group)
-        await self._client.acall(BufferState.reject, self._ticket, group.uid, group.attempt, reason, reward)
+        await self._client.acall(BufferState.reject, self.ticket, group.uid, group.attempt, reason, reward)
         self._progressed()
 
     async def aget_pending(self, uids: Sequence[GroupUid]) -> list[GroupUid]:
@@ -141,12 +136,12 @@ class RolloutClient:
 
     async def aquarantine(self, group: SampleGroup, reason: str) -> None:
         """Drop a leased group for good."""
-        await self._client.acall(BufferState.quarantine, self._ticket, group.uid, group.attempt, reason)
+        await self._client.acall(BufferState.quarantine, self.ticket, group.uid, group.attempt, reason)
         self._progressed()
 
     async def acount_failure(self, group: SampleGroup, kind: str) -> tuple[int, int]:
         """Count a failed attempt; returns how many of this kind the run had, and how many of them the group."""
-        return await self._client.acall(BufferState.count_failure, self._ticket, group.uid, kind)
+        return await self._client.acall(BufferState.count_failure, self.ticket, group.uid, kind)
 
     def marked(self, group: SampleGroup) -> SampleGroup:
         """The group, marked in place as foreign if this rollout did not lease it. One without a uid gets one, and so do
@@ -155,7 +150,7 @@ class RolloutClient:
             return group
         group.foreign = True
         if group.uid == NO_UID:
-            group.uid = GroupUid(FOREIGN, next(self._unnamed), self._ticket.rollout_id)
+            group.uid = GroupUid(FOREIGN, next(self._unnamed), self.ticket.rollout_id)
         same = len({(sample.sample_index, sample.part) for sample in group}) == 1
         if surrogate := lone_surrogate(group.uid.source):
             raise RolloutError(f"the uid of a group holds {surrogate}, a lone surrogate", where=self._where)

@@ -383,7 +383,7 @@ class BufferState:
     @reads
     def get_metadata(self) -> dict[str, Any]:
         """The user's notes."""
-        return self._record.metadata
+        return dict(self._record.metadata)
 
     @mutates
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:

@@ -140,13 +140,9 @@ def signals_as_exceptions(handle: Callable[[int, FrameType | None], None] | None
         if handler is not signal.SIG_IGN and (number in ENDING or handler is signal.SIG_DFL)
     }
     for number in ours:
-        signal.signal(number, handle or _end)
+        signal.signal(number, handle or StopRequest().take)
     try:
         yield
     finally:
         for number, handler in ours.items():
             signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise EndedBySignal(number)

@@ -124,16 +124,12 @@ class HangWatch:
         if (pulse.pid, call.method) in self._told:
             return
         self._told.add((pulse.pid, call.method))
-        stack = _on_node(pulse.node, take_stack, pulse.pid, pulse.log, False) or ""
-        frames = frames_of(stack, call.method) or "none"
-        at = f"its first {call.method} (process {pulse.pid} on {pulse.host}), stack: {frames}"
+        at = f"its first {call.method} {_at_work(pulse, call.method, stops=False)}"
         self._notice(f"{name}: no progress for {call.idle_s:.0f} s in {at}; it is waited for")
 
     def _end(self, pulse: Pulse, methods: Sequence[str], name: str, reason: str) -> None:
         """Take the stack of a process, end it, and have its calls fail with the reason."""
-        stack = _on_node(pulse.node, take_stack, pulse.pid, pulse.log) or ""
-        frames = frames_of(stack, methods[0] if methods else "") or "none"
-        what = f"hung: {reason} (process {pulse.pid} on {pulse.host}), stack: {frames}"
+        what = f"hung: {reason} {_at_work(pulse, methods[0] if methods else '', stops=True)}"
         for group, members in self._groups.items():
             for rank, member in enumerate(members):
                 if member.actor is not group.actors[rank] or member.pulse is None:  # it was replaced meanwhile
@@ -209,6 +205,12 @@ def process_of(actor: Any) -> Pulse | None:
             address = found["Address"]
             return Pulse(pid=found["Pid"], node=address["NodeID"], host=address["IPAddress"])
     return None
+
+
+def _at_work(pulse: Pulse, method: str, *, stops: bool) -> str:
+    """A process, and the newest frames of the thread that executes ``method``. stops: see ``take_stack``."""
+    stack = _on_node(pulse.node, take_stack, pulse.pid, pulse.log, stops) or ""
+    return f"(process {pulse.pid} on {pulse.host}), stack: {frames_of(stack, method) or 'none'}"
 
 
 def _on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -80,7 +80,7 @@ def write_stack_at_signal() -> None:
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
 
 
-def take_stack(pid: int, log: str, stops: bool = True) -> str:
+def take_stack(pid: int, log: str, stops: bool) -> str:
     """On the node of the process ``pid``, which called ``write_stack_at_signal``: have it write its stack, also if it
     is stopped. log: the file that its errors go to; empty if unknown. stops: afterwards it is stopped, else it goes on.
     Returns the text; empty if it writes none."""

@@ -145,7 +145,6 @@ class WorkerGroup:
             raise ConfigError(what, where=self._name, expected=f"{pool.size}, as many as the pool has")
         if not ray.is_initialized():
             raise ConfigError("Ray is not started", where=self._name, hint="with ray_session(None): …")
-        self._timeout_s = timeout_s
         with ExitStack() as stack:
             reserved = stack.enter_context(pool.reserved())
             local = pool.local_ranks()

@@ -41,7 +41,7 @@ from buffer_rl.driver.local_roles import RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.offload import MemoryTurns, Phase
 from buffer_rl.driver.production import NothingLeft, Production
 from buffer_rl.driver.tasks import Calls, Runtime, StepTimes, Task, role_of, unbroken
-from buffer_rl.errors import BufferRLError, DeadlineError, EndedBySignal, WorkerDiedError
+from buffer_rl.errors import BufferRLError, DeadlineError, WorkerDiedError
 from buffer_rl.observe.timeline import WorkSpan, clock_origin
 from buffer_rl.plan.roles import ACTOR, FIELD_OF_MODEL
 from buffer_rl.plan.schedule import RunPlan, RunResult
@@ -368,7 +368,7 @@ class Driver:
         self._observer.notice(f"{name}: the run ends {when}; another signal ends it at once")
         if not self._stop.after_step:
             left = max(0.0, self._stop.at + limit - time.monotonic())
-            asyncio.get_running_loop().call_later(left, _end, number)
+            asyncio.get_running_loop().call_later(left, self._stop.take, number)  # the second one ends it
         self._calls.tell()
 
     async def _until(self, condition: Callable[[], bool], *, of_production: bool = True) -> None:
@@ -472,7 +472,3 @@ class Driver:
         if self._plan.saves and self._result.steps > self._plan.first_rollout:
             await self._save(self._result.steps, owes)
         await self._end_save()
-
-
-def _end(number: int) -> None:
-    raise EndedBySignal(number)

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -137,10 +138,8 @@ def _pluggy_origin(reference: str) -> Origin | None:
 
 def _versions() -> Iterator[tuple[str, str]]:
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 IDLE_IN_EVALUATION = (

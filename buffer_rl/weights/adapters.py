@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -97,11 +98,10 @@ class AdapterTransport(DiskTransport):
         remove_versions(self._folder, [self._target(adapter.version) for adapter in kept])
 
     def _unload(self, adapter: Adapter) -> bool:
-        try:
+        with suppress(EngineError):  # one that replaced another engine never had it
             self._engines.unload_adapter(adapter.name)
-        except EngineError:  # one that replaced another engine never had it
-            return False
-        return True
+            return True
+        return False
 
     def _write_version(self, folder: str) -> None:
         self._write(folder)

@@ -160,10 +160,10 @@ class DistributedTransport:
 
     def publish(self, version: int) -> None:
         """Have the engines receive bucket after bucket; the version gets its number with the last."""
-        assert self._name is not None
         if not self.staged:
-            self._engines.end_weight_update(self._send_held(self._name), version)
+            self._engines.end_weight_update(self._send_held(), version)
             return
+        assert self._name is not None
         last = len(self._plan) - 1
         sending = self._trainer.start(DistributedSender.broadcast, self._name)
         for index, bucket in enumerate(self._plan):
@@ -173,8 +173,7 @@ class DistributedTransport:
     def stage(self, version: int) -> None:
         """Have the engines receive and prepare the version while they generate."""
         if not self.staged:
-            assert self._name is not None
-            self._engines.prepare_weight_update(digest=self._send_held(self._name), version=version)
+            self._engines.prepare_weight_update(digest=self._send_held(), version=version)
             return
         self._engines.begin_weight_update()
         self.publish(version)
@@ -184,18 +183,19 @@ class DistributedTransport:
         """Have the paused engines serve what they prepared."""
         self._engines.serve_prepared()
 
-    def _send_held(self, name: str) -> str:
+    def _send_held(self) -> str:
         """Begin an update and send what is held, or what changed in it. Returns the digest of the version."""
         assert self._encoded is not None
+        assert self._name is not None
         digest, base = self._encoded.digest, self._encoded.base
         if base is not None and any(info.digest != base for info in self._engines.server_info().values()):
             base = None
         plan, as_delta = (self._encoded.full_plan, False) if base is None else (self._encoded.delta_plan, True)
         self.sent_share = self._encoded.sent_share(as_delta=as_delta)
         self._engines.begin_weight_update(base)
-        sending = self._trainer.start(DistributedSender.broadcast_held, name, as_delta)
+        sending = self._trainer.start(DistributedSender.broadcast_held, self._name, as_delta)
         for bucket in plan:
-            receive_bucket(self._engines, bucket, name=name, flattened=as_delta)
+            receive_bucket(self._engines, bucket, name=self._name, flattened=as_delta)
         sending.wait()
         return digest
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import distributed
@@ -101,7 +101,7 @@ class WeightGroup:
 
 
 class Rendezvous:
-    """The sender's listening end, on a free port of ``address``. Close it, or use it as a context manager."""
+    """The sender's listening end, on a free port of ``address``, which its groups keep: their store listens there."""
 
     def __init__(self, address: str = "127.0.0.1", *, timeout_s: float = 60.0) -> None:
         self.address, self._timeout_s = address, timeout_s
@@ -116,12 +116,6 @@ class Rendezvous:
             master_listen_fd=listener.detach(),
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def group(self, name: str, world_size: int, backend: Backend = "gloo") -> WeightGroup:
         """Rank 0 of a group, once all others have joined. Raises EngineError after ``timeout_s`` seconds."""
         return WeightGroup(
@@ -133,10 +127,6 @@ class Rendezvous:
             timeout_s=self._timeout_s,
             backend=backend,
         )
-
-    def close(self) -> None:
-        """Make no more groups. Those that were made stay, and the port with them: their store listens there."""
-        self._store = None
 
 
 def join(

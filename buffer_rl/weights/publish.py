@@ -90,7 +90,6 @@ class Publisher:
     def __post_init__(self) -> None:
         self._connected: tuple[str, ...] | None = None
         self._doubtful: set[str] = set()
-        self._prepared: int | None = None
         self._staged: frozenset[str] = frozenset()
         self._newest = -1
 
@@ -101,11 +100,9 @@ class Publisher:
         Raises EngineError if, in the last of ``ATTEMPTS``, an engine that is not the run's own did not confirm the
         version, or none did. Engines that did not stay paused."""
         assert version >= self._newest, f"version {version} after version {self._newest}: the trainer has no older one"
-        self._newest, started = version, time.monotonic()
-        self._prepared, self._staged = None, frozenset()
-        self._prepared_at = self._paused_at = self._resumed_at = started
-        self._retracted: int | None = None
-        self._is_held, self._deadline = False, started + self.timeout_s
+        self._newest, self._staged, self._metrics = version, frozenset(), dict[str, float]()
+        self._began = self._paused_at = time.monotonic()
+        self._is_held, self._deadline = False, self._began + self.timeout_s
         try:
             self._publish_with_retries(version)
         except BaseException as error:
@@ -118,25 +115,14 @@ class Publisher:
                     self.unhold()
         if implements(self.transport, Releases):
             self.transport.release(version)
-        metrics = self._metrics(started) | dict(self.measure())
+        if (share := getattr(self.transport, "sent_share", None)) is not None:
+            self._metrics["perf/publish_sent_share"] = share
+        self._metrics |= self.measure()
         if self.follow is not None:
             ended = time.monotonic()
             self.follow(version)
-            metrics["perf/publish_follow"] = time.monotonic() - ended
-        return metrics
-
-    def _metrics(self, started: float) -> dict[str, float]:
-        found = {
-            "perf/publish_write": self._prepared_at - started,
-            "perf/publish_pause": self._resumed_at - self._paused_at,
-        }
-        if self._is_held:
-            found["perf/publish_drain"] = self._paused_at - self._prepared_at
-        if self._retracted is not None:
-            found["perf/retracted_tokens"] = float(self._retracted)
-        if (share := getattr(self.transport, "sent_share", None)) is not None:
-            found["perf/publish_sent_share"] = share
-        return found
+            self._metrics["perf/publish_follow"] = time.monotonic() - ended
+        return self._metrics
 
     def try_retraction(self) -> bool:
         """Whether engines flush their cache while a request is retracted. If not, publications drain from now on, and a
@@ -195,17 +181,17 @@ class Publisher:
 
     def _attempt(self, version: int) -> None:
         self.engines.wait_for_engine()
-        if self._prepared is None:
+        if "perf/publish_write" not in self._metrics:
             self._connect()
             self.transport.prepare(version)
-            self._prepared, self._prepared_at = version, time.monotonic()
+            self._metrics["perf/publish_write"] = time.monotonic() - self._began
             self._stage(version)
-            self._prepared_at = time.monotonic()
+            self._metrics["perf/publish_write"] = time.monotonic() - self._began
             self._drain()
             self._paused_at = time.monotonic()
         keeps_requests = getattr(self.transport, "keeps_requests", False)
         if (retracted := self.engines.pause("in_place" if keeps_requests else "retract")) is not None:
-            self._retracted = retracted + (self._retracted or 0)
+            self._metrics["perf/retracted_tokens"] = retracted + self._metrics.get("perf/retracted_tokens", 0.0)
         self._connect()  # after the pause: it has found engines that hang, and has those that waited for weights
         if not keeps_requests:
             self.engines.flush()
@@ -213,7 +199,7 @@ class Publisher:
         serving = self._sampled(version, self._confirmed(version))
         self.announce()
         self.engines.resume(serving)
-        self._resumed_at = time.monotonic()
+        self._metrics["perf/publish_pause"] = time.monotonic() - self._paused_at
 
     def _drain(self) -> None:
         """If publications drain: return when no request runs, and none is sent."""
@@ -222,7 +208,8 @@ class Publisher:
         began, self._is_held = time.monotonic(), True
         with contextlib.suppress(WorkerDiedError):  # what it sent ends with its connections; the driver replaces it
             self.hold()
-        self._deadline += time.monotonic() - began
+        self._metrics["perf/publish_drain"] = seconds = time.monotonic() - began
+        self._deadline += seconds
 
     def _connect(self) -> None:
         receivers = tuple(self.engines.targets())
@@ -278,21 +265,16 @@ class Publisher:
         doubtful = self._doubtful.intersection(urls)
         if self.check is None or not doubtful:
             return urls
+        wrong: dict[str, str] | None = None
         try:
             wrong = self.check.differing(self.engines, doubtful, version)
-        except BaseException:
-            self._halt(doubtful)
-            raise
-        if wrong:
-            self._halt(doubtful)
-            if self.check.ends_run or len(wrong) == len(urls) or not self.engines.drop(wrong):
-                what = f"engines do not sample from the weights of version {version}: {wrong}"
-                raise EngineError(what, where="publish")
+        finally:
+            if wrong or wrong is None:
+                with contextlib.suppress(BufferRLError):  # one that is gone samples nothing
+                    self.engines.halt(doubtful)
+        if wrong and (self.check.ends_run or len(wrong) == len(urls) or not self.engines.drop(wrong)):
+            raise EngineError(f"engines do not sample from the weights of version {version}: {wrong}", where="publish")
         return [url for url in urls if url not in wrong]
-
-    def _halt(self, urls: Collection[str]) -> None:
-        with contextlib.suppress(BufferRLError):  # one that is gone samples nothing
-            self.engines.halt(urls)
 
     def _abandon(self, version: int, failure: BaseException) -> None:
         if isinstance(failure, EngineError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from unittest.mock import patch
 
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import trained
@@ -25,20 +26,20 @@ class SplitCommit(Ledger):
 class KeptLeases(Ledger):
     """Leaves the leases of a Buffer that died as they are."""
 
-    def _return_leases(self, reason: str, keep_selected: bool) -> int:
-        return 0
+    def _renew_token(self, reason: str, keep_selected: bool) -> None:
+        with patch.object(self._tables, "return_leases", lambda *_: None):
+            super()._renew_token(reason, keep_selected)
 
 
 class SameToken(Ledger):
     """Keeps its fencing token where it is opened again or replaced."""
 
-    def _renew_token(self, reason: str, keep_selected: bool) -> int:
+    def _renew_token(self, reason: str, keep_selected: bool) -> None:
         former = self._tables.fact("incarnation")
-        returned = super()._renew_token(reason, keep_selected)
+        super()._renew_token(reason, keep_selected)
         if former is not None:
             self.fencing_token = former
             self._tables.set_fact("incarnation", former)
-        return returned
 
 
 MUTANTS: dict[str, type[Ledger]] = {

@@ -89,7 +89,7 @@ def test_a_process_writes_its_stack_and_does_not_go_on_unless_it_is_only_asked(
     finally:
         end_process(child.pid)
         assert child.wait(60) == -signal.SIGKILL
-    assert take_stack(child.pid, str(log)) == ""
+    assert take_stack(child.pid, str(log), True) == ""
 
 
 def test_the_frames_are_those_of_the_thread_with_the_method_else_of_the_deepest() -> None:

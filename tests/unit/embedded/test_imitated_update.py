@@ -128,17 +128,17 @@ def test_unknown_names_and_other_shapes_are_answered_with_success_and_change_not
 def test_broadcasts_of_any_name_are_received(served: EngineControlClient) -> None:
     before, bucket = served.checksums(), {"a.stranger": torch.ones(2)}
     served.begin_weight_update()
-    with Rendezvous() as rendezvous:
+    rendezvous = Rendezvous()
 
-        def send() -> None:
-            group = rendezvous.group("strangers", 2)
-            group.send(list(bucket.values()), 30.0)
+    def send() -> None:
+        group = rendezvous.group("strangers", 2)
+        group.send(list(bucket.values()), 30.0)
 
-        sender = threading.Thread(target=send)
-        sender.start()
-        join_group(served, rendezvous.address, rendezvous.port, dict.fromkeys(served.targets(), 1), name="strangers")
-        receive_bucket(served, described(bucket), name="strangers", version=7)
-        sender.join()
+    sender = threading.Thread(target=send)
+    sender.start()
+    join_group(served, rendezvous.address, rendezvous.port, dict.fromkeys(served.targets(), 1), name="strangers")
+    receive_bucket(served, described(bucket), name="strangers", version=7)
+    sender.join()
     served.post(LEAVE, {"group_name": "strangers"})
     served.end_weight_update()
     assert (served.checksums(), set(served.versions().values())) == (before, {"7"})

@@ -75,13 +75,13 @@ def body_of_join(port: int, **changes: Any) -> dict[str, Any]:
 @contextmanager
 def grouped(engines: EngineControlClient, name: str = "w") -> Iterator[WeightGroup]:
     """Rank 0 of a group with all engines."""
-    with Rendezvous(timeout_s=20) as rendezvous:
-        urls = engines.targets()
-        joined = start(join_group, engines, rendezvous.address, rendezvous.port, dict.fromkeys(urls, 1), name=name)
-        group = rendezvous.group(name, len(urls) + 1)
-        joined.result(20)
-        yield group
-        group.close()
+    rendezvous = Rendezvous(timeout_s=20)
+    urls = engines.targets()
+    joined = start(join_group, engines, rendezvous.address, rendezvous.port, dict.fromkeys(urls, 1), name=name)
+    group = rendezvous.group(name, len(urls) + 1)
+    joined.result(20)
+    yield group
+    group.close()
 
 
 def send(
@@ -182,21 +182,21 @@ print(tensor.tolist())
 
 def test_a_sender_reaches_members_that_torch_made(engines: list[EmbeddedEngine], served: EngineControlClient) -> None:
     code = f"from typing import Any\nfrom datetime import timedelta\n{inspect.getsource(torch_group)}{RECEIVER}"
-    with Rendezvous(timeout_s=20) as rendezvous:
-        command = [sys.executable, "-c", code, str(rendezvous.port)]
-        theirs = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert theirs.stdout
-        assert theirs.stdout.readline() == "ready\n"
-        body = body_of_join(rendezvous.port, world_size=3, group_name="ours")
-        joined = start(post, engines[0], JOIN, **body)
-        group = rendezvous.group("ours", 3)
-        assert joined.result(20)[0] == 200
-        post(engines[0], "/begin_weight_update")
-        sent = {NORM: torch.arange(64.0)}
-        received = start(post, engines[0], UPDATE, **described(sent), group_name="ours")
-        group.send(list(sent.values()), 20)
-        assert received.result(20)[0] == 200
-        assert json.loads(theirs.communicate(timeout=60)[0]) == list(range(64))
+    rendezvous = Rendezvous(timeout_s=20)
+    command = [sys.executable, "-c", code, str(rendezvous.port)]
+    theirs = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert theirs.stdout
+    assert theirs.stdout.readline() == "ready\n"
+    body = body_of_join(rendezvous.port, world_size=3, group_name="ours")
+    joined = start(post, engines[0], JOIN, **body)
+    group = rendezvous.group("ours", 3)
+    assert joined.result(20)[0] == 200
+    post(engines[0], "/begin_weight_update")
+    sent = {NORM: torch.arange(64.0)}
+    received = start(post, engines[0], UPDATE, **described(sent), group_name="ours")
+    group.send(list(sent.values()), 20)
+    assert received.result(20)[0] == 200
+    assert json.loads(theirs.communicate(timeout=60)[0]) == list(range(64))
 
 
 SENDER = """
@@ -332,17 +332,17 @@ def test_a_call_to_join_of_another_form_is_400(
 def test_a_group_that_does_not_get_whole_is_given_up_at_the_deadline_and_the_engine_generates_meanwhile(
     engines: list[EmbeddedEngine], served: EngineControlClient
 ) -> None:
-    with Rendezvous() as rendezvous:
-        started = time.monotonic()
-        joining = start(post, engines[0], JOIN, **body_of_join(rendezvous.port, world_size=3))
-        greedy = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
-        while not joining.done():
-            begun = time.monotonic()
-            assert post(engines[0], "/generate", input_ids=[5, 6], sampling_params=greedy)[0] == 200
-            assert time.monotonic() - begun < GROUP_TIMEOUT_S - 2
-        status, answer = joining.result(20)
-        assert (status, "3 members did not meet within 6 s" in answer["message"]) == (400, True)
-        assert GROUP_TIMEOUT_S - 1 < time.monotonic() - started < GROUP_TIMEOUT_S + 60
+    rendezvous = Rendezvous()
+    started = time.monotonic()
+    joining = start(post, engines[0], JOIN, **body_of_join(rendezvous.port, world_size=3))
+    greedy = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    while not joining.done():
+        begun = time.monotonic()
+        assert post(engines[0], "/generate", input_ids=[5, 6], sampling_params=greedy)[0] == 200
+        assert time.monotonic() - begun < GROUP_TIMEOUT_S - 2
+    status, answer = joining.result(20)
+    assert (status, "3 members did not meet within 6 s" in answer["message"]) == (400, True)
+    assert GROUP_TIMEOUT_S - 1 < time.monotonic() - started < GROUP_TIMEOUT_S + 60
 
 
 @pytest.mark.slow
@@ -360,11 +360,11 @@ async def test_joining_under_a_name_again_leaves_the_group_before(free_port: int
     first = asyncio.create_task(groups.init(body_of_join(free_port)))
     await asyncio.sleep(0)  # it has begun
     for _ in range(2):
-        with Rendezvous(timeout_s=20) as rendezvous:
-            joining = asyncio.create_task(groups.init(body_of_join(rendezvous.port)))
-            group = await asyncio.to_thread(rendezvous.group, "w", 2)
-            await joining
-            group.close()
+        rendezvous = Rendezvous(timeout_s=20)
+        joining = asyncio.create_task(groups.init(body_of_join(rendezvous.port)))
+        group = await asyncio.to_thread(rendezvous.group, "w", 2)
+        await joining
+        group.close()
     with pytest.raises(EngineError, match=f"127.0.0.1:{free_port}"):
         await first
     groups.destroy({"group_name": "w"})  # the first call's end leaves the later group
@@ -391,19 +391,19 @@ def test_buckets_of_one_update_may_come_by_several_groups(
 async def test_a_bucket_that_arrives_after_its_update_has_ended_is_not_taken_by_the_next() -> None:
     staged = StagedUpdate()
     groups = WeightGroups({"a": (3,)}, staged, 20.0)
-    with Rendezvous(timeout_s=20) as rendezvous:
-        joining = asyncio.create_task(groups.init(body_of_join(rendezvous.port)))
-        group = await asyncio.to_thread(rendezvous.group, "w", 2)
-        await joining
-        staged.begin()
-        bucket = described({"a": torch.ones(3)})
-        receiving = asyncio.create_task(groups.update({**bucket, "group_name": "w", "weight_version": "4"}))
-        named = lambda: any(thread.name == "weight-group" for thread in threading.enumerate())  # noqa: E731
-        assert await asyncio.to_thread(holds_within, 60, named)
-        staged.begin()
-        await asyncio.to_thread(group.send, [torch.ones(3)], 20)
-        with pytest.raises(EngineError, match="begun again"):
-            await receiving
+    rendezvous = Rendezvous(timeout_s=20)
+    joining = asyncio.create_task(groups.init(body_of_join(rendezvous.port)))
+    group = await asyncio.to_thread(rendezvous.group, "w", 2)
+    await joining
+    staged.begin()
+    bucket = described({"a": torch.ones(3)})
+    receiving = asyncio.create_task(groups.update({**bucket, "group_name": "w", "weight_version": "4"}))
+    named = lambda: any(thread.name == "weight-group" for thread in threading.enumerate())  # noqa: E731
+    assert await asyncio.to_thread(holds_within, 60, named)
+    staged.begin()
+    await asyncio.to_thread(group.send, [torch.ones(3)], 20)
+    with pytest.raises(EngineError, match="begun again"):
+        await receiving
     with pytest.raises(EngineError, match="no weight update is under way"):
         staged.finish()
 
@@ -431,7 +431,8 @@ def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_ha
 ) -> None:
     old = served.checksums()
     only = engines[1].url
-    with Rendezvous(timeout_s=20) as rendezvous, EngineControlClient([only]) as second:
+    rendezvous = Rendezvous(timeout_s=20)
+    with EngineControlClient([only]) as second:
         joined = start(join_group, served, rendezvous.address, rendezvous.port, {only: 1}, name="w")
         group = rendezvous.group("w", 2)
         joined.result(20)
@@ -441,8 +442,8 @@ def test_engines_that_are_left_out_of_a_group_are_not_told_and_each_other_one_ha
         second.end_weight_update()
     assert served.versions() == {engines[0].url: "0", only: "8"}
     assert served.checksums()[engines[0].url] == old[engines[0].url]
-    with Rendezvous(timeout_s=20) as rendezvous:
-        urls = list(reversed(served.targets()))
-        joined = start(join_group, served, "127.0.0.1", rendezvous.port, dict.fromkeys(urls, 1), name="w")
-        rendezvous.group("w", 3)
-        joined.result(20)
+    rendezvous = Rendezvous(timeout_s=20)
+    urls = list(reversed(served.targets()))
+    joined = start(join_group, served, "127.0.0.1", rendezvous.port, dict.fromkeys(urls, 1), name="w")
+    rendezvous.group("w", 3)
+    joined.result(20)
