@@ -8,7 +8,7 @@ reinforce    the estimators reinforce_plus_plus, reinforce_plus_plus_baseline, r
 gae          the estimator gae, for runs with values
 aggregation  from token losses to one number
 kl           KL estimators, and the coefficient that follows a target
-losses       probability ratios, clip range, the clipped surrogate; policy loss (PPO), supervised and value loss
-gspo, cispo, gmpo, sapo, decoupled, dpo    losses by the papers of these names
+losses       probability ratios, clip range, the clipped surrogate; losses of policies, supervised and value loss
+dpo          the loss of pairs
 corrections  weights for the difference between the engine's and the trainer's log-probabilities
 """

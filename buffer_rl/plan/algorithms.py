@@ -83,15 +83,15 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 LOSSES: Mapping[str, Loss] = {
     "policy_loss": Loss(function="buffer_rl.algo.losses:policy_loss"),
     "sft_loss": Loss(function="buffer_rl.algo.losses:sft_loss", uncorrected="has no ratios"),
-    "gspo": Loss(function="buffer_rl.algo.gspo:gspo", divisor=Divisor.SAMPLES),
-    "gspo_token": Loss(function="buffer_rl.algo.gspo:gspo_token"),
-    "cispo": Loss(function="buffer_rl.algo.cispo:cispo"),
+    "gspo": Loss(function="buffer_rl.algo.losses:gspo", divisor=Divisor.SAMPLES),
+    "gspo_token": Loss(function="buffer_rl.algo.losses:gspo_token"),
+    "cispo": Loss(function="buffer_rl.algo.losses:cispo"),
     "decoupled_ppo": Loss(
-        function="buffer_rl.algo.decoupled:decoupled_ppo",
+        function="buffer_rl.algo.losses:decoupled_ppo",
         uncorrected="has the weights from the engine to the trainer in itself",
     ),
-    "gmpo": Loss(function="buffer_rl.algo.gmpo:gmpo", divisor=Divisor.SAMPLES),
-    "sapo": Loss(function="buffer_rl.algo.sapo:sapo"),
+    "gmpo": Loss(function="buffer_rl.algo.losses:gmpo", divisor=Divisor.SAMPLES),
+    "sapo": Loss(function="buffer_rl.algo.losses:sapo"),
     "dpo": Loss(
         function="buffer_rl.algo.dpo:dpo",
         uncorrected="compares responses with the reference, not with the policy that sampled them",

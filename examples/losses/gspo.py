@@ -1,5 +1,5 @@
 """GSPO: ratios and clipping of whole sequences in place of tokens (arXiv 2507.18071, section 4.1), as a loss of
-one's own. ``--loss-type gspo`` is the same formula built in (``buffer_rl/algo/gspo.py``).
+one's own. ``--loss-type gspo`` is the same formula built in (``buffer_rl/algo/losses.py``).
 
     buffer-rl train --config examples/quickstart/train.yaml --num-steps-per-rollout 4 \
         --custom-loss-function-path examples/losses/gspo.py:gspo --eps-clip 3e-4 --eps-clip-high 4e-4

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from buffer_rl.kinds.token_loss import VALUE_MOMENTS
 from buffer_rl.observe.metrics import read_metrics
+from buffer_rl.plan.algorithms import LOSSES
 from buffer_rl.plan.roles import MODEL_FIELDS
 from buffer_rl.trainer.objective import OWN_METRICS
 
@@ -28,9 +29,9 @@ _MAY_GIVE = re.compile(rf"[\"']{_FULL.pattern}|_times\.of\(|\._timed\(")
 _GIVERS = (
     ("buffer_rl/rollout/stats.py", "RolloutStats", "rollout"),
     ("buffer_rl/agents/play.py", "_count", "rollout/agent"),
-    ("buffer_rl/algo/losses.py", "policy_loss", "train"),
+    *(("buffer_rl/algo/losses.py", name, "train") for name in LOSSES),
     ("buffer_rl/algo/losses.py", "value_loss", "critic"),
-    *((f"buffer_rl/algo/{name}.py", "", "train") for name in ("cispo", "decoupled", "dpo", "gmpo", "gspo", "sapo")),
+    ("buffer_rl/algo/dpo.py", "", "train"),
     ("buffer_rl/algo/corrections.py", "mismatch_metrics", "train/mismatch"),
     ("buffer_rl/kinds/token_loss.py", "means", "train"),
     ("buffer_rl/trainer/objective.py", "_metrics", "train"),

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from buffer_rl.algo.corrections import truncated_weights
-from buffer_rl.algo.decoupled import decoupled_ppo
-from buffer_rl.algo.losses import policy_loss
+from buffer_rl.algo.losses import decoupled_ppo, policy_loss
 from buffer_rl.errors import TrainError
 from buffer_rl.kinds.token_loss import LossInputs
 from harness.formulas import at_ratios, check_gradient, slope

@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 
-from buffer_rl.algo.gmpo import gmpo
-from buffer_rl.algo.losses import policy_loss
-from buffer_rl.algo.sapo import sapo
+from buffer_rl.algo.losses import gmpo, policy_loss, sapo
 from harness.formulas import at_ratios, check_gradient, slope
 from harness.losses import loss_args
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from buffer_rl.algo.cispo import cispo
-from buffer_rl.algo.gspo import gspo, gspo_token
-from buffer_rl.algo.losses import policy_loss
+from buffer_rl.algo.losses import cispo, gspo, gspo_token, policy_loss
 from buffer_rl.kinds.marks import Unit, unit_of
 from buffer_rl.plan.algorithms import algorithm_of
 from buffer_rl.plugin.registry import PluginRegistry
