@@ -239,15 +239,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-    batches: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            longest = int(lengths[row])
-    return batches
+    return _whole_groups([[row] for row in range(len(lengths))], lengths, max_tokens)
 
 
 def row_blocks(
@@ -274,11 +266,7 @@ def row_blocks(
         return [block for each in together for block in _packed_blocks(batch, each, limit, whole, shares_prompts)]
     if unit is Unit.GROUP:
         return _whole_groups(list(groups.values()), lengths, 0 if args.deterministic else limit)
-    return [
-        [indices[position] for position in block]
-        for indices in groups.values()
-        for block in micro_batches([lengths[index] for index in indices], limit)
-    ]
+    return [block for rows in groups.values() for block in _whole_groups([[row] for row in rows], lengths, limit)]
 
 
 def _packed_blocks(
@@ -290,8 +278,8 @@ def _packed_blocks(
     Attention has the prompt of each row beside it, and the loss has padded responses: rows x longest row is bounded,
     too."""
     response_b = np.asarray(batch.columns["response_length"], dtype=np.int64)
-    prompt_b = np.asarray(batch.lengths, dtype=np.int64) - response_b
-    tokens = list(batch.columns["tokens"])
+    lengths, tokens = batch.lengths, list(batch.columns["tokens"])
+    prompt_b = np.asarray(lengths, dtype=np.int64) - response_b
     experts = batch.columns.get("routed_experts")
     own = None if experts is None else list(experts)
     keys = prompt_keys(tokens, prompt_b, own) if shares_prompts else [str(row).encode() for row in range(len(tokens))]
@@ -302,7 +290,8 @@ def _packed_blocks(
         responses = int(response_b[rows].sum())
         prompts = {keys[row]: int(prompt_b[row]) for row in rows}
         added = responses + sum(length for key, length in prompts.items() if key not in held)
-        width = max(longest, *(int(prompt_b[row] + response_b[row]) for row in rows))
+        widest = max(lengths[row] for row in rows)
+        width = max(longest, widest)
         places = (len(blocks[-1]) + len(rows)) * width if blocks else 0
         if blocks and num_tokens + added <= max_tokens and places <= PLACES_PER_TOKEN * max_tokens:
             blocks[-1] += rows
@@ -310,8 +299,7 @@ def _packed_blocks(
             held |= prompts.keys()
         else:
             blocks.append(list(rows))
-            num_tokens, held = responses + sum(prompts.values()), set(prompts)
-            longest = max(int(prompt_b[row] + response_b[row]) for row in rows)
+            num_tokens, longest, held = responses + sum(prompts.values()), widest, set(prompts)
     return blocks
 
 

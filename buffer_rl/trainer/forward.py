@@ -74,11 +74,8 @@ def response_values(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     output layer with more than one output."""
     found: list[torch.Tensor] = []
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    handle = head.register_forward_hook(lambda _module, _args, output: found.append(output))
-    try:
+    with head.register_forward_hook(lambda _module, _args, output: found.append(output)):
         _outputs(model, micro)
-    finally:
-        handle.remove()
     if found[0].shape[-1] != 1:
         what = f"the output layer of {type(model).__name__} has {found[0].shape[-1]} outputs"
         raise TrainError(what, expected="one, the value")

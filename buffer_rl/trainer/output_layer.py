@@ -88,20 +88,16 @@ def at_predictors(
     def narrow(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, predictor_n)
 
-    if compute is not None:
-        # A copy of a few numbers: FSDP2 warns of a model that returns a view.
-        head.forward = lambda hidden: compute(narrow(hidden))[None].clone()
-        try:
+    if compute is None:  # what is around the layer stays the model's: some architectures scale or cap logits after it
+        with head.register_forward_pre_hook(lambda _module, args: (narrow(args[0])[None], *args[1:])):
             yield
-        finally:
-            del head.forward
         return
-    # Everything around the layer is left to the model, because some architectures scale or cap the logits afterwards.
-    handle = head.register_forward_pre_hook(lambda _module, args: (narrow(args[0])[None], *args[1:]))
+    # A copy of a few numbers: FSDP2 warns of a model that returns a view.
+    head.forward = lambda hidden: compute(narrow(hidden))[None].clone()
     try:
         yield
     finally:
-        handle.remove()
+        del head.forward
 
 
 def fused_log_probs(

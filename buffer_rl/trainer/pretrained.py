@@ -136,18 +136,15 @@ def _require_causal(model: PreTrainedModel, folder: str, flag: str) -> None:
         return embedded[-1] * 1  # some architectures work on it in place, which a leaf does not allow
 
     embedding: Any = model.get_input_embeddings()
-    handle = embedding.register_forward_hook(keep)
     try:
         ids = torch.arange(8, device=embedding.weight.device)[None] % embedding.weight.shape[0]
-        with torch.enable_grad():
+        with torch.enable_grad(), embedding.register_forward_hook(keep):
             logits = model(input_ids=ids, use_cache=False).logits
             (gradient,) = torch.autograd.grad(logits[:, :4].square().sum(), embedded[:1])
         gradient = gradient.reshape(ids.numel(), -1)
     except Exception as error:  # fault boundary: many architectures, not all of which take tokens alone
         what = f"{type(model).__name__} cannot be trained: 8 tokens fail with {type(error).__name__}: {error}"
         raise ConfigError(what, where=flag) from error
-    finally:
-        handle.remove()
     if gradient[4:].abs().max() > 1e-6 * gradient[:4].abs().max():
         raise ConfigError(
             f"{type(model).__name__} in {folder} is no causal language model: a token's logits depend on later tokens",
