@@ -40,9 +40,18 @@ class _Layer:
     down: torch.Tensor
     low: dict[str, LowRank] = field(default_factory=dict)  # of an adapter, by the matrix
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        own = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
 
-def _parts(layer: _Layer) -> Iterator[tuple[str, Any]]:
-    return ((part.name, getattr(layer, part.name)) for part in fields(layer))
+
+_MATRICES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
+    "qkv": (tuple(f"self_attn.{part}_proj" for part in "qkv"), "input_layernorm"),
+    "out": (("self_attn.o_proj",), None),
+    "gate_up": (("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
+    "down": (("mlp.down_proj",), None),
+}
+"""Of a layer, the projections whose outputs each matrix has beside each other, and the norm that is folded into it."""
 
 
 def padded_size(vocab_size: int) -> int:
@@ -125,9 +134,7 @@ class FastDecoder:
         """What the forward pass reads, under names of its own: prepared tensors have no Hugging Face name."""
         yield from (("embed", self.embed), ("head", self.head))
         for index, layer in enumerate(self.layers):
-            for name, tensor in _parts(layer):
-                if isinstance(tensor, torch.Tensor):
-                    yield f"layers.{index}.{name}", tensor
+            yield from ((f"layers.{index}.{name}", tensor) for name, tensor in layer.tensors().items())
 
     # ------------------------------------------------------------------ weights
 
@@ -182,14 +189,12 @@ class FastDecoder:
         """Names of weights that are prepared by copying their elements, where to, and to which index flat positions."""
         yield "model.embed_tokens.weight", self.embed.view(-1), lambda at: at
         yield from ((name, norm, lambda at: at) for name, norm in self._norms.items())
-        dim, num_kv = self.shape.head_dim, self.shape.num_kv_heads
         for number, layer in enumerate(self.layers):
-            block, sizes = f"model.layers.{number}.self_attn.", {"q": self.num_heads, "k": num_kv, "v": num_kv}
-            start = 0
-            for part, num_heads in sizes.items():
+            block, start = f"model.layers.{number}.self_attn.", 0
+            for part, num_heads in self._heads().items():
                 heads = slice(start, start + num_heads)
                 if layer.qkv_bias is not None:
-                    yield f"{block}{part}_proj.bias", layer.qkv_bias[start * dim :], lambda at: at
+                    yield f"{block}{part}_proj.bias", layer.qkv_bias[start * self.shape.head_dim :], lambda at: at
                 if layer.qk_norm is not None and part != "v":
                     yield f"{block}{part}_norm.weight", layer.qk_norm[heads], lambda at: (slice(None), at)
                 start += num_heads
@@ -199,36 +204,24 @@ class FastDecoder:
         yield self.head, ["lm_head.weight" if has_head else "model.embed_tokens.weight"], "model.norm.weight"
         for number, layer in enumerate(self.layers):
             at = f"model.layers.{number}."
-            yield layer.qkv, [f"{at}self_attn.{part}_proj.weight" for part in "qkv"], f"{at}input_layernorm.weight"
-            yield layer.out, [f"{at}self_attn.o_proj.weight"], None
-            yield (
-                layer.gate_up,
-                [f"{at}mlp.{x}_proj.weight" for x in ("gate", "up")],
-                f"{at}post_attention_layernorm.weight",
-            )
-            yield layer.down, [f"{at}mlp.down_proj.weight"], None
+            for part, (names, norm) in _MATRICES.items():
+                folded = None if norm is None else f"{at}{norm}.weight"
+                yield getattr(layer, part), [f"{at}{name}.weight" for name in names], folded
 
     @torch.inference_mode()
     def with_adapter(self, folder: str) -> Self:
         """A decoder over the same weights with the adapter in ``folder``, in peft's format. Raises EngineError if it
         is none, or of another model."""
-        pairs, adapted, hidden = read_adapter(folder), copy(self), self.embed.shape[1]
-        dim, num_kv = self.shape.head_dim, self.shape.num_kv_heads
-        parts = {
-            "qkv": ("self_attn", "qkv", [self.num_heads * dim, num_kv * dim, num_kv * dim], "input_layernorm"),
-            "out": ("self_attn", "o", [hidden], None),
-            "gate_up": ("mlp", ("gate", "up"), [], "post_attention_layernorm"),
-            "down": ("mlp", ("down",), [hidden], None),
-        }
+        pairs, adapted = read_adapter(folder), copy(self)
+        of_heads = [heads * self.shape.head_dim for heads in self._heads().values()]
         adapted.layers = []
         for index, layer in enumerate(self.layers):
             at, low = f"model.layers.{index}.", {}
-            for part, (block, own, sizes, norm) in parts.items():
-                names = [f"{at}{block}.{each}_proj" for each in own]
-                weight = getattr(layer, part)
-                sizes = sizes or [weight.shape[1] // 2] * 2
+            for part, (own, norm) in _MATRICES.items():
+                num_inputs, num_outputs = getattr(layer, part).shape
+                sizes = of_heads if part == "qkv" else [num_outputs // len(own)] * len(own)
                 folded = None if norm is None else self._norms[f"{at}{norm}.weight"]
-                if (found := joined(pairs, names, sizes, weight.shape[0], folded)) is not None:
+                if (found := joined(pairs, [at + name for name in own], sizes, num_inputs, folded)) is not None:
                     low[part] = (found[0].to(self.shape.device), found[1].to(self.shape.device))
             adapted.layers.append(replace(layer, low=low))
         require_none_left(pairs)
@@ -246,10 +239,7 @@ class FastDecoder:
         """Have weights of its own, after ``copy`` of another decoder."""
         self.embed, self.head = self.embed.clone(), self.head.clone()
         self._norms = {name: norm.clone() for name, norm in self._norms.items()}
-        copies: list[Any] = [
-            [x.clone() if isinstance(x, torch.Tensor) else x for _, x in _parts(y)] for y in self.layers
-        ]
-        self.layers = [_Layer(*parts) for parts in copies]
+        self.layers = [replace(y, **{name: x.clone() for name, x in y.tensors().items()}) for y in self.layers]
 
     def swap_weights(self, other: FastDecoder) -> None:
         """Have the weights of ``other``, a decoder of the same sizes, which has these then."""
@@ -269,25 +259,21 @@ class FastDecoder:
         return self._own(weight).t().clone(memory_format=torch.contiguous_format)
 
     def _layer(self, weights: Mapping[str, torch.Tensor], layer: str) -> _Layer:
-        attention, mlp, norm = f"{layer}self_attn.", f"{layer}mlp.", None
-        projections = [f"{attention}{part}_proj." for part in "qkv"]
-        biases = [weights[f"{name}bias"] for name in projections if f"{name}bias" in weights]
+        attention, qk_norm, matrices = f"{layer}self_attn.", None, {}
+        biases = [weights[name] for part in "qkv" if (name := f"{attention}{part}_proj.bias") in weights]
         if f"{attention}q_norm.weight" in weights:
-            heads = (("q", self.num_heads), ("k", self.shape.num_kv_heads))
-            norm = torch.cat([self._own(weights[f"{attention}{x}_norm.weight"]).expand(n, -1) for x, n in heads])
-        return _Layer(
-            qkv=self._fold(
-                [weights[f"{name}weight"] for name in projections], weights[f"{layer}input_layernorm.weight"]
-            ),
-            qkv_bias=torch.cat([self._own(bias) for bias in biases]) if biases else None,
-            qk_norm=norm,
-            out=self._transposed(weights[f"{attention}o_proj.weight"]),
-            gate_up=self._fold(
-                [weights[f"{mlp}gate_proj.weight"], weights[f"{mlp}up_proj.weight"]],
-                weights[f"{layer}post_attention_layernorm.weight"],
-            ),
-            down=self._transposed(weights[f"{mlp}down_proj.weight"]),
-        )
+            heads = ((part, n) for part, n in self._heads().items() if part != "v")
+            qk_norm = torch.cat([self._own(weights[f"{attention}{x}_norm.weight"]).expand(n, -1) for x, n in heads])
+        for part, (names, norm) in _MATRICES.items():
+            own = [weights[f"{layer}{name}.weight"] for name in names]
+            folded = None if norm is None else weights[f"{layer}{norm}.weight"]
+            matrices[part] = self._transposed(*own) if folded is None else self._fold(own, folded)
+        qkv_bias = torch.cat([self._own(bias) for bias in biases]) if biases else None
+        return _Layer(qkv_bias=qkv_bias, qk_norm=qk_norm, **matrices)
+
+    def _heads(self) -> dict[str, int]:
+        """How many heads the projections of attention have, in the order of ``qkv``."""
+        return {"q": self.num_heads, "k": self.shape.num_kv_heads, "v": self.shape.num_kv_heads}
 
     # ------------------------------------------------------------------ pieces
 
