@@ -14,15 +14,15 @@ from starlette.types import Receive, Scope, Send
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.embedded.protocol import GenerateCall, meta_info
 from buffer_rl.embedded.service import EngineService
-from buffer_rl.embedded.streams import Piece
+from buffer_rl.embedded.streams import Piece, Stream
 from buffer_rl.engines import openai
 from buffer_rl.engines.http_server import json_response
 from buffer_rl.engines.protocol import BadRequestError
 from buffer_rl.errors import EngineError
 
 _JSON = [(b"content-type", b"application/json")]
+_EVENTS = "text/event-stream"
 _DONE = b"data: [DONE]\n\n"
-_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
 class GenerateRoute:
@@ -52,7 +52,8 @@ class GenerateRoute:
         except EngineError as error:
             return await _send(send, 503, {"error": {"message": str(error)}})
         if call.stream:
-            return await self._stream(call, receive, send)
+            with self.service.streamed(call) as stream:
+                return await StreamingResponse(self._events(call, stream), media_type=_EVENTS)(scope, receive, send)
         try:
             await receive()  # a client that goes away is the only message to come; the end of the rows cancels this
         except asyncio.CancelledError:
@@ -67,30 +68,15 @@ class GenerateRoute:
         rows = self.service.answers(call)
         return await _send(send, 200, rows if call.as_list else rows[0])
 
-    async def _stream(self, call: GenerateCall, receive: Receive, send: Send) -> None:
-        """Server-sent events; each has all text and tokens of one row so far."""
-        stream = self.service.watch(call)
-        gone = asyncio.ensure_future(receive())
-        gone.add_done_callback(lambda _: stream.close())
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+    async def _events(self, call: GenerateCall, stream: Stream) -> AsyncIterator[bytes]:
+        """Each has all text and tokens of one row so far."""
         texts = [""] * len(call.requests)
-        try:
-            async for piece in stream.pieces():
-                texts[piece.row] += piece.text
-                event = self.service.row_so_far(call, piece, texts[piece.row])
-                await send(_asgi_event(orjson.dumps({**event, "index": piece.row})))
-            if call.failure:
-                await send(_asgi_event(orjson.dumps({"error": {"message": call.failure}})))
-            await send(_asgi_event(b"[DONE]"))
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            gone.cancel()
-            self.service.unwatch(stream)
-            self.service.drop(call)
-
-
-def _asgi_event(data: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
+        async for piece in stream.pieces():
+            texts[piece.row] += piece.text
+            yield _event({**self.service.row_so_far(call, piece, texts[piece.row]), "index": piece.row})
+        if call.failure:
+            yield _event({"error": {"message": call.failure}})
+        yield _DONE
 
 
 async def _send(send: Send, status: int, content: Any) -> None:
@@ -129,7 +115,7 @@ class OpenAIRoutes:
         except EngineError as error:
             return json_response(openai.error_body(str(error), 503), 503)
         if reply.stream:
-            return StreamingResponse(self._events(call, reply), media_type="text/event-stream")
+            return StreamingResponse(self._events(call, reply), media_type=_EVENTS)
         if not await _done_before_disconnect(done, request):
             self.service.drop(call)
             return Response(status_code=499)  # nothing reads it
@@ -140,8 +126,7 @@ class OpenAIRoutes:
         return json_response(openai.response(self.service.answers(call), prompts, n, reply))  # type: ignore[arg-type]
 
     async def _events(self, call: GenerateCall, reply: openai.Reply) -> AsyncIterator[bytes]:
-        stream = self.service.watch(call)
-        try:
+        with self.service.streamed(call) as stream:
             for index, request in enumerate(call.requests):
                 yield _event(openai.opening(index, request.prompt_ids, reply))
             async for piece in stream.pieces():
@@ -157,9 +142,6 @@ class OpenAIRoutes:
                 used = openai.usage(rows, call.requests[0].params.n)
                 yield _event(openai.chunk_of([], reply, usage=used))
             yield _DONE
-        finally:
-            self.service.unwatch(stream)
-            self.service.drop(call)
 
     def _meta(self, call: GenerateCall, row: int) -> dict[str, Any]:
         return meta_info(call.requests[row], self.service.scheduler.version, call.return_logprob[row], False)

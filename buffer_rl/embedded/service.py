@@ -6,8 +6,9 @@ import asyncio
 import gc
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -148,18 +149,19 @@ class EngineService:
             meta = {"id": request.rid, "finish_reason": None, **lengths, "weight_version": version}
         return {"text": text, "output_ids": request.output_ids[: piece.end], "meta_info": meta}
 
-    def watch(self, call: GenerateCall) -> Stream:
-        """The rows of a call as they grow; ``unwatch`` it in the end."""
+    @contextmanager
+    def streamed(self, call: GenerateCall) -> Iterator[Stream]:
+        """The rows of a call as they grow, to whom reads them in the block; what is left of it then is aborted."""
         stream = Stream(call, self.codec)
         call.on_done = stream.changed.set
         if call.done:
             stream.changed.set()
         self._thread.streams = (*self._thread.streams, stream)
-        return stream
-
-    def unwatch(self, stream: Stream) -> None:
-        """The stream is no longer read."""
-        self._thread.streams = tuple(other for other in self._thread.streams if other is not stream)
+        try:
+            yield stream
+        finally:
+            self._thread.streams = tuple(other for other in self._thread.streams if other is not stream)
+            self.drop(call)
 
     def drop(self, call: GenerateCall) -> None:
         """The client of ``call`` is gone: abort what is left of it, without waiting."""

@@ -29,7 +29,6 @@ class Stream:
 
     def __init__(self, call: GenerateCall, codec: TextCodec) -> None:
         self.changed = asyncio.Event()
-        self.closed = False
         self._call = call
         self._rows = [_RowText(request, codec) for request in call.requests]
 
@@ -43,18 +42,11 @@ class Stream:
             row.length = length
         self.changed.set()
 
-    def close(self) -> None:
-        """The client is gone: ``pieces`` ends."""
-        self.closed = True
-        self.changed.set()
-
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What is new, until every row is done, the stream is closed or the engine has failed."""
+        """What is new, until every row is done or the engine has failed."""
         while any(not row.done for row in self._rows):
             await self.changed.wait()
             self.changed.clear()
-            if self.closed:
-                return
             for i, row in enumerate(self._rows):
                 if (piece := row.advance(i)) is not None:
                     yield piece
