@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="a reward that fails is a 0",
         file="buffer_rl/rollout/scoring.py",
-        old="failures[id(sample)] = RewardFailure(kind=kind, error=failed)",
+        old="failures[id(sample)] = AttemptFailure.of_reward(kind, failed)",
         new="sample.reward = 0.0",
         runs=("reward",),
     ),

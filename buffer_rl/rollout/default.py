@@ -270,7 +270,7 @@ class _Run:
         Returns an empty text if it is kept, else the reason or the failure."""
         for failures in await run_all(score_group(self.context, each, self.stats) for each in (group, *greedy)):
             if failures:
-                return AttemptFailure.of_reward(failures[0])
+                return failures[0]
         for status, reason in ((Status.ABORTED, ABORTED), (Status.FAILED, FAILED)):
             if any(sample.status is status and not sample.remove_sample for sample in group):
                 return reason

@@ -128,7 +128,7 @@ class _Evaluation:
                 raise
             return failure
         if failures:
-            return AttemptFailure.of_reward(failures[0])
+            return failures[0]
         for sample in group:
             if sample.status in WITHOUT_ANSWER:
                 raise RolloutError(f"an evaluation sample was {sample.status}", where=f"row {sample.row_id}")

@@ -31,14 +31,6 @@ class FailureKind(StrEnum):
 COSTLY = frozenset({FailureKind.TIMEOUT, FailureKind.CRASH})  # each costs a deadline, or the start of a process
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardFailure:
-    """Why one sample has no reward: the kind, and the error with all details."""
-
-    kind: FailureKind
-    error: RewardError
-
-
 class GenerateTimeoutError(RolloutError):
     """A call of the user's generate function exceeded its deadline. repeatable: whether there is time for another."""
 
@@ -67,15 +59,10 @@ class AttemptFailure:
     repeatable: bool = True
 
     @classmethod
-    def of_reward(cls, failure: RewardFailure) -> AttemptFailure:
-        """A group with a missing reward."""
-        return cls(
-            domain=Domain.DATA,
-            reason=f"reward_failed:{failure.kind}",
-            error=failure.error,
-            reward=failure.kind,
-            repeatable=failure.kind is not FailureKind.REFUSED,
-        )
+    def of_reward(cls, kind: FailureKind, error: RewardError) -> AttemptFailure:
+        """A sample without a reward, and so its group."""
+        reason, repeatable = f"reward_failed:{kind}", kind is not FailureKind.REFUSED
+        return cls(domain=Domain.DATA, reason=reason, error=error, reward=kind, repeatable=repeatable)
 
     @classmethod
     def of_conversion(cls, error: BufferRLError) -> AttemptFailure:

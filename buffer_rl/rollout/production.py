@@ -18,7 +18,7 @@ from buffer_rl.records.groups import Sample, SampleGroup, Status, VersionSpan
 from buffer_rl.records.ids import version_number
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.deadlines import overdue, ticket_deadline, ticket_limit_s
-from buffer_rl.rollout.failures import GenerateTimeoutError, RewardFailure
+from buffer_rl.rollout.failures import AttemptFailure, GenerateTimeoutError
 from buffer_rl.rollout.generate import generate, generate_together, reset_to_prompt
 from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.options import PLAY, generate_path
@@ -54,7 +54,7 @@ async def generate_group(lease: Lease, params: dict[str, Any], stats: RolloutSta
     stats.count_generated(group, num_before)
 
 
-async def score_group(context: RolloutContext, group: SampleGroup, stats: RolloutStats) -> list[RewardFailure]:
+async def score_group(context: RolloutContext, group: SampleGroup, stats: RolloutStats) -> list[AttemptFailure]:
     """Score the samples that were not aborted, in place; one that has a reward keeps it. Returns the failures."""
     to_score = [s for s in group.samples if s.status not in (Status.ABORTED, Status.FAILED)]
     scored = [sample for sample in to_score if not sample.__dict__.get("lowest_reward")]

@@ -268,8 +268,7 @@ class _Process:
 
     async def _send(self, message: Any) -> None:
         assert self._writer is not None
-        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._writer.write(HEADER.pack(len(body)) + body)
+        self._writer.write(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         async with asyncio.timeout(START_TIMEOUT_S):
             await self._writer.drain()
 

@@ -1,10 +1,11 @@
 """The process that computes synchronous rewards: batches from its socket, one sample after another, until the parent's
 end closes. The parent's side is ``reward_pool``.
 
-Frames are a 4-byte big-endian length and a body: pickle towards this process, JSON towards the parent, which therefore
-never unpickles what user code produced. Answers to samples are not frames: each is appended to a file in memory, as a
-line of JSON, as soon as it is there, and an empty frame says that the batch is done. The file outlives this process, so
-the parent knows which sample was at work, and keeps the answers before it, without a wake-up per sample.
+Towards this process go pickles, one after another; towards the parent, which therefore never unpickles what user code
+produced, frames of a 4-byte big-endian length and JSON. Answers to samples are not frames: each is appended to a file
+in memory, as a line of JSON, as soon as it is there, and an empty frame says that the batch is done. The file outlives
+this process, so the parent knows which sample was at work, and keeps the answers before it, without a wake-up per
+sample.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def main(socket_fd: int, answers_fd: int) -> None:
 
 def _serve(channel: socket.socket, messages: io.BufferedReader, answers_fd: int) -> None:
     try:
-        args = load_args(pickle.loads(_receive(messages)))
+        args = load_args(pickle.load(messages))
         registry = PluginRegistry.from_flags(args.plugin)
     except BufferRLError as error:
         _send(channel, {"error": str(error)})
@@ -101,7 +102,7 @@ def _serve(channel: socket.socket, messages: io.BufferedReader, answers_fd: int)
     _send(channel, {"ok": None})
     functions: dict[RewardTarget, Callable[..., Any]] = {}
     while True:
-        target, items = pickle.loads(_receive(messages))
+        target, items = pickle.load(messages)
         if target not in functions:
             try:
                 functions[target] = target.resolve(registry)
@@ -172,18 +173,6 @@ def _copied(value: object) -> bytes | None:
         return pickle.dumps(pickle.loads(pickle.dumps(value)))
     except Exception:  # fault boundary: objects of the user's own
         return None
-
-
-def _receive(messages: io.BufferedReader) -> bytes:
-    (length,) = HEADER.unpack(_read_exactly(messages, HEADER.size))
-    return _read_exactly(messages, length)
-
-
-def _read_exactly(messages: io.BufferedReader, length: int) -> bytes:
-    content = messages.read(length)
-    if len(content) < length:
-        raise EOFError
-    return content
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from buffer_rl.options.section import dump_args
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import contained, error_text
 from buffer_rl.records.groups import Sample, SampleGroup, Status
-from buffer_rl.rollout.failures import FailureKind, RewardFailure, kind_of
+from buffer_rl.rollout.failures import AttemptFailure, FailureKind, kind_of
 from buffer_rl.rollout.reward_pool import Outcome, RewardPool
 from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.user_functions import call_user, is_async
@@ -75,7 +75,7 @@ class Scorer:
         self._functions: dict[RewardTarget, Callable[..., Any]] = {}
         self._not_json: set[tuple[str, str]] = set()
 
-    async def score(self, samples: Sequence[Sample], *, of_set: str = "") -> list[RewardFailure]:
+    async def score(self, samples: Sequence[Sample], *, of_set: str = "") -> list[AttemptFailure]:
         """Set ``reward`` on every sample that can be scored; the others get status FAILED and no reward.
 
         of_set: the reward that the configuration of the samples' evaluation set names (``SampleGroup.rm_type``).
@@ -89,7 +89,7 @@ class Scorer:
         by_target: dict[RewardTarget, list[Sample]] = {}
         outcomes: dict[int, dict[RewardTarget, Outcome]] = {}
         weights: dict[int, dict[str, float]] = {}
-        failures: dict[int, RewardFailure] = {}
+        failures: dict[int, AttemptFailure] = {}
         for sample in samples:
             if sample.reward is None and self._args.use_opd and not self.scores(sample):
                 sample.reward = 0.0  # the teacher is all that there is to learn from
@@ -114,7 +114,7 @@ class Scorer:
         sample: Sample,
         outcomes: Mapping[RewardTarget, Outcome],
         weights: Mapping[str, float],
-        failures: dict[int, RewardFailure],
+        failures: dict[int, AttemptFailure],
     ) -> None:
         """Set the reward of a sample from what its reward functions answered: of several, the sum with ``weights``."""
         if not outcomes:
@@ -142,7 +142,7 @@ class Scorer:
         sample.reward = {**rewards, key: total} if key and total is not None else total
         sample.remove_sample = sample.remove_sample or total is None
 
-    async def _score_together(self, samples: Sequence[Sample]) -> list[RewardFailure]:
+    async def _score_together(self, samples: Sequence[Sample]) -> list[AttemptFailure]:
         """Score the samples of one prompt by ``--custom-group-rm-path``; if it fails, all of them have failed."""
         (target,) = self.targets_of(samples[0], "")
         group = SampleGroup(uid=samples[0].row_id.uid, samples=list(samples))
@@ -159,7 +159,7 @@ class Scorer:
                 kind, text, expected, hint = FailureKind.INVALID, error.what, error.expected, error.hint
         for sample in samples:
             sample.reward, sample.status = None, Status.FAILED
-        return [RewardFailure(kind=kind, error=RewardError(text, where=where, expected=expected, hint=hint))]
+        return [AttemptFailure.of_reward(kind, RewardError(text, where=where, expected=expected, hint=hint))]
 
     async def aclose(self) -> None:
         """Stop the reward processes."""
@@ -276,7 +276,7 @@ class Scorer:
                 return Outcome(kind=FailureKind.TIMEOUT, text=f"no reward within --rm-timeout-s {timeout_s:g} s")
             return Outcome(kind=kind_of(error), text=error_text(error))
 
-    def _set_reward(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, RewardFailure]) -> None:
+    def _set_reward(self, sample: Sample, origin: str, outcome: Outcome, failures: dict[int, AttemptFailure]) -> None:
         kind, text, expected, hint = outcome.kind, outcome.text, outcome.expected, outcome.hint
         if kind is FailureKind.ABSTAINED:
             sample.reward, sample.remove_sample = None, True
@@ -296,4 +296,4 @@ class Scorer:
         sample.status = Status.FAILED
         where = f"reward {origin}, row {sample.row_id}"
         failed = RewardError(text, where=where, expected=expected, hint=hint)
-        failures[id(sample)] = RewardFailure(kind=kind, error=failed)
+        failures[id(sample)] = AttemptFailure.of_reward(kind, failed)

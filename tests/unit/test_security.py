@@ -31,6 +31,7 @@ UNPICKLING = {
 # that a Python program starts.
 KNOWN = {
     ("buffer_rl/api.py", "pickle.loads"),
+    ("buffer_rl/rollout/reward_process.py", "pickle.load"),
     ("buffer_rl/rollout/reward_process.py", "pickle.loads"),
     ("buffer_rl/verbs/train.py", "pickle.load"),
     ("buffer_rl/verbs/trial.py", "pickle.load"),

@@ -19,7 +19,7 @@ from buffer_rl.observe.run_folder import SURROGATES
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, RowId, Sample, SampleGroup, Status, TrainBatch
 from buffer_rl.rollout.conversion import GroupConverter
-from buffer_rl.rollout.failures import CONVERSION_FAILED, AttemptFailure
+from buffer_rl.rollout.failures import CONVERSION_FAILED
 from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import UserFunction, apply_filter
 from buffer_rl.trainer.objective import Objective
@@ -124,7 +124,7 @@ async def _score(
         sample.reward = None
     failures = await scorer.score(to_score)
     if failures:
-        return AttemptFailure.of_reward(failures[0]).reason, str(failures[0].error)
+        return failures[0].reason, str(failures[0].error)
     try:
         new_rows, new_columns = converter.encode(new, False)
         old_rows, old_columns = before.encode(group, False)

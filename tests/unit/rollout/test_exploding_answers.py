@@ -129,5 +129,5 @@ async def test_arithmetic_that_no_signal_interrupts_is_killed_at_the_deadline(ki
     opened = kit.opened(custom_rm_path=f"{path}:score", rm_timeout_s=2.0)
     async with opened as context, heartbeat() as beats, asyncio.timeout(HANG_IF_SLOWER_S):
         (failure,) = await context.scorer.score(group.samples)
-    assert (group[0].reward, group[1].reward, failure.kind) == (4.0, None, FailureKind.TIMEOUT)
+    assert (group[0].reward, group[1].reward, failure.reward) == (4.0, None, FailureKind.TIMEOUT)
     assert beats[0] >= 5

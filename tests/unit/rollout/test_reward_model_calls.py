@@ -72,7 +72,7 @@ async def test_what_the_model_cannot_score_is_a_failure_of_its_sample_alone(
     group[1].tokens = tokens
     async with kit.opened(reward_model=[kit.LocalRewardModel(folder)], rm_model=folder) as context:
         (failure,) = await context.scorer.score(group.samples)
-    assert failure.kind is FailureKind.INVALID
+    assert failure.reward is FailureKind.INVALID
     assert message in str(failure.error)
     assert str(group[1].row_id) in str(failure.error)
     assert [sample.reward is None for sample in group] == [False, True, False]

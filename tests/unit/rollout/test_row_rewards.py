@@ -187,7 +187,7 @@ async def test_a_reward_that_fails_is_named_and_is_no_number(kit: Any, options: 
     group = chosen(kit, ["raise", 1.0], rewards={"length": 1.0, "of_label": 1.0})
     async with kit.opened(**options) as context:
         (failure,) = await context.scorer.score(group.samples)
-    assert failure.kind is FailureKind.EXCEPTION
+    assert failure.reward is FailureKind.EXCEPTION
     assert "'of_label'" in failure.error.where
     assert rewards_of(context.args, group) == [None, 5.0]
     assert group[0].status is Status.FAILED
@@ -197,7 +197,7 @@ async def test_a_reward_without_a_number_fails_if_the_row_chose_it_alone(kit: An
     group = chosen(kit, ["text"], rm_type="of_label")
     async with kit.opened(**options) as context:
         (failure,) = await context.scorer.score(group.samples)
-    assert failure.kind is FailureKind.INVALID
+    assert failure.reward is FailureKind.INVALID
 
 
 async def test_rows_weigh_only_what_the_run_lists(kit: Any) -> None:

@@ -103,7 +103,7 @@ async def test_a_bad_reward_is_a_named_failure_of_its_sample_alone(
     assert [s.reward for s in group] == [1.0, None, 2.0]
     assert [s.status for s in group] == [Status.PENDING, Status.FAILED, Status.PENDING]
     (failure,) = failures
-    assert failure.kind is kind
+    assert failure.reward is kind
     with pytest.raises(type(failure.error), match=message) as caught:
         raise failure.error
     assert "told_by_label" in str(caught.value)
@@ -126,7 +126,7 @@ async def test_after_two_lost_processes_the_rest_of_a_group_is_given_up(
     labels = [behaviour, behaviour, "1", behaviour]
     group, failures = await score_labels(kit, labels, "told_by_label", rm_timeout_s=1.0)
     assert MAX_LOST_PER_CALL == 2
-    assert [failure.kind for failure in failures] == [kind] * 4
+    assert [failure.reward for failure in failures] == [kind] * 4
     assert "not run" in failures[2].error.what
     assert all(sample.reward is None for sample in group)
 
@@ -157,14 +157,14 @@ async def test_an_asynchronous_reward_has_the_same_failures(kit: Any) -> None:
     group, failures = await score_labels(kit, labels, "slow_async", rm_timeout_s=1.0)
     assert [s.reward for s in group] == [4.0, None, None, None, None]
     raised = [FailureKind.EXCEPTION] * 2
-    assert [f.kind for f in failures] == [FailureKind.TIMEOUT, *raised, FailureKind.INVALID]
+    assert [f.reward for f in failures] == [FailureKind.TIMEOUT, *raised, FailureKind.INVALID]
 
 
 async def test_a_reward_that_is_marked_is_called_where_the_samples_are_and_its_failures_stay_its_own(kit: Any) -> None:
     labels = ["pid", "raise", "exit", "interrupt", "nan", "4"]
     group, failures = await score_labels(kit, labels, "told_at_once")
     assert [s.reward for s in group] == [float(os.getpid()), None, None, None, None, 4.0]
-    assert [f.kind for f in failures] == [FailureKind.EXCEPTION] * 3 + [FailureKind.INVALID]
+    assert [f.reward for f in failures] == [FailureKind.EXCEPTION] * 3 + [FailureKind.INVALID]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ async def test_a_reward_that_the_generate_function_set_is_kept_and_checked(kit: 
     async with kit.opened() as context:
         (failure,) = await context.scorer.score(group.samples)
     assert group[0].reward == 0.75
-    assert (failure.kind, group[1].reward) == (FailureKind.INVALID, None)
+    assert (failure.reward, group[1].reward) == (FailureKind.INVALID, None)
 
 
 async def test_with_a_teacher_what_nothing_scores_has_the_reward_0(kit: Any) -> None:
@@ -301,7 +301,7 @@ async def test_the_deadline_is_of_each_sample_not_of_the_group(kit: Any) -> None
     labels = ["0.4", "0.4", "0.4", "3600", "0.4"]
     group, (failure,) = await score_labels(kit, labels, "block_for_label", rm_timeout_s=1.2)
     assert [sample.reward for sample in group] == [1.0, 1.0, 1.0, None, 1.0]
-    assert failure.kind is FailureKind.TIMEOUT
+    assert failure.reward is FailureKind.TIMEOUT
     assert "row source:6:0/3.0" in str(failure.error)
 
 
@@ -341,7 +341,7 @@ async def test_parts_of_a_group_give_up_together(kit: Any) -> None:
         await context.scorer.score(kit.make_group(0, labels=["0.2"]).samples)
         group = kit.make_group(1, labels=["3600", "0.1", "0.1", "3600", "0.1", "0.1"])
         failures = await context.scorer.score(group.samples)
-    assert {failure.kind for failure in failures} == {FailureKind.TIMEOUT}
+    assert {failure.reward for failure in failures} == {FailureKind.TIMEOUT}
     assert sum("not run" in failure.error.what for failure in failures) == 2  # the rest of the part that lost last
     assert sorted(str(sample.reward) for sample in group) == ["1.0"] * 2 + ["None"] * 4
 
@@ -370,7 +370,7 @@ async def test_a_daemon_of_a_reward_ends_with_the_reward_process(kit: Any, tmp_p
         group = kit.make_group(6, labels=[str(file) for file in files])
         (failure,) = await context.scorer.score(group.samples)
         first, second = (int(file.read_text()) for file in files)
-        assert (failure.kind, group[0].reward) == (FailureKind.TIMEOUT, first)
+        assert (failure.reward, group[0].reward) == (FailureKind.TIMEOUT, first)
         assert holds_within(5.0, lambda: not alive(first) and not alive(second))
         group = kit.make_group(7, labels=[str(files[0])])
         assert await context.scorer.score(group.samples) == []
@@ -410,14 +410,14 @@ async def test_a_bad_group_reward_fails_the_whole_group_by_name(
     options = {"custom_rm_path": None, "custom_group_rm_path": kit.user(function)}
     group, (failure,) = await score_labels(kit, [behaviour, "c", "a"], "told_by_label", **options)
     assert [(sample.reward, sample.status) for sample in group] == [(None, Status.FAILED)] * 3
-    assert failure.kind is kind
+    assert failure.reward is kind
     assert message in str(failure.error)
     assert "group source:6:0" in failure.error.where
 
 
 async def test_text_that_utf_8_cannot_encode_costs_no_reward_process(kit: Any) -> None:
     _, (failure,) = await score_labels(kit, ["1"], "raises_a_lone_surrogate")
-    assert failure.kind is FailureKind.EXCEPTION
+    assert failure.reward is FailureKind.EXCEPTION
     assert "bad text \ud800 in 1" in failure.error.what
     group, failures = await score_labels(kit, ["1", "2"], "rewards_with_a_lone_surrogate", reward_key="score")
     assert failures == []
