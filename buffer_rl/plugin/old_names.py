@@ -28,7 +28,7 @@ _MOVED: Mapping[str, str] = {
 """The modules that a package has under their own last names, as they were."""
 _RENAMED: Mapping[str, str] = {
     "algo.kl": "algo.kl_target",
-    "algo.losses": "algo.value",
+    "algo.losses": "algo.cispo algo.decoupled algo.gmpo algo.gspo algo.sapo algo.value",
     "algo.returns": "algo.distillation",
     "buffer.codec": "buffer.wire",
     "buffer.ledger": "buffer.record",
