@@ -71,10 +71,12 @@ class Objective:
         sampled = not self.supervised and args.rollout_temperature > 0
         self.temperature = float(args.rollout_temperature) if sampled else 1.0
         self._correction_name = args.custom_tis_function_path or args.tis_mode
-        self._correction = None if self.critic else _correction_of(args, registry)
+        self._correction: Correction | None = None  # between engine and trainer
         self.unit = unit_of(self._loss)
-        if self._correction is not None:
-            own = unit_of(self._correction) if args.custom_tis_function_path else correction_unit(args)
+        if args.use_tis and not self.critic and not self.supervised:  # the supervised loss has no ratios
+            path = args.custom_tis_function_path
+            self._correction = cast("Correction", registry.resolve("correction", path)) if path else truncated_weights
+            own = unit_of(self._correction) if path else correction_unit(args)
             self.unit = max(self.unit, own, key=list(Unit).index)
         self.scope = estimator_scope(args, self._estimator)
         self.needs = estimator_needs(args, self._estimator)
@@ -200,31 +202,17 @@ class Objective:
         self._require("loss", self._loss_name, needs_of(self._loss) - {"old_log_probs"}, rows)
         if self._correction is not None:
             self._require("correction", self._correction_name, needs_of(self._correction) - {"old_log_probs"}, rows)
-        on_bt = mask_bt != 0
 
-        def column(name: str) -> torch.Tensor | None:
-            if name == "old_log_probs":
-                return old_log_probs()
+        def column(name: str) -> Any:
+            if name == "old_log_probs" and self._args.use_rollout_logprobs:
+                return inputs["rollout_log_probs"]
             _require_given(rows, name, f"{place('loss', self._loss_name)}, or its correction,")
-            return _masked_column(rows, name, mask_bt)
+            found = _masked_column(rows, name, mask_bt)
+            return inputs.log_probs.detach() if name == "old_log_probs" and found is None else found
 
-        def old_log_probs() -> torch.Tensor | None:
-            if self._args.use_rollout_logprobs:
-                return inputs["rollout_log_probs"]  # type: ignore[no-any-return]
-            found = padded_column(rows, "old_log_probs", mask_bt)
-            return inputs.log_probs.detach() if found is None else torch.where(on_bt, found, 0.0)
-
-        def masked(output: torch.Tensor | None) -> torch.Tensor | None:
-            return None if output is None else torch.where(on_bt, output, 0.0)
-
-        inputs = LossInputs(
-            log_probs=masked(log_probs),
-            entropy=masked(entropy),
-            values=masked(values),
-            loss_mask=mask_bt,
-            row_ids=rows.row_ids,
-            column=column,
-        )
+        outputs = {"log_probs": log_probs, "entropy": entropy, "values": values}
+        masked: Any = {name: None if o is None else torch.where(mask_bt != 0, o, 0.0) for name, o in outputs.items()}
+        inputs = LossInputs(**masked, loss_mask=mask_bt, row_ids=rows.row_ids, column=column)
         return inputs
 
     def _require(self, kind: str, name: str, needs: frozenset[str], batch: TrainBatch) -> None:
@@ -333,15 +321,6 @@ def _checked_column(batch: TrainBatch, column: str, *, where: str, expected: str
         right = f"{len(wanted)} rows" if at is None else f"{wanted[at]}"
         raise PluginError(f"the column {column} has {what}, not {right}", where=where, expected=expected)
     return rows
-
-
-def _correction_of(args: Args, registry: PluginRegistry) -> Correction | None:
-    """Between engine and trainer; None without ``--use-tis``, and for the supervised loss, which has no ratios."""
-    if not args.use_tis or is_supervised(args):
-        return None
-    if path := args.custom_tis_function_path:
-        return cast("Correction", registry.resolve("correction", path))
-    return truncated_weights
 
 
 class _ReadColumns(dict[str, Column]):

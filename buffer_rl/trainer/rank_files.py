@@ -50,14 +50,14 @@ def save_state(
         for name, tensors in files.items():
             save_file(tensors, folder / f"{name}.safetensors")
 
-    if background:
-        return _ended(write, str(folder))
-    write()
-    return lambda: True
+    return _written(write, str(folder), background=background)
 
 
-def _ended(write: Callable[[], None], where: str) -> Callable[[], bool]:
-    """Start ``write`` on a thread. Whether it has ended; raises CheckpointError if it failed."""
+def _written(write: Callable[[], None], where: str, *, background: bool) -> Callable[[], bool]:
+    """``write``, or start it on a thread. Whether it has ended; raises CheckpointError if it failed there."""
+    if not background:
+        write()
+        return lambda: True
     executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = executor.submit(write)
     executor.shutdown(wait=False)
@@ -123,12 +123,10 @@ def save_split_state(
 
     background: a process group of all ranks for this alone, in which their threads meet."""
     folder, moments = _begin_save(path, model, optimizer, rank)
-    tensors = {**weights, **moments}
-    if background is None:
-        save_parts(tensors, folder)
-        return lambda: True
-    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    return _ended(lambda: save_parts(copies, folder, background), str(folder))
+    tensors, on_thread = {**weights, **moments}, background is not None
+    if on_thread:
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return _written(lambda: save_parts(tensors, folder, background), str(folder), background=on_thread)
 
 
 def load_split_state(

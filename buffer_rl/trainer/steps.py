@@ -67,13 +67,9 @@ class StepReport:
             found["divisor"] = sum(float(of_step.divisor) for of_step in sums)
         if sizes := [size for report in reports for size in report.sizes]:
             found["loss_tokens"], found["loss_samples"] = (sum(numbers) for numbers in zip(*sizes, strict=True))
-        if reports[0].non_finite:
-            found["non_finite_steps"] = float(reports[0].non_finite)
-        if reports[0].kl_coef is not None:
-            found["kl_coef"] = reports[0].kl_coef
-        if reports[0].measured_kl is not None:
-            found[MEASURED_KL] = reports[0].measured_kl
-        return found
+        non_finite, kl_coef, kl = reports[0].non_finite, reports[0].kl_coef, reports[0].measured_kl
+        rest = {"non_finite_steps": float(non_finite) or None, "kl_coef": kl_coef, MEASURED_KL: kl}
+        return found | {name: value for name, value in rest.items() if value is not None}
 
 
 def train_steps(
