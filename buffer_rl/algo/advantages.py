@@ -5,16 +5,12 @@ Each column holds one array ``[response_length]`` float32 for each row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.errors import DataError
 from buffer_rl.kinds.marks import scoped
 from buffer_rl.records.groups import TrainBatch
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 @scoped("row")

@@ -10,18 +10,13 @@ entropy bonus are not multiplied. Suffix legend: ``_bt`` is ``[num_rows, max_res
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from buffer_rl.algo.aggregation import per_row
 from buffer_rl.algo.losses import ratio_of
+from buffer_rl.args import Args
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.kinds.token_loss import LossInputs, Metric
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 TOKEN_MODES = ("truncate", "token")
 """Values of ``--tis-mode`` that look at a token by itself; the others look at all tokens of a row."""

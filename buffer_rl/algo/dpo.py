@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from buffer_rl.algo.aggregation import mask_out
+from buffer_rl.args import Args
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, Metric, Reduction, TokenLoss
 from buffer_rl.records.groups import equal_rewards
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 @loss_unit(Unit.GROUP, needs=("reward", "ref_log_probs"))

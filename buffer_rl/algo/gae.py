@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from buffer_rl.algo.returns import discounted_sums, masks_of, spread, token_rewards, unmasked
+from buffer_rl.args import Args
 from buffer_rl.kinds.marks import scoped
 from buffer_rl.records.groups import TrainBatch
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 @scoped("row", needs=("values",))

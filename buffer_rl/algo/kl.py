@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from buffer_rl.algo.losses import MAX_LOG_RATIO
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.options.checks import refuse
 from buffer_rl.options.section import required
@@ -14,8 +15,6 @@ from buffer_rl.plan.algorithm import is_supervised, uses_critic
 
 if TYPE_CHECKING:
     import torch
-
-    from buffer_rl.args import Args
 
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"]
 

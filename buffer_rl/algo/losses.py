@@ -12,13 +12,12 @@ import math
 from typing import TYPE_CHECKING
 
 from buffer_rl.algo.aggregation import row_mean
+from buffer_rl.args import Args
 from buffer_rl.kinds.marks import Unit, loss_unit
 from buffer_rl.kinds.token_loss import LossInputs, Metric, Reduction, TokenLoss
 
 if TYPE_CHECKING:
     import torch
-
-    from buffer_rl.args import Args
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this many nats before ``exp`` (e^20 is about 5e8, far from overflow in float32). Where the

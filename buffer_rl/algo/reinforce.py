@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from buffer_rl.algo.advantages import grpo, rewards_of
 from buffer_rl.algo.returns import discounted_sums, masks_of, spread, token_rewards, whitened, whitened_tokens
+from buffer_rl.args import Args
 from buffer_rl.kinds.marks import scoped
 from buffer_rl.records.groups import TrainBatch, equal_rewards
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 @scoped("rollout")

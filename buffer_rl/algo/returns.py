@@ -8,17 +8,14 @@ belongs to it, and its advantage is 0. Suffix ``_u``: ``[num_unmasked]`` of one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from buffer_rl.algo.advantages import rewards_of
+from buffer_rl.args import Args
 from buffer_rl.errors import DataError
 from buffer_rl.plan.algorithm import policy_field
 from buffer_rl.records.groups import Column, TrainBatch
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 EPS = 1e-8
 """Added to the variance, as in slime's and verl's ``masked_whiten``."""

@@ -6,17 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, RewardError
 from buffer_rl.plan.algorithm import estimator_of
 from buffer_rl.plan.algorithms import Rewards, algorithm_of
 from buffer_rl.records.groups import equal_rewards
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 def shaped(args: Args, rewards_n: np.ndarray, lengths_n: np.ndarray) -> np.ndarray:

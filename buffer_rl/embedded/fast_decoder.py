@@ -40,7 +40,7 @@ class _Layer:
     down: torch.Tensor
     low: dict[str, LowRank] = field(default_factory=dict)  # of an adapter, by the matrix
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         own = {part.name: getattr(self, part.name) for part in fields(self)}
         return {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
 
@@ -259,7 +259,8 @@ class FastDecoder:
         return self._own(weight).t().clone(memory_format=torch.contiguous_format)
 
     def _layer(self, weights: Mapping[str, torch.Tensor], layer: str) -> _Layer:
-        attention, qk_norm, matrices = f"{layer}self_attn.", None, {}
+        attention, qk_norm = f"{layer}self_attn.", None
+        matrices: dict[str, Any] = {}
         biases = [weights[name] for part in "qkv" if (name := f"{attention}{part}_proj.bias") in weights]
         if f"{attention}q_norm.weight" in weights:
             heads = ((part, n) for part, n in self._heads().items() if part != "v")

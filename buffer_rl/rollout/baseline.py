@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from buffer_rl.algo.rewards import shaped
+from buffer_rl.args import Args
 from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.kinds.marks import needs_of
 from buffer_rl.kinds.reward import check_group_rewards
@@ -24,7 +25,6 @@ from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.stats import penalised_lengths
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.plugin.registry import PluginRegistry
 
 BASELINE = "baseline_reward"

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.args import Args
 from buffer_rl.data.eval_sets import eval_datasets
 from buffer_rl.options.user_args import user_args
 from buffer_rl.rollout.baseline import needs_baseline
@@ -22,7 +23,6 @@ from buffer_rl.rollout.scoring import Scorer
 from buffer_rl.rollout.user_functions import UserFunction, resolve_function
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.client import EngineClient
     from buffer_rl.kinds.rollout import RolloutBuffer
     from buffer_rl.plugin.registry import PluginRegistry

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial
 from itertools import accumulate, chain, combinations, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from buffer_rl.algo.rewards import normalized, rewards_kind, shaped
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, RolloutError, raised_as, short_repr
 from buffer_rl.files.hf_config import expert_sizes
 from buffer_rl.options.user_args import user_args
@@ -23,10 +24,6 @@ from buffer_rl.records.groups import Column, GroupUid, RowId, Sample, SampleGrou
 from buffer_rl.rollout.baseline import BASELINE, baseline_of, needs_baseline, rollout_log_probs_reader
 from buffer_rl.rollout.stats import penalised_lengths
 from buffer_rl.rollout.user_functions import UserFunction
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 REQUIRED_COLUMNS = frozenset({"tokens", "response_length", "loss_mask", "reward"})
 NO_VERSION = -1  # rows that no engine sampled, such as those of supervised fine-tuning

@@ -15,10 +15,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ray
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.actor_group import redirect_output
@@ -28,9 +29,6 @@ from buffer_rl.data.custom import CustomSource
 from buffer_rl.options.section import dump_args, load_args
 from buffer_rl.plugin.calls import place
 from buffer_rl.plugin.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 class DataSourceActor:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
+from buffer_rl.args import Args
 from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.plan.schedule import Schedule
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 EARLY_S = 0.001
 """A timer may fire so much early."""

@@ -24,8 +24,9 @@ import contextlib
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.queue import check_spans, check_versions, is_complete
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
@@ -42,10 +43,6 @@ from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import apply_filter, apply_sample_filter, process_all_samples
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 REPORT_S = 0.01
 """Between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's; and which it

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import comb
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
@@ -23,10 +23,6 @@ from buffer_rl.rollout.production import generate_group, run_all, score_group, w
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, known_means, reward_entries, rewards_of
 from buffer_rl.rollout.user_functions import UNNAMED
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 WITHOUT_ANSWER = (Status.ABORTED, Status.FAILED)
 

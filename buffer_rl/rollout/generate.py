@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from buffer_rl.args import Args
 from buffer_rl.engines.text import stop_window, text_before_stop, text_to_stop
 from buffer_rl.errors import RolloutError
 from buffer_rl.records.experts import joined, num_recomputed
@@ -25,7 +26,6 @@ from buffer_rl.rollout.prompts import data_errors
 from buffer_rl.rollout.requests import answer_for, answers_for, are_first_rows
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.engines.client import GenerateResult
 
 

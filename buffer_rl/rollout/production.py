@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.queue import DONE
 from buffer_rl.engines.protocol import ROWS
 from buffer_rl.errors import DeadlineError, RolloutError
@@ -24,10 +25,6 @@ from buffer_rl.rollout.lease import Lease
 from buffer_rl.rollout.options import PLAY, generate_path
 from buffer_rl.rollout.stats import RolloutStats, rewards_of, sampled_tokens
 from buffer_rl.rollout.user_functions import call_plugin
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 T = TypeVar("T")
 OF_SLIME: dict[str, Any] = {"stop": None, "stop_token_ids": None, "spaces_between_special_tokens": False}

@@ -6,16 +6,13 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.data.options import check_template_kwargs
 from buffer_rl.errors import BufferRLError, DataError, RolloutError
 from buffer_rl.records.groups import Prompt, Sample
 from buffer_rl.records.sample import RenderedPrompt
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 _DECODED = "a template that takes arguments of tool calls as text, not as objects, wants --no-decode-json"
 TOO_LONG = "prompt_too_long"  # why a training group is rejected; see --rollout-max-prompt-len

@@ -14,10 +14,11 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.calling import Answers
 from buffer_rl.files.hf_config import length_problem, max_positions, vocab_size
 from buffer_rl.options.section import required
@@ -25,10 +26,6 @@ from buffer_rl.records.groups import Sample
 from buffer_rl.rollout.failures import FailureKind
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.reward_pool import Outcome
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 ROLE = "reward"
 FLAG = "--rm-model"

@@ -22,8 +22,9 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.fork_server import die_with_parent, keep_descendants
 from buffer_rl.errors import BufferRLError, RewardError
 from buffer_rl.kinds.reward import check_group_rewards, check_reward
@@ -33,10 +34,6 @@ from buffer_rl.plugin.calls import contained, contained_task, error_text
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.failures import FailureKind, kind_of
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 HEADER = struct.Struct(">I")
 DONE = HEADER.pack(0)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, ConfigError, DataError, RewardError, RolloutError
 from buffer_rl.kinds.marks import is_at_once, is_for_rows
 from buffer_rl.kinds.reward import check_reward, reward_weights, weighted_reward
@@ -23,10 +24,8 @@ from buffer_rl.rollout.reward_process import RewardTarget
 from buffer_rl.rollout.user_functions import call_user, is_async
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.plugin.registry import PluginRegistry
     from buffer_rl.rollout.reward_model_client import RewardModelClient
-
 
 MODEL = RewardTarget("--rm-model", registered=False)
 """Scores of the reward model."""

@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import DataError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
 from buffer_rl.records.groups import RolloutOutput, Sample, SampleGroup, Status
@@ -25,9 +26,6 @@ from buffer_rl.rollout.failures import AttemptFailure
 from buffer_rl.rollout.production import run_all, within_deadline
 from buffer_rl.rollout.prompts import TOO_LONG, PromptEncoder, data_errors
 from buffer_rl.rollout.stats import RolloutStats
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 SWITCHES = ("loss", "step_loss_mask")
 ANY_QUESTION = {"role": "user", "content": "?"}  # what a message rendered by itself follows

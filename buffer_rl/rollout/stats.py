@@ -8,18 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.errors import RolloutError
 from buffer_rl.observe.metrics import drop_metrics
 from buffer_rl.records.groups import Sample, SampleGroup, Status, equal_rewards, sample_means
 from buffer_rl.rollout.options import plays_agents
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 OF_KEPT = frozenset(
     {"raw_reward", "raw_reward_std", "response_len/mean", "response_len/max", "truncated_ratio", "zero_std"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_filter_decision
 from buffer_rl.kinds.rollout import RolloutBuffer, check_metrics
@@ -19,9 +20,7 @@ from buffer_rl.records.groups import FilterDecision, GroupUid, QueueHeader, Samp
 from buffer_rl.rollout.failures import status_of
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.plugin.registry import PluginRegistry
-
 
 DEFAULT_REASON = "filtered"
 UNNAMED = "default"  # the evaluation set of groups that name none

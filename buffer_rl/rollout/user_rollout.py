@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.errors import BufferRLError, DataError, RewardError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_reward
@@ -25,10 +26,6 @@ from buffer_rl.rollout.evaluate import eval_metrics
 from buffer_rl.rollout.prompts import PromptEncoder
 from buffer_rl.rollout.stats import OF_KEPT, RolloutStats, rewards_of
 from buffer_rl.rollout.user_functions import call_user
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 EXPECTED_EVALUATION = (
     "{data set: {'rewards': [a number a sample], 'truncated': [a boolean a sample], 'samples': [...]}}"

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
 from buffer_rl.buffer.storage import StorageUnit
@@ -42,9 +43,6 @@ from buffer_rl.rollout.data_source import DataSourceActor, delivery_answers
 from buffer_rl.rollout.stats import known_reward
 from buffer_rl.rollout.user_functions import LogFunctions, UserFunction, choose_queued
 from buffer_rl.rollout.user_rollout import render, run_user_rollout
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 COLLECT_AFTER_S = 0.01
 NAMESPACES = ("rollout", "eval", "perf")

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from buffer_rl.args import Args
 from buffer_rl.errors import DataError, TrainError
 from buffer_rl.kinds.marks import Unit
 from buffer_rl.records.groups import SAMPLE_SIZES, GroupUid, TrainBatch
 from buffer_rl.trainer.packing import Packing, pack, prompt_keys
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 PLACES_PER_TOKEN = 3
 """Most places of the padded rows of a micro-batch for each token that ``--max-tokens-per-gpu`` lets it have packed."""

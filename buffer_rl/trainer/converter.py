@@ -10,16 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, PluginError, raised_as
 from buffer_rl.trainer.model import checked_pairs, unique_state
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 class NameMap(ABC):

@@ -18,12 +18,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from buffer_rl.args import Args
 from buffer_rl.errors import TrainError
 from buffer_rl.files.hf_config import length_problem
 from buffer_rl.kinds.objective import Objective
@@ -34,9 +35,6 @@ from buffer_rl.trainer.output_layer import at_predictors, fused_log_probs, is_fu
 from buffer_rl.trainer.packing import is_packed
 from buffer_rl.trainer.routing_replay import Differing, RoutingReplay
 from buffer_rl.trainer.vocabulary import in_chunks, of_logits
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 def response_log_probs(

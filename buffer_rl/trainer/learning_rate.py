@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.plan.counts import optimizer_steps
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 def learning_rate(args: Args, step: int) -> float:

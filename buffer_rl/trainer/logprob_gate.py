@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.errors import DataError, TrainError
 from buffer_rl.options.section import required
 from buffer_rl.plan.algorithm import trains_on_older
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 MAX_ROWS = 8
 MAX_SHOWN = 3

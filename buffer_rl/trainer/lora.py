@@ -20,13 +20,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.trainer.sharding import whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from buffer_rl.args import Args
 
 ALL_LINEAR = "all-linear"
 PART = ".default.weight"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError, PluginError, short_repr
 from buffer_rl.kinds.trainer import ModelConverter
 from buffer_rl.options.section import required
@@ -29,10 +30,6 @@ from buffer_rl.trainer.output_layer import fuse_where_possible
 from buffer_rl.trainer.packing import pack_where_possible
 from buffer_rl.trainer.pretrained import checked_folder, load_model
 from buffer_rl.trainer.sharding import Sharding, fsdp_modules, layers_of, whole
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 BUCKET_BYTES = 256 * 1024 * 1024
 """Largest bucket of ``weight_buckets``: large enough to amortise a transfer, small beside an engine's memory."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from buffer_rl.algo.corrections import correction_unit, mismatch_metrics, trunca
 from buffer_rl.algo.kl import MEASURED_KL, kl_estimate
 from buffer_rl.algo.losses import value_loss
 from buffer_rl.algo.returns import REVERSE_KL, distil, masks_of, whitened_tokens
+from buffer_rl.args import Args
 from buffer_rl.errors import DataError, PluginError, short_repr
 from buffer_rl.kinds.marks import Scope, Unit, needs_of, unit_of
 from buffer_rl.kinds.objective import AdvantageEstimator, Correction, PolicyLoss
@@ -36,10 +37,6 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, TrainBatch
 from buffer_rl.trainer.collate import padded_column, response_mask, sample_sizes
 from buffer_rl.trainer.logprob_gate import rows_of_version
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 LOG_PROB_GAP = "train_rollout_logprob_abs_diff"
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from buffer_rl.args import Args
 from buffer_rl.errors import CheckpointError, NonFiniteError, TrainError
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.trainer.host_memory import HostMemory, wait_for_copies
 from buffer_rl.trainer.learning_rate import learning_rate as learning_rate
 from buffer_rl.trainer.sharding import local, whole
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 def non_finite_gradient(norm: float, step: int) -> NonFiniteError:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.environment import set_variables
 from buffer_rl.errors import ConfigError
 from buffer_rl.files.hf_config import read_config
@@ -20,9 +21,6 @@ from buffer_rl.plan.roles import CRITIC
 from buffer_rl.trainer.output_layer import fuse_where_possible
 from buffer_rl.trainer.packing import pack_where_possible, probe_of
 from buffer_rl.trainer.sharding import gather_tied_once, reshard
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 def prepare_torch(args: Args, seed: int) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import ray
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.readers import Share, Splitting
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
@@ -70,7 +71,6 @@ from buffer_rl.trainer.stream import gradient_stage, log_prob_stage
 from buffer_rl.weights.sender import RankSender
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.trainer.objective import Objective
 
 

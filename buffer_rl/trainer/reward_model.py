@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.calling import JoinedCalls
 from buffer_rl.cluster.hangs import ReplacementWatch
@@ -32,8 +33,6 @@ from buffer_rl.rollout.reward_model_client import FLAG, ROLE
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-    from buffer_rl.args import Args
 
 
 class RewardModel:

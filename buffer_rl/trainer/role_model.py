@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from buffer_rl.args import Args
 from buffer_rl.errors import EngineError, TrainError
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Topology
@@ -21,10 +22,6 @@ from buffer_rl.trainer.pretrained import initial_folder, pick_device
 from buffer_rl.weights.disk import DiskSender
 from buffer_rl.weights.distributed import JOIN_TIMEOUT_S
 from buffer_rl.weights.process_group import WeightGroup, join
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
-
 
 FLAG = "--weight-sync-mode"
 """What is named where received weights do not load."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.cluster.actor_group import ActorGroup, FusedProcesses, redirect_output
 from buffer_rl.cluster.dispatch import dispatch
@@ -30,9 +31,6 @@ from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Column, TrainBatch
 from buffer_rl.trainer.stream import Stage, advantage_stage, log_prob_stage, reading
 from buffer_rl.weights.role_weights import BroadcastMember
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 
 def joined_reports(role: str, answers: list[WorkReport]) -> WorkReport:

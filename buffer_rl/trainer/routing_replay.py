@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from buffer_rl.args import Args
 from buffer_rl.embedded.routers import NUM_TOKENS, find_routers, recorded_experts
 from buffer_rl.errors import ConfigError, DataError, TrainError
 from buffer_rl.files.hf_config import text_config
@@ -29,9 +30,6 @@ from buffer_rl.plugin.calls import contained
 from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.records.groups import TrainBatch
 from buffer_rl.trainer.packing import TOLERANCE, TOLERANCE_OF_HALVES, probe_of
-
-if TYPE_CHECKING:
-    from buffer_rl.args import Args
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 

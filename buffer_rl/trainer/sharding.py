@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from buffer_rl.args import Args
 from buffer_rl.errors import CheckpointError, raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from buffer_rl.args import Args
 
 PART = "shard-"
 """What the names of the files of ``save_parts`` begin with."""

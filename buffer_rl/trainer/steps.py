@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from buffer_rl.algo.kl import MEASURED_KL, adapted_coefficient
+from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, CheckpointError, ConfigError, NonFiniteError, TrainError, raised_as
 from buffer_rl.files.hf_config import read_config, text_config
 from buffer_rl.files.row_file import write_rollout
@@ -31,7 +32,6 @@ from buffer_rl.records.groups import TrainBatch
 from buffer_rl.trainer.peers import summed_over_ranks
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.trainer.objective import Objective
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from buffer_rl.args import Args
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.errors import BufferRLError, TrainError
 from buffer_rl.kinds.token_loss import Sums
@@ -27,7 +28,6 @@ from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Column, TrainBatch
 
 if TYPE_CHECKING:
-    from buffer_rl.args import Args
     from buffer_rl.buffer.calls import StartedCall
     from buffer_rl.buffer.client import BufferClient
     from buffer_rl.trainer.objective import Objective

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from buffer_rl.args import Args
 from buffer_rl.errors import TrainError
 from buffer_rl.kinds.objective import Objective
 from buffer_rl.kinds.token_loss import Sums
@@ -37,8 +38,6 @@ from buffer_rl.trainer.sharding import Sharding, reshard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from buffer_rl.args import Args
 
 
 class TorchTrainer:
