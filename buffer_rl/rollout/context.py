@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict, deque
+import heapq
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -190,15 +192,15 @@ class Places:
     def __init__(self, total: int) -> None:
         self.free = total
         self._total = total
-        self._evaluations: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._training: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._order = itertools.count()
+        self._waiting: list[tuple[bool, int, asyncio.Future[None], int]] = []  # a heap: evaluations, then by order
 
     async def acquire(self, count: int, *, evaluation: bool = False) -> None:
         """Wait for ``count`` places, and hold them. Raises ValueError if there are not as many in all."""
         if count > self._total:
             raise ValueError(f"{count} of {self._total} places were asked for")
-        queue, granted = self._evaluations if evaluation else self._training, asyncio.get_running_loop().create_future()
-        queue.append((granted, count))
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (not evaluation, next(self._order), granted, count))
         self._serve()
         try:
             await granted
@@ -206,8 +208,6 @@ class Places:
             if granted.done() and not granted.cancelled():  # in the moment of the cancellation
                 self.release(count)
             else:
-                with suppress(ValueError):
-                    queue.remove((granted, count))
                 self._serve()
             raise
 
@@ -217,14 +217,11 @@ class Places:
         self._serve()
 
     def _serve(self) -> None:
-        for queue in (self._evaluations, self._training):
-            while queue:
-                granted, count = queue[0]
-                if granted.cancelled():
-                    queue.popleft()
-                elif count > self.free:
+        while self._waiting:
+            *_, granted, count = self._waiting[0]
+            if not granted.cancelled():
+                if count > self.free:
                     return
-                else:
-                    queue.popleft()
-                    self.free -= count
-                    granted.set_result(None)
+                self.free -= count
+                granted.set_result(None)
+            heapq.heappop(self._waiting)

@@ -30,6 +30,8 @@ from buffer_rl.args import Args
 from buffer_rl.buffer.queue import check_spans, check_versions, is_complete
 from buffer_rl.errors import BufferRLError, RolloutError
 from buffer_rl.kinds.rollout import RolloutBuffer
+from buffer_rl.options.user_args import user_args
+from buffer_rl.plugin.signature import takes
 from buffer_rl.records.groups import RolloutOutput, SampleGroup, Status
 from buffer_rl.rollout.baseline import baseline_of, greedy_group, set_baseline
 from buffer_rl.rollout.context import RolloutContext, current_context
@@ -42,7 +44,7 @@ from buffer_rl.rollout.production import generate_group, run_all, score_group, t
 from buffer_rl.rollout.prompts import TOO_LONG
 from buffer_rl.rollout.requests import Requests
 from buffer_rl.rollout.stats import RolloutStats, rewards_of
-from buffer_rl.rollout.user_functions import apply_filter, apply_sample_filter, process_all_samples
+from buffer_rl.rollout.user_functions import apply_filter
 
 REPORT_S = 0.01
 """Between messages to the Buffer, of which each costs about a millisecond of its CPU and of this one's; and which it
@@ -207,9 +209,7 @@ class _Run:
             await run_all(self._generate(each) for each in (group, *greedy))
         except BufferRLError as error:
             if not self._requests.stopped:  # else the rollout does not need the answer any more
-                if (failure := failure_of(error)) is None:
-                    raise
-                return failure
+                return failure_of(error)
         finally:
             slot.phase = _Phase.OTHER
         if self._requests.stopped:
@@ -311,25 +311,24 @@ class _Run:
 
     async def _requeue(self, groups: list[SampleGroup]) -> None:
         """Requeue the groups that are not needed, with what was generated of them."""
-        for group in groups:
-            if is_complete(group):
-                self.stats.num_surplus_groups += 1
-            else:
-                self.stats.num_aborted_groups += 1
+        num_complete = sum(map(is_complete, groups))
+        self.stats.num_surplus_groups += num_complete
+        self.stats.num_aborted_groups += len(groups) - num_complete
         if groups:
             await self.buffer.aadd_samples(groups)
 
     async def _finish_all(self) -> None:
         """Call the functions that see the whole rollout, with its groups sorted by uid, then finish the kept groups."""
         kept = sorted(self._kept, key=lambda group: group.uid)  # not in the order of time, which differs by run
-        task = self.buffer.ticket.task
+        args, task = user_args(self._args), self.buffer.ticket.task
         async with self.context.at_end:
-            if self.context.sample_filter is not None:
-                await apply_sample_filter(self.context.sample_filter, self._args, kept, task)
-            if self.context.all_samples_process is not None:
+            if (chosen := self.context.sample_filter) is not None:
+                marks = "marks samples with sample.remove_sample = True"
+                await chosen.achange(args, kept, expected=marks, at=task)
+            if (process := self.context.all_samples_process) is not None:
                 everything = sorted([*kept, *self._dropped], key=lambda group: group.uid)
-                process = self.context.all_samples_process
-                await process_all_samples(process, self._args, everything, self.buffer, at=task)
+                more = [self.buffer] if takes(process.function, 3) else []  # slime's have it as their data source
+                await process.achange(args, everything, *more, expected="changes samples in place", at=task)
         for group in kept:
             await self.buffer.afinish(group)
 

@@ -25,6 +25,8 @@ from buffer_rl.rollout.stats import RolloutStats, known_means, reward_entries, r
 from buffer_rl.rollout.user_functions import UNNAMED
 
 WITHOUT_ANSWER = (Status.ABORTED, Status.FAILED)
+_OF_A_SET = {"raw_reward": "", "response_len/mean": "/response_len", "truncated_ratio": "/truncated"}
+"""What is told of an evaluation set, of the metrics of its groups, and how its name ends there."""
 
 
 async def evaluate(context: RolloutContext, buffer: RolloutBuffer) -> RolloutOutput:
@@ -45,26 +47,23 @@ def eval_metrics(args: Args, groups: Iterable[SampleGroup]) -> dict[str, float]:
     and ``eval/{name}/pass_at_{k}``, see ``pass_rates``.
 
     Means over samples, of which each counts once, with the mean of its parts. A set without rewards is left out."""
-    by_name: dict[str, RolloutStats] = {}
+    by_name: dict[str, RolloutStats] = defaultdict(RolloutStats)
     entries: dict[str, list[float]] = defaultdict(list)
     means: dict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
-        means[group.data_set or UNNAMED].append(known_means(group, rewards_of(args, group)))
-        by_name.setdefault(group.data_set or UNNAMED, RolloutStats()).count_kept(group, rewards_of(args, group))
+        of_set, rewards = group.data_set or UNNAMED, rewards_of(args, group)
+        means[of_set].append(known_means(group, rewards))
+        by_name[of_set].count_kept(group, rewards)
         for rows in group.by_sample():
             for entry, numbers in reward_entries(rows).items():
                 if numbers:
-                    entries[f"eval/{group.data_set or UNNAMED}/{entry}"].append(float(np.mean(sorted(numbers))))
+                    entries[f"eval/{of_set}/{entry}"].append(float(np.mean(sorted(numbers))))
     values = {name: float(np.mean(sorted(found))) for name, found in entries.items()}
     for name, of_prompts in means.items():
         values |= {f"eval/{name}/pass_at_{k}": share for k, share in pass_rates(of_prompts).items()}
     for name, stats in by_name.items():
-        if stats.rewards:
-            values |= {
-                f"eval/{name}": float(np.mean(sorted(stats.rewards))),
-                f"eval/{name}/response_len": float(np.mean(sorted(stats.response_lengths))),
-                f"eval/{name}/truncated": float(np.mean(sorted(stats.truncated))),
-            }
+        kept = stats.metrics_of_kept()
+        values |= {f"eval/{name}{end}": kept[metric] for metric, end in _OF_A_SET.items() if stats.rewards}
     return values
 
 
@@ -120,9 +119,7 @@ class _Evaluation:
             await generate_group(Lease.of(self._context, self._buffer, group, Requests()), params, self.stats)
             failures = await score_group(self._context, group, self.stats)
         except BufferRLError as error:
-            if (failure := failure_of(error)) is None:
-                raise
-            return failure
+            return failure_of(error)
         if failures:
             return failures[0]
         for sample in group:

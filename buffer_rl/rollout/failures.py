@@ -97,15 +97,14 @@ def kind_of(error: BaseException) -> FailureKind:
     return FailureKind.REFUSED if is_refusal(status_of(error)) else FailureKind.EXCEPTION
 
 
-def failure_of(error: BufferRLError) -> AttemptFailure | None:
-    """The failure that an error of the generation means; None for an error that must end the run, such as a wrong
-    option.
+def failure_of(error: BufferRLError) -> AttemptFailure:
+    """The failure that an error of the generation means. Raises the error if it must end the run, as a wrong option.
 
     An engine that refuses a request for other reasons than its prompt is set up wrongly, which ends the run; a tool may
     refuse the request of one prompt alone."""
     if is_refusal(error.status):
         if isinstance(error, EngineError) and error.status not in REFUSED_PROMPT:
-            return None
+            raise error
         return AttemptFailure(domain=Domain.DATA, reason=f"refused:{error.status}", error=error, repeatable=False)
     if isinstance(error, EngineError | DeadlineError):
         reason = "deadline" if isinstance(error, DeadlineError) else "engine"
@@ -115,4 +114,4 @@ def failure_of(error: BufferRLError) -> AttemptFailure | None:
         return AttemptFailure(domain=Domain.DATA, reason=GENERATE_TIMEOUT, error=error, repeatable=repeatable)
     if isinstance(error, GROUP_ERRORS):
         return AttemptFailure(domain=Domain.DATA, reason="generate_failed", error=error)
-    return None
+    raise error

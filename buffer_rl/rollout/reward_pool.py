@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple, cast
 
-from buffer_rl.cluster.fork_server import ForkedProcess, kill_descendants, start_process
+from buffer_rl.cluster.fork_server import kill_descendants, start_process
 from buffer_rl.errors import PluginError, RolloutError
 from buffer_rl.records.groups import Sample, SampleGroup
 from buffer_rl.rollout.failures import COSTLY, FailureKind
@@ -129,7 +129,7 @@ class RewardPool:
     async def _start(self) -> _Process:
         if self._closed:
             raise RolloutError("the reward processes were stopped")
-        process = _Process.spawn(self._stdout)
+        process = _Process(self._stdout)
         self.live.add(process)
         try:
             await process.set_up(self._args_json)
@@ -146,26 +146,19 @@ class RewardPool:
 class _Process:
     """One reward process, the socket to it and the file of its answers. seconds: of an item of the last batch."""
 
-    def __init__(
-        self, child: subprocess.Popen[bytes] | ForkedProcess, channel: socket.socket, answers: IO[bytes]
-    ) -> None:
-        self._child = child
-        self._channel = channel
-        self._answers = answers
+    def __init__(self, stdout: int | None) -> None:
         self._resolved: set[RewardTarget] = set()
         self.seconds = 0.0
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-
-    @classmethod
-    def spawn(cls, stdout: int | None = None) -> _Process:
-        """Start an interpreter. Not multiprocessing: that would run the caller's main module again."""
-        ours, theirs = socket.socketpair()
-        answers = _memory_file()
-        descriptors = (theirs.fileno(), answers.fileno())
+        self._channel, theirs = socket.socketpair()
+        self._answers = _memory_file()
+        descriptors = (theirs.fileno(), self._answers.fileno())
         with theirs:
             arguments = [json.dumps(sys.path), *map(str, descriptors)]
-            child = start_process(  # in a session of its own, so that what the user's code started ends with it
+            # Not multiprocessing, which would run the caller's main module again; in a session of its own, so that what
+            # the user's code started ends with it.
+            self._child = start_process(
                 [sys.executable, "-c", _BOOT, *arguments],
                 streams=(1 if stdout is None else stdout, 2),
                 env=os.environ,
@@ -173,8 +166,7 @@ class _Process:
                 stage="trial",
                 forked=["-m", "buffer_rl.rollout.reward_process", *arguments],
             )
-        ours.setblocking(False)
-        return cls(child, ours, answers)
+        self._channel.setblocking(False)
 
     @property
     def pid(self) -> int:

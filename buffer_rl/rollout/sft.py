@@ -62,16 +62,8 @@ class SFTRollout:
         stats = RolloutStats()
         work = _produce_all(context, buffer, stats)
         await within_deadline(work, args, buffer, stats)
-        lengths = stats.response_lengths
-        counted = stats.metrics()
-        names = {"data_failures", "drop_quarantined"}
-        return RolloutOutput(
-            metrics={
-                "response_len/mean": sum(lengths) / len(lengths),
-                "response_len/max": float(max(lengths)),
-                **{name: value for name, value in counted.items() if name in names},
-            }
-        )
+        names = {"response_len/mean", "response_len/max", "data_failures", "drop_quarantined"}
+        return RolloutOutput(metrics={name: value for name, value in stats.metrics().items() if name in names})
 
 
 def fill(args: Args, prompts: PromptEncoder, sample: Sample) -> bool:
@@ -123,6 +115,14 @@ def _answer(prompts: PromptEncoder, sample: Sample) -> list[int]:
 async def _produce_all(context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats) -> None:
     failures = FailurePolicy(context, buffer, stats)
 
+    async def lease(num_groups: int) -> list[SampleGroup]:
+        hint = "nearly every prompt is longer than --rollout-max-prompt-len"
+        stats.require_few_drops(context.args, buffer.ticket.task, hint)
+        groups = await buffer.aget_samples(num_groups)
+        if not groups:
+            raise RolloutError("the buffer gave no groups", where=buffer.ticket.task)
+        return groups
+
     async def is_filled(group: SampleGroup) -> bool:
         """Whether the group has its rows; else it was dropped."""
         try:
@@ -137,24 +137,12 @@ async def _produce_all(context: RolloutContext, buffer: RolloutBuffer, stats: Ro
 
     async def produce_one(group: SampleGroup) -> None:
         while not await is_filled(group):
-            (group,) = await _lease(context, buffer, stats, 1)
+            (group,) = await lease(1)
         await buffer.afinish(group)
         failures.succeeded(group)
         stats.count_kept(group, [0.0] * len(group))
 
-    groups = await _lease(context, buffer, stats, buffer.ticket.num_groups)
-    await run_all(produce_one(group) for group in groups)
-
-
-async def _lease(
-    context: RolloutContext, buffer: RolloutBuffer, stats: RolloutStats, num_groups: int
-) -> list[SampleGroup]:
-    hint = "nearly every prompt is longer than --rollout-max-prompt-len"
-    stats.require_few_drops(context.args, buffer.ticket.task, hint)
-    groups = await buffer.aget_samples(num_groups)
-    if not groups:
-        raise RolloutError("the buffer gave no groups", where=buffer.ticket.task)
-    return groups
+    await run_all(produce_one(group) for group in await lease(buffer.ticket.num_groups))
 
 
 def is_conversation(sample: Sample) -> bool:

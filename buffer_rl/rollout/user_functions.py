@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 from buffer_rl.args import Args
 from buffer_rl.errors import BufferRLError, RolloutError, short_repr
 from buffer_rl.kinds.reward import check_filter_decision
-from buffer_rl.kinds.rollout import RolloutBuffer, check_metrics
+from buffer_rl.kinds.rollout import check_metrics
 from buffer_rl.options.user_args import user_args
 from buffer_rl.plugin.calls import awaited, call, contained, place, raised, returned
-from buffer_rl.plugin.signature import takes
 from buffer_rl.records.groups import FilterDecision, GroupUid, QueueHeader, SampleGroup, Status, Ticket
 from buffer_rl.rollout.failures import status_of
 
@@ -92,6 +91,12 @@ class UserFunction:
         """See ``call_plugin``."""
         return await call_plugin(self.kind, self.reference, self.function, *arguments, at=at)
 
+    async def achange(self, *arguments: Any, expected: str, at: str) -> None:
+        """As ``acall``, for one that changes samples in place. Raises RolloutError, too, if it returns something, which
+        would be lost: for example the samples to keep."""
+        if (answer := await self.acall(*arguments, at=at)) is not None:
+            raise self.returned(answer, f"None: it {expected}", at=at)
+
     def place(self, at: str) -> str:
         """Its name in messages; at: while it did what."""
         return place(self.kind, self.reference, at)
@@ -114,30 +119,6 @@ async def apply_filter(chosen: UserFunction | None, args: Args, group: SampleGro
     if not decision.keep and not decision.reason:
         return replace(decision, reason=DEFAULT_REASON)
     return decision
-
-
-async def apply_sample_filter(chosen: UserFunction, args: Args, groups: list[SampleGroup], task: str) -> None:
-    """Let the user's filter mark samples of a whole rollout with ``remove_sample``.
-
-    Raises RolloutError, naming the filter, if it raises, or returns something, which would be lost: for
-    example the samples to keep.
-    """
-    answer = await chosen.acall(user_args(args), groups, at=task)
-    if answer is not None:
-        raise chosen.returned(answer, "None: it marks samples with sample.remove_sample = True", at=task)
-
-
-async def process_all_samples(
-    chosen: UserFunction, args: Args, groups: list[SampleGroup], buffer: RolloutBuffer, *, at: str
-) -> None:
-    """Show the user's function all generated groups of a rollout. One that takes three arguments, as slime's do, gets
-    the buffer as its data source.
-
-    Raises RolloutError, naming the function, if it raises, or returns something, which would be lost."""
-    more = [buffer] if takes(chosen.function, 3) else []
-    answer = await chosen.acall(user_args(args), groups, *more, at=at)
-    if answer is not None:
-        raise chosen.returned(answer, "None: it changes samples in place", at=at)
 
 
 def choose_queued(

@@ -36,13 +36,14 @@ def engine_error(status: int | None, what: str = "failed") -> EngineError:
 )
 def test_whose_fault_a_failure_is(error: Any, domain: Domain, reason: str, repeatable: bool) -> None:
     failure = failure_of(error)
-    assert failure is not None
     assert (failure.domain, failure.reason, failure.repeatable) == (domain, reason, repeatable)
 
 
 @pytest.mark.parametrize("error", [engine_error(401), engine_error(404), ConfigError("wrong option")])
 def test_what_is_wrong_with_the_set_up_is_no_groups_failure(error: Any) -> None:
-    assert failure_of(error) is None
+    with pytest.raises(type(error)) as caught:
+        failure_of(error)
+    assert caught.value is error
 
 
 def failing_engine(kit: Any, error: Exception, rows: tuple[int, ...], times: int) -> Any:

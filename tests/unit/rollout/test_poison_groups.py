@@ -359,9 +359,9 @@ async def test_a_refusal_of_a_reward_functions_server_is_not_asked_again(kit: An
 def test_an_engines_refusal_of_the_set_up_still_ends_the_run_and_a_tools_does_not() -> None:
     error, tool = EngineError("no key"), RolloutError("no such page")
     error.status = tool.status = 401
-    assert failure_of(error) is None
+    with pytest.raises(EngineError, match="no key"):
+        failure_of(error)
     failure = failure_of(tool)
-    assert failure is not None
     assert (failure.domain, failure.reason, failure.repeatable) == (Domain.DATA, "refused:401", False)
 
 
