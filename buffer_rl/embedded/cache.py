@@ -150,10 +150,8 @@ class SlotCache:
 
     def pool_for(self, length: int) -> SlotPool:
         """The pool of sequences with ``length`` entries, with room for one more."""
-        capacity = SMALLEST_POOL
-        while capacity < length + 1:
-            capacity *= 2
-        capacity = min(capacity, max(self.shape.context_length, SMALLEST_POOL))
+        doubled = max(SMALLEST_POOL, 1 << length.bit_length())
+        capacity = min(doubled, max(self.shape.context_length, SMALLEST_POOL))
         if capacity not in self._pools:
             self._pools[capacity] = SlotPool(self.shape, capacity)
         return self._pools[capacity]

@@ -33,14 +33,7 @@ class GenerateRoute:
         self.service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if not message.get("more_body", False):
-                break
+        body = (await receive())["body"]  # as a whole, as ``Front`` hands it on
         task = asyncio.current_task()
         assert task is not None
         try:

@@ -48,17 +48,18 @@ class LoadOptions:
     returns_experts: bool = False
 
 
-def load_module(path: str, device: str, dtype: str, *, trust_remote_code: bool) -> Any:
-    """The causal language model in ``path``, in evaluation mode; no code of the folder is run unless
-    ``trust_remote_code`` says so. Raises EngineError if it is not there, cannot be
-    read, or lacks weights (which ``transformers`` alone would fill with random numbers)."""
+def load_module(path: str, options: LoadOptions) -> Any:
+    """The causal language model in ``path``, loaded as the model of ``options`` is, in evaluation mode; no code of the
+    folder is run unless ``trust_remote_code`` says so. Raises EngineError if it is not there, cannot be read, or lacks
+    weights (which ``transformers`` alone would fill with random numbers)."""
     from transformers import AutoModelForCausalLM
 
     if not Path(path, "config.json").is_file():
         raise EngineError("no model folder (config.json is missing)", where=path)
-    how: Any = {"dtype": DTYPES[dtype], "local_files_only": True, "trust_remote_code": trust_remote_code}
+    trust = options.trust_remote_code
+    how: Any = {"dtype": DTYPES[options.dtype], "local_files_only": True, "trust_remote_code": trust}
     module, _ = _loaded(partial(AutoModelForCausalLM.from_pretrained, path, **how), path)
-    return _prepared(module, device)
+    return _prepared(module, options.device)
 
 
 def _loaded(load: Callable[..., Any], where: str) -> Any:
@@ -126,8 +127,7 @@ class LoadedModel:
     """
 
     def __init__(self, options: LoadOptions) -> None:
-        trust = options.trust_remote_code
-        module = load_module(options.model_path, options.device, options.dtype, trust_remote_code=trust)
+        module = load_module(options.model_path, options)
         self.options = options
         self.config = module.config
         self.eos_token_ids = _eos_token_ids(options.model_path, module.config)
@@ -247,8 +247,7 @@ class LoadedModel:
         if self._reads(path) and self._take(read_tensors(Path(path)), self.decoder):
             self._digest = None
             return
-        trust = self.options.trust_remote_code
-        module = load_module(path, self.options.device, self.options.dtype, trust_remote_code=trust)
+        module = load_module(path, self.options)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         if shapes != self._shapes or module.config.model_type != self.config.model_type:
             names = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))

@@ -95,17 +95,16 @@ class Decoder(Protocol):
     def prompt_logits(self, sequence: Sequence[int], start: int) -> Iterator[torch.Tensor]: ...
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class Lane:
     """An adapter, whose requests run beside those of others: its decoder, what was computed with it, its version."""
 
-    decoder: Decoder
-    cache: SlotCache
-    prefixes: PrefixCache
-    version: str
+    def __init__(self, decoder: Decoder, version: str) -> None:
+        self.decoder, self.version = decoder, version
+        self.cache = SlotCache(decoder.shape)
+        self.prefixes = PrefixCache(PREFIX_CACHE_TOKENS)
 
 
-class Scheduler:
+class Scheduler(Lane):
     """The requests of one engine and the memory that they hold. By itself it is the lane of the model without adapters.
 
     stop_string: called for requests with stop strings after each token; returns the one that was found.
@@ -124,16 +123,13 @@ class Scheduler:
         version: str = "0",
         return_kept: bool = False,
     ) -> None:
-        self.decoder = decoder
+        super().__init__(decoder, version)
         self.return_kept = return_kept
         self.max_running_requests = max_running_requests
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.version = version
         self.paused = False
         self.lacks: set[str] = set()
         self.draining = False  # an unpaused weight update waits for the running requests; nothing new is admitted
-        self.cache = SlotCache(decoder.shape)
-        self.prefixes = PrefixCache(PREFIX_CACHE_TOKENS)
         self._adapters: dict[str, Lane] = {}
         self._stop_string = stop_string
         self._waiting: deque[Request] = deque()
@@ -184,9 +180,7 @@ class Scheduler:
         ``version``. Raises EngineError if there is one of that name."""
         if name in self._adapters:
             raise EngineError(f"Failed to load LoRA adapter {name} because it is already loaded")
-        prefixes = PrefixCache(PREFIX_CACHE_TOKENS)
-        lane = Lane(decoder=decoder, cache=SlotCache(decoder.shape), prefixes=prefixes, version=version)
-        self._adapters[name] = lane
+        self._adapters[name] = Lane(decoder, version)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. Raises EngineError if there is none of that name, or if requests have it."""
@@ -250,13 +244,13 @@ class Scheduler:
             if not request.adapter:
                 request.mark_version(version)
 
-    def _lanes(self) -> list[Scheduler | Lane]:
+    def _lanes(self) -> list[Lane]:
         return [self, *self._adapters.values()]
 
-    def _lane(self, request: Request) -> Scheduler | Lane:
+    def _lane(self, request: Request) -> Lane:
         return self._adapters[request.adapter] if request.adapter else self
 
-    def _by_lane(self, requests: Iterable[Request]) -> Iterator[tuple[Scheduler | Lane, list[Request]]]:
+    def _by_lane(self, requests: Iterable[Request]) -> Iterator[tuple[Lane, list[Request]]]:
         own: dict[str, list[Request]] = {}
         for request in requests:
             own.setdefault(request.adapter, []).append(request)
@@ -298,7 +292,7 @@ class Scheduler:
             finished += self._begin(lane, own)
         return finished
 
-    def _begin(self, lane: Scheduler | Lane, joining: list[Request]) -> list[Request]:
+    def _begin(self, lane: Lane, joining: list[Request]) -> list[Request]:
         groups: dict[tuple[int, ...], list[Request]] = {}
         for request in joining:
             groups.setdefault(request.sequence, []).append(request)
@@ -315,7 +309,7 @@ class Scheduler:
             request.mark_version(lane.version)
         return self._draw(torch.cat(logits), batch)
 
-    def _prefill(self, lane: Scheduler | Lane, groups: dict[tuple[int, ...], list[Request]]) -> list[Prefix]:
+    def _prefill(self, lane: Lane, groups: dict[tuple[int, ...], list[Request]]) -> list[Prefix]:
         found = {key: lane.prefixes.get(key) for key in groups}
         missing = [key for key, prefix in found.items() if prefix is None]
         for key, requests in groups.items():

@@ -54,11 +54,9 @@ class PluginKind:
     @property
     def methods(self) -> tuple[str, ...]:
         """For kinds that are classes, the methods that an object must have."""
-        return tuple(name for name, item in vars(self.protocol).items() if self._is_own(name, item))
-
-    def _is_own(self, name: str, item: object) -> bool:
-        made = name.startswith("_") and name != "__len__"  # by typing.Protocol
-        return bool(self.constructed) and inspect.isfunction(item) and not made
+        items = vars(self.protocol).items() if self.constructed else ()
+        functions = (name for name, item in items if inspect.isfunction(item))
+        return tuple(name for name in functions if name == "__len__" or not name.startswith("_"))  # others are typing's
 
     @property
     def newest_hint(self) -> str:

@@ -31,11 +31,6 @@ ROLE = "reward"
 FLAG = "--rm-model"
 
 
-def answers_of(args: Args) -> Answers:
-    """Answers of the reward model's processes."""
-    return Answers(who="the reward model", role=ROLE, timeout_s=args.rm_model_timeout_s, flag="--rm-model-timeout-s")
-
-
 class RewardRows:
     """Token ids of the reward model for a sample. tokenizer: the policy's, of whose tokens samples are.
 
@@ -88,7 +83,8 @@ class RewardModelClient:
     def __init__(self, args: Args, tokenizer: Any, actors: Sequence[Any]) -> None:
         self._rows = RewardRows(args, tokenizer)
         self._actors = list(actors)
-        self._answers = answers_of(args)
+        who, flag = "the reward model", "--rm-model-timeout-s"
+        self._answers = Answers(who=who, role=ROLE, timeout_s=args.rm_model_timeout_s, flag=flag)
         self.num_asked = [0] * len(self._actors)
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:

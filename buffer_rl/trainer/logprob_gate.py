@@ -82,7 +82,8 @@ class _Row:
     @property
     def gaps(self) -> np.ndarray:
         """``|engine - trainer|``; infinite where one of them is not finite."""
-        return _gaps_of(self.engine, self.trainer)
+        gaps: np.ndarray = np.nan_to_num(np.abs(self.engine - self.trainer), nan=np.inf, posinf=np.inf)
+        return gaps
 
     def __str__(self) -> str:
         gaps = self.gaps
@@ -165,14 +166,11 @@ def _is_unknown(log_probs: np.ndarray) -> bool:
     return bool(len(log_probs) and np.isnan(log_probs).all())
 
 
-def likely_causes(
-    args: Args, offsets: Sequence[np.ndarray], engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]
-) -> list[str]:
-    """Keys of ``CAUSES``: first the causes for which the tokens are evidence, then the others by frequency. The three
-    lists hold one array a row, as in ``_Row``."""
+def likely_causes(args: Args, rows: Sequence[_Row]) -> list[str]:
+    """Keys of ``CAUSES``: first the causes for which the tokens are evidence, then the others by frequency."""
     limit = required(args.max_logprob_diff, "max_logprob_diff")
-    where, ours, theirs = np.concatenate(offsets), np.concatenate(engine), np.concatenate(trainer)
-    gaps = _gaps_of(ours, theirs)
+    where, gaps = np.concatenate([row.offsets for row in rows]), np.concatenate([row.gaps for row in rows])
+    ours, theirs = np.concatenate([row.engine for row in rows]), np.concatenate([row.trainer for row in rows])
     early, late = where < FEW_TOKENS, where >= np.median(where)
     truncates = args.rollout_top_p < 1.0 or args.rollout_top_k > 0 or args.rollout_min_p > 0.0
     evidence = {
@@ -185,11 +183,6 @@ def likely_causes(
     return [*shown, *(cause for cause in CAUSES if cause not in shown and cause != "unsampled")]
 
 
-def _gaps_of(engine: np.ndarray, trainer: np.ndarray) -> np.ndarray:
-    gaps: np.ndarray = np.nan_to_num(np.abs(engine - trainer), nan=np.inf, posinf=np.inf)
-    return gaps
-
-
 def _is_far_only(gaps: np.ndarray, part: np.ndarray, limit: float) -> bool:
     """Whether the tokens of ``part`` are far apart on average and the others are not; a few tokens say nothing."""
     inside, outside = gaps[part], gaps[~part]
@@ -198,10 +191,8 @@ def _is_far_only(gaps: np.ndarray, part: np.ndarray, limit: float) -> bool:
 
 
 def _too_far(args: Args, gap: LogProbGap, rows: Sequence[_Row], where: str) -> TrainError:
-    causes = likely_causes(
-        args, [row.offsets for row in rows], [row.engine for row in rows], [row.trainer for row in rows]
-    )
-    listed = "".join(f"\n    {number}. {CAUSES[cause]}" for number, cause in enumerate(causes, start=1))
+    causes = enumerate(likely_causes(args, rows), start=1)
+    listed = "".join(f"\n    {number}. {CAUSES[cause]}" for number, cause in causes)
     worst = sorted(rows, key=lambda row: -row.gaps.mean())[:MAX_SHOWN]
     shown = "".join(f"\n    {row}" for row in worst)
     return TrainError(

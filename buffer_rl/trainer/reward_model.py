@@ -74,15 +74,13 @@ class RewardModel:
 
     def _logits(self, rows: Sequence[np.ndarray]) -> list[float]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        ids_bl = np.full((len(rows), max(map(len, rows))), self._pad or 0, dtype=np.int64)
-        mask_bl = np.zeros_like(ids_bl)
-        for index, row in enumerate(rows):
-            ids_bl[index, : len(row)] = row
-            mask_bl[index, : len(row)] = 1
-        inputs = {"input_ids": ids_bl, "attention_mask": mask_bl}
+        tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
+        ids_bl = pad_sequence(tokens, batch_first=True, padding_value=self._pad or 0)
+        mask_bl = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
         with torch.no_grad():
-            output = self._model(**{name: torch.from_numpy(array).to(self._device) for name, array in inputs.items()})
+            output = self._model(input_ids=ids_bl.to(self._device), attention_mask=mask_bl.to(self._device))
         logits: list[float] = output.logits.float().reshape(len(rows)).tolist()
         return logits
 

@@ -12,7 +12,7 @@ import pytest
 
 from buffer_rl.errors import DataError, TrainError
 from buffer_rl.records.groups import GroupUid, RowId, TrainBatch
-from buffer_rl.trainer.logprob_gate import CAUSES, MAX_ROWS, LogProbGap, compare_log_probs, likely_causes
+from buffer_rl.trainer.logprob_gate import CAUSES, MAX_ROWS, LogProbGap, _Row, compare_log_probs, likely_causes
 
 LENGTH = 12
 
@@ -176,7 +176,8 @@ def test_the_gap_of_several_ranks_is_that_of_the_worst() -> None:
 
 def causes_of(differences: np.ndarray, engine: np.ndarray | None = None, **options: Any) -> list[str]:
     ours = np.full(LENGTH, -2.0) if engine is None else engine
-    return likely_causes(args_with(**options), [np.arange(LENGTH)], [ours], [ours - differences])
+    row = _Row(RowId(GroupUid("s", 0, 0), 0, 0), np.arange(LENGTH), ours, ours - differences)
+    return likely_causes(args_with(**options), [row])
 
 
 def test_tokens_that_speak_for_a_cause_put_it_first() -> None:
