@@ -33,6 +33,8 @@ from buffer_rl.records.experts import ExpertSizes
 from buffer_rl.weights.shared_memory import bytes_view
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Source = str | Mapping[str, torch.Tensor]
+"""Of weights: a folder, or tensors under the names of a Hugging Face checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,32 +154,21 @@ class LoadedModel:
             self._config_text = Path(options.model_path, "config.json").read_bytes()
         self._tied = {"lm_head.weight"} if getattr(module.config, "tie_word_embeddings", False) else set()
 
-    def replace_weights(self, path: str) -> None:
-        """Take the weights in ``path``. Raises EngineError, with the old weights still in place, if they cannot be
-        read or are of another model."""
-        self.replacement(path).serve()
-
-    def replace_tensors(
-        self, tensors: Mapping[str, torch.Tensor], digest: str | None = None, base: str | None = None
-    ) -> None:
-        """Take weights under the names of a Hugging Face checkpoint, all of them, or a delta of the version whose
-        digest is ``base``. Raises EngineError, with the old weights still in place, if a tensor is missing, unknown or
-        of the wrong shape, or if the version has another digest than ``digest``; without one, none is kept."""
-        self.replacement(tensors, digest, base).serve()
+    def replace(self, source: Source, digest: str | None = None, base: str | None = None) -> None:
+        """Take all weights of ``source``, or tensors that are a delta of the version whose digest is ``base``. Raises
+        EngineError, with the old weights still in place, if they cannot be read or are of another model, if a tensor is
+        missing, unknown or of the wrong shape, or if the version has another digest than ``digest``; without one, none
+        is kept of tensors."""
+        self.replacement(source, digest, base).serve()
 
     def serving(self) -> Serving:
         """What serves now; call it in the thread that replaces it."""
         return Serving(copy(self.decoder), self._digest)
 
     def replacement(
-        self,
-        source: str | Mapping[str, torch.Tensor],
-        digest: str | None = None,
-        base: str | None = None,
-        beside: Serving | None = None,
+        self, source: Source, digest: str | None = None, base: str | None = None, beside: Serving | None = None
     ) -> Replacement:
-        """What serves the weights in the folder ``source``, or the tensors, as ``replace_weights`` and
-        ``replace_tensors`` do.
+        """What serves the weights of ``source``, as ``replace`` does.
 
         beside: what serves, and is left as it is. What can be done meanwhile is done here, in any thread: all but a
         swap if the fast decoder takes the weights itself. Otherwise transformers loads a model, which changes settings

@@ -83,7 +83,7 @@ class EngineService:
         self._adapters: set[str] = set()
         self.counts = Counts()
         self.on_failure: Callable[[], None] = lambda: None
-        self._replace_weights = model.replace_weights
+        self._replace_weights: Callable[[str], None] = model.replace
         self._spare: FastDecoder | None = None
         self._prepared_path: str | None = None
         self.staged = self.update_class()
@@ -362,7 +362,7 @@ class EngineService:
 
         def run() -> None:
             try:
-                self._replace(lambda: self.model.replace_tensors(tensors, digest, base), version, flush_cache)
+                self._replace(lambda: self.model.replace(tensors, digest, base), version, flush_cache)
             finally:
                 tensors.clear()
 

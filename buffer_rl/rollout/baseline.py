@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +21,9 @@ from buffer_rl.errors import RewardError, RolloutError
 from buffer_rl.kinds.marks import needs_of
 from buffer_rl.kinds.reward import check_group_rewards
 from buffer_rl.plan.algorithm import estimator_needs, estimator_of, is_supervised, loss_flag, loss_of
+from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import Sample, SampleGroup, Status
 from buffer_rl.rollout.stats import penalised_lengths
-
-if TYPE_CHECKING:
-    from buffer_rl.plugin.registry import PluginRegistry
 
 BASELINE = "baseline_reward"
 GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0})

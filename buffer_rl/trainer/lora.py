@@ -14,18 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from buffer_rl.args import Args
 from buffer_rl.errors import ConfigError
 from buffer_rl.trainer.sharding import whole
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
 PART = ".default.weight"

@@ -238,7 +238,8 @@ def probe_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def _packs(model: PreTrainedModel, probe: Probe) -> bool:
     """Whether packed rows give what single ones do; the model takes them from then on."""
-    rows = _probe_rows(model, probe)
+    embeddings: Any = model.get_input_embeddings()
+    rows = [(np.arange(length) * 7 + prompt) % embeddings.weight.shape[0] for length, prompt in probe]
     expected = [_logits(model, {"input_ids": torch.from_numpy(row)[None].to(model.device)}) for row in rows]
     model.set_attn_implementation(PACKED)
     packing = pack(rows, np.array([prompt for _, prompt in probe]), model.device)
@@ -252,11 +253,6 @@ def _packs(model: PreTrainedModel, probe: Probe) -> bool:
 
 def _implementation(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
-
-
-def _probe_rows(model: PreTrainedModel, probe: Probe) -> list[np.ndarray]:
-    embeddings: Any = model.get_input_embeddings()
-    return [(np.arange(length) * 7 + prompt) % embeddings.weight.shape[0] for length, prompt in probe]
 
 
 def _logits(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:

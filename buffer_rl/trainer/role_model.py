@@ -67,10 +67,8 @@ class RoleModel:
         self.version = ""
         if self._group is None:
             raise EngineError("this process is in no weight group", where=f"rank {self._rank}")
-        expected = [
-            (getattr(torch, dtype), torch.Size(shape))
-            for dtype, shape in zip(bucket["dtypes"], bucket["shapes"], strict=True)
-        ]
+        dtypes = [getattr(torch, dtype) for dtype in bucket["dtypes"]]
+        expected = list(zip(dtypes, map(torch.Size, bucket["shapes"]), strict=True))
         try:
             tensors = self._group.receive(expected, self._args.update_weights_timeout_s)
         except EngineError:

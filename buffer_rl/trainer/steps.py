@@ -132,9 +132,8 @@ def take_step(
 def row_cost(args: Args) -> RowCost | None:
     """What the policy computes on a row; None if its configuration is not there or not understood."""
     with suppress(ConfigError):
-        return (
-            RowCost.of(text_config(read_config("--hf-checkpoint", args.hf_checkpoint))) if args.hf_checkpoint else None
-        )
+        if args.hf_checkpoint:
+            return RowCost.of(text_config(read_config("--hf-checkpoint", args.hf_checkpoint)))
     return None
 
 

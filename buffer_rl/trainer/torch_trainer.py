@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from buffer_rl.args import Args
 from buffer_rl.errors import TrainError
@@ -35,9 +36,6 @@ from buffer_rl.trainer.pretrained import initial_folder, load_tokenizer, pick_de
 from buffer_rl.trainer.rank_files import load_split_state, load_state, save_split_state, save_state
 from buffer_rl.trainer.routing_replay import RoutingReplay
 from buffer_rl.trainer.sharding import Sharding, reshard
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class TorchTrainer:

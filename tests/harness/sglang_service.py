@@ -88,7 +88,7 @@ class PartialWeights:
         """Take the tensors whose name and shape are those of a weight; the others stay as they are."""
         fits = {name: tensor for name, tensor in tensors.items() if self._shape(name) == tensor.shape}
         self._served = self._served | {name: tensor.clone() for name, tensor in fits.items()}
-        self._model.replace_tensors(self._served)
+        self._model.replace(self._served)
 
     def _shape(self, name: str) -> torch.Size | None:
         return self._served[name].shape if name in self._served else None

@@ -86,7 +86,7 @@ def test_a_folder_of_the_served_model_is_taken_without_a_module_and_gives_what_a
     model = LoadedModel(LoadOptions(model_path=model_folder(architecture), dtype=dtype))
     assert checksums(model) != expected
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
-    model.replace_weights(str(new))
+    model.replace(str(new))
     assert checksums(model) == expected
 
 
@@ -96,7 +96,7 @@ def test_other_names_in_a_folder_mean_what_transformers_takes_them_for(
 ) -> None:
     new = copied("qwen3", change)
     model = LoadedModel(LoadOptions(model_path=model_folder("qwen3")))
-    model.replace_weights(str(new))
+    model.replace(str(new))
     assert checksums(model) == loaded(new)
 
 
@@ -126,7 +126,7 @@ def test_a_folder_that_is_not_whole_is_refused_and_the_old_weights_stay(
     model = LoadedModel(LoadOptions(model_path=model_folder(architecture)))
     before = checksums(model)
     with pytest.raises(EngineError, match=message):
-        model.replace_weights(str(copied(architecture, change)))
+        model.replace(str(copied(architecture, change)))
     assert checksums(model) == before
 
 
@@ -138,10 +138,10 @@ def test_a_file_that_its_index_names_and_that_is_missing_or_cut_off_is_refused(
     before, part = checksums(model), folder / "part-1.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(EngineError, match="cannot load"):
-        model.replace_weights(str(folder))
+        model.replace(str(folder))
     part.unlink()
     with pytest.raises(EngineError, match="cannot load"):
-        model.replace_weights(str(folder))
+        model.replace(str(folder))
     assert checksums(model) == before
 
 
@@ -154,7 +154,7 @@ def test_a_folder_with_another_rope_is_served_with_it(model_folder: Callable[...
     (folder / "config.json").write_text(json.dumps(config))
     model = LoadedModel(LoadOptions(model_path=model_folder("qwen3", 0)))
     before = model.decoder.prefill([(5, 6, 7, 8)])[0].logits
-    model.replace_weights(str(folder))
+    model.replace(str(folder))
     after = model.decoder.prefill([(5, 6, 7, 8)])[0].logits
     afresh = LoadedModel(LoadOptions(model_path=str(folder))).decoder.prefill([(5, 6, 7, 8)])[0].logits
     assert torch.equal(after, afresh)

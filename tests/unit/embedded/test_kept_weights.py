@@ -51,7 +51,7 @@ def start(model_folder: Callable[..., str]) -> Callable[[str, str], tuple[Loaded
         versions = [{name: tensor.to(getattr(torch, dtype)) for name, tensor in first.items()}]
         for seed in range(4):
             versions.append(stepped(versions[-1], seed))
-        model.replace_tensors(versions[0], weights_digest(versions[0]))
+        model.replace(versions[0], weights_digest(versions[0]))
         return model, versions
 
     return start_model
@@ -68,8 +68,8 @@ def test_deltas_give_the_bits_that_whole_versions_give_without_a_whole_load(
     for before, after in pairwise(versions):
         parts = delta(before, after)
         assert any(name.endswith("norm.weight:values") for name in parts)
-        model.replace_tensors(parts, weights_digest(after), weights_digest(before))
-        whole.replace_tensors(after)
+        model.replace(parts, weights_digest(after), weights_digest(before))
+        whole.replace(after)
         assert served(model) == served(whole)
         assert model.kept.digest == weights_digest(after)
     assert whole.kept.digest is None
@@ -78,8 +78,8 @@ def test_deltas_give_the_bits_that_whole_versions_give_without_a_whole_load(
 def test_what_a_module_holds_under_other_names_is_loaded_as_a_whole(start: Any) -> None:
     model, versions = start("qwen3_moe")
     whole = LoadedModel(model.options)
-    model.replace_tensors(delta(*versions[:2]), weights_digest(versions[1]), weights_digest(versions[0]))
-    whole.replace_tensors(versions[1])
+    model.replace(delta(*versions[:2]), weights_digest(versions[1]), weights_digest(versions[0]))
+    whole.replace(versions[1])
     assert served(model) == served(whole)
 
 
@@ -89,8 +89,8 @@ def test_after_the_weights_were_dropped_a_delta_brings_all_of_them_back(start: A
         whole = LoadedModel(model.options)
         model.decoder.drop_weights()
         digests = [weights_digest(version) for version in versions]
-        model.replace_tensors({}, digests[0], digests[0])
-        whole.replace_tensors(versions[0])
+        model.replace({}, digests[0], digests[0])
+        whole.replace(versions[0])
         assert served(model) == served(whole)
 
 
@@ -123,15 +123,15 @@ def test_a_fault_is_found_by_the_digest_and_leaves_the_old_weights_and_no_base(
     model.kept.tensors = {name: tensor.clone() for name, tensor in kept.items()}  # its digest is that of the first
     digests = [weights_digest(version) for version in versions]
     with pytest.raises(EngineError, match=r"digest|the delta"):
-        model.replace_tensors(parts, digests[1], digests[0])
+        model.replace(parts, digests[1], digests[0])
     assert served(model) == before
     assert model.kept.digest is None
     with pytest.raises(EngineError, match="a whole version"):
-        model.replace_tensors(delta(*versions[:2]), digests[1], digests[0])
-    model.replace_tensors(versions[1], digests[1])
-    model.replace_tensors(delta(*versions[1:3]), digests[2], digests[1])
+        model.replace(delta(*versions[:2]), digests[1], digests[0])
+    model.replace(versions[1], digests[1])
+    model.replace(delta(*versions[1:3]), digests[2], digests[1])
     whole = LoadedModel(model.options)
-    whole.replace_tensors(versions[2])
+    whole.replace(versions[2])
     assert served(model) == served(whole)
 
 
@@ -139,31 +139,31 @@ def test_a_delta_that_comes_twice_or_early_is_refused_by_its_base_and_costs_noth
     model, versions = start()
     digests = [weights_digest(version) for version in versions]
     parts = delta(*versions[:2])
-    model.replace_tensors(parts, digests[1], digests[0])
+    model.replace(parts, digests[1], digests[0])
     after = served(model)
     for late_or_early, digest, base in (
         (parts, digests[1], digests[0]),
         (delta(*versions[2:4]), digests[3], digests[2]),
     ):
         with pytest.raises(EngineError, match="the delta is of the version"):
-            model.replace_tensors(late_or_early, digest, base)
+            model.replace(late_or_early, digest, base)
         assert (served(model), model.kept.digest) == (after, digests[1])
-    model.replace_tensors(delta(*versions[1:3]), digests[2], digests[1])
+    model.replace(delta(*versions[1:3]), digests[2], digests[1])
 
 
 def test_weights_that_come_without_a_digest_or_do_not_fit_leave_no_base(
     start: Any, model_folder: Callable[..., str]
 ) -> None:
     model, versions = start()
-    model.replace_tensors(versions[1])
+    model.replace(versions[1])
     assert model.kept.digest is None
     model, versions = start()
-    model.replace_weights(model_folder("qwen3", 1))
+    model.replace(model_folder("qwen3", 1))
     assert model.kept.digest is None
     model, versions = start()
     before, short = served(model), dict(list(versions[1].items())[:-1])
     with pytest.raises(EngineError, match="missing"):
-        model.replace_tensors(short, weights_digest(short))
+        model.replace(short, weights_digest(short))
     assert (served(model), model.kept.digest) == (before, None)
 
 
@@ -198,8 +198,8 @@ def test_an_engine_reads_the_folders_that_it_lacks(chain: Any) -> None:
     for number in (1, 3, 3, 4):  # joins at 1, lacks two at 3, is asked for 3 once more, lacks one
         if number == 3:
             (folders[1] / CONTENTS).unlink(missing_ok=True)  # nothing before 2 is read any more
-        model.replace_weights(str(folders[number]))
-        whole.replace_tensors(versions[number])
+        model.replace(str(folders[number]))
+        whole.replace(versions[number])
         assert served(model) == served(whole)
 
 
@@ -218,7 +218,7 @@ def test_a_chain_that_is_not_whole_is_refused(chain: Any, spoil: Callable[[list[
     before = served(model)
     spoil(folders)
     with pytest.raises(EngineError, match=what):
-        model.replace_weights(str(folders[3]))
+        model.replace(str(folders[3]))
     assert served(model) == before
 
 
@@ -227,7 +227,7 @@ def test_a_folder_that_is_its_own_base_ends_nobody(chain: Any) -> None:
     (folders[1] / CONTENTS).write_text(json.dumps({"digest": "a", "base": ["v000001", "b"]}))
     assert read_contents(folders[1]) is not None
     with pytest.raises(EngineError, match="builds on"):
-        model.replace_weights(str(folders[1]))
+        model.replace(str(folders[1]))
 
 
 def test_a_source_and_an_engine_agree_about_digests(start: Any) -> None:

@@ -55,7 +55,7 @@ def served(model: LoadedModel) -> str:
 
 def served_whole(options: LoadOptions, weights: Mapping[str, torch.Tensor]) -> str:
     model = LoadedModel(options)
-    model.replace_tensors(weights)
+    model.replace(weights)
     return served(model)
 
 
@@ -68,7 +68,7 @@ def start(model_folder: Callable[..., str]) -> Callable[..., tuple[LoadedModel, 
         model, versions = LoadedModel(LoadOptions(model_path=path, dtype="bfloat16")), [read(path)]
         versions += [stepped(versions[0], 0)]
         versions += [stepped(versions[1], 5)]
-        model.replace_tensors(versions[0], weights_digest(versions[0]))
+        model.replace(versions[0], weights_digest(versions[0]))
         return model, versions
 
     return start_model
@@ -121,7 +121,7 @@ def test_a_delta_of_what_was_prepared_and_never_served_makes_a_whole_version(
     if prepares:
         model.replacement(parts, digests[2], digests[1], beside=model.serving()).serve()
     else:
-        model.replace_tensors(parts, digests[2], digests[1])
+        model.replace(parts, digests[2], digests[1])
     assert served(model) == served_whole(model.options, versions[2])
 
 

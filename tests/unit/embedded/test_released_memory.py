@@ -172,6 +172,6 @@ def test_weights_that_were_dropped_are_freed_and_come_back_from_a_folder(
     assert len(held) == {"qwen3": 10, "gemma3": 1}[architecture]
     assert [one() for one in held if one() is not None] == []
     with pytest.raises(EngineError):
-        model.replace_weights(folder + "/nothing")
-    model.replace_weights(folder)
+        model.replace(folder + "/nothing")
+    model.replace(folder)
     assert checksum_answer(model.decoder.named_weights()) == expected

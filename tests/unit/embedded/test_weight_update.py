@@ -93,7 +93,7 @@ def test_every_architecture_takes_tensors_as_it_takes_a_folder(
     tensors = {name: tensor for (handle,) in handles for name, tensor in open_bucket(handle).items()}
     shared.release()
     checksums = []
-    for replace in (lambda model: model.replace_weights(new), lambda model: model.replace_tensors(tensors)):
+    for replace in (lambda model: model.replace(new), lambda model: model.replace(tensors)):
         model = LoadedModel(LoadOptions(model_path=model_folder(architecture), dtype=dtype))
         old = checksum_answer(model.decoder.named_weights())
         replace(model)
@@ -107,7 +107,7 @@ def test_a_single_changed_value_changes_the_checksum_and_names_the_tensor(model_
     before = checksum_answer(model.decoder.named_weights())
     tensors = {name: tensor.clone() for name, tensor in weights_of(model_folder("qwen3")).items()}
     tensors["model.layers.1.mlp.down_proj.weight"][3, 4] += 1e-3
-    model.replace_tensors(tensors)
+    model.replace(tensors)
     after = checksum_answer(model.decoder.named_weights())
     assert after["per_engine_checksum"] != before["per_engine_checksum"]
     old, new = before["ranks"][0]["checksums"], after["ranks"][0]["checksums"]

@@ -118,7 +118,7 @@ class Run:
         self.version += 1
         self.control.choose(engines)
         self.sent_share = self.publisher.publish(self.version).get("perf/publish_sent_share")
-        self._whole.replace_tensors(self.weights)
+        self._whole.replace(self.weights)
         wanted = checksum_answer(self._whole.decoder.named_weights())["per_engine_checksum"]
         assert set(self.control.checksums().values()) == {wanted}
         assert set(self.control.versions().values()) == {str(self.version)}
