@@ -27,6 +27,8 @@ from buffer_rl.observe.metrics import METRICS_FILE
 from buffer_rl.observe.run_folder import records_in
 
 POLL_S = 0.02
+LIMIT_S = 900.0
+"""For a run, its start included, and for anything that is awaited of it."""
 LARGEST_BYTES = 100_000_000
 """Of the weights of a model that a drill takes as it is."""
 SIZES = {
@@ -63,7 +65,7 @@ class DrillRun:
         """The metrics of its trained steps so far, in the order in which they were trained."""
         return [line for line in records_in(self.folder, METRICS_FILE) if "perf/step_time" in line]
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> bool:
         """Whether ``condition`` came to hold before the run ended. Raises DeadlineError."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
@@ -74,9 +76,18 @@ class DrillRun:
             time.sleep(POLL_S)
         return condition()
 
-    def wait(self, timeout_s: float) -> int:
+    def trains_on(self, num_steps: int) -> bool:
+        """Whether it trained more steps than that before it ended. Raises DeadlineError."""
+        return self.wait_until(lambda: len(self.steps()) > num_steps)
+
+    def pause(self, seconds: float) -> None:
+        """Let it run for so long."""
+        end = time.monotonic() + seconds
+        self.wait_until(lambda: time.monotonic() > end, seconds + LIMIT_S)
+
+    def wait(self) -> int:
         """Its exit status. Raises DeadlineError."""
-        self.wait_until(lambda: self.process.poll() is not None, timeout_s)
+        self.wait_until(lambda: self.process.poll() is not None)
         return self.process.wait()
 
     def stop(self) -> None:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from buffer_rl.args import Args
 from buffer_rl.buffer.ledger_file import FILE_NAME
+from buffer_rl.cluster.process import starts_engines
 from buffer_rl.errors import BufferRLError, ConfigError
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.terminal import say
@@ -44,7 +45,6 @@ FAILING_GROUPS = 15
 """Groups that meet a fault of the reward, about, or a false answer of an engine."""
 REWARD_S = 30.0
 """Deadline of a reward at most: one of the faults is that it hangs."""
-START_S, LIMIT_S = 300.0, 600.0
 MODELS = ("ref_load", "critic_load", "opd_teacher_load")
 
 
@@ -162,13 +162,12 @@ class Drill:
         say(f"undisturbed run of {self.num_steps} steps")
         began = time.monotonic()
         with self._run("undisturbed") as run:
-            status = run.wait(START_S + LIMIT_S)
-            if status:
+            if status := run.wait():
                 what = f"the undisturbed run ended with status {status}; the end of its output:\n{run.last_lines()}"
                 hint = "mend the configuration first; buffer-rl train --dry-run checks it in seconds"
                 raise ConfigError(what, where=str(run.output), hint=hint)
             usual = usual_step(run.steps())
-        self._ended("undisturbed", run, 0)
+            self._end("undisturbed", run)
         self.quiet_s = time.monotonic() - began
         together = format_duration(self.quiet_s)
         say(f"undisturbed run: {usual['perf/step_time']:.2f} s a step, {together} with its start")
@@ -178,15 +177,14 @@ class Drill:
         """One run that meets a fault in each step."""
         with self._run("processes") as run:
             for fault in self.faults:
-                if not _trains_on(run, len(run.steps())):
+                if run.trains_on(len(run.steps())):
+                    self._strike(run, fault, usual)
+                else:
                     self._add(Row(fault=str(fault), wrong=("the run had ended before",)))
-                    continue
-                self._strike(run, fault, usual)
-            status = run.wait(START_S + LIMIT_S)
-        self._ended("processes", run, status)
+            self._end("processes", run)
 
     def _strike(self, run: DrillRun, fault: Fault, usual: dict[str, float]) -> None:
-        _pause(run, moment(fault.phase, usual))
+        run.pause(moment(fault.phase, usual))
         steps = run.steps()
         met, began = strike(fault, run.process.pid), time.monotonic()
         if met is None:
@@ -196,12 +194,12 @@ class Drill:
         if fault.kind == "slow":
             hold_back(met, CUT_S)
         elif passes:
-            _pause(run, CUT_S)
+            run.pause(CUT_S)
             lift(fault, met)
         else:
-            run.wait_until(lambda: not met.alive(), START_S + LIMIT_S)
+            run.wait_until(lambda: not met.alive())
         # In a publication, the step that is under way has been trained.
-        survived = _trains_on(run, len(run.steps()) + (fault.phase == "publication"))
+        survived = run.trains_on(len(run.steps()) + (fault.phase == "publication"))
         recovered_s = time.monotonic() - began if survived else None
         wrong = [] if survived else [run.last_lines()]
         found = "waited for" if passes else f"process {met.pid} was replaced"
@@ -225,14 +223,11 @@ class Drill:
         flags += [str(min(self.args.rm_timeout_s, REWARD_S))]
         flags += ["--on-reward-error", "retry", "--no-trial", "--max-data-failures", str(self.num_steps * 1000)]
         with self._run("rewards", flags, {PLAN: json.dumps(plan)}) as run:
-            status = run.wait(START_S + LIMIT_S)
+            self._end("rewards", run)
         found = fates(run.folder / FILE_NAME, reward_marks(marks))
-        if unmet := [kind for kind in KINDS if kind not in found]:
-            self.left_out[f"reward: {', '.join(unmet)}"] = "so few groups met none: more --drill-steps"
-        for kind, counts in found.items():
-            self.counted += counts[COUNTED]
-            self._add_fates(f"reward: {kind}, of {counts.total()} groups", counts, bool(counts[COUNTED]))
-        self._ended("rewards", run, status)
+        self.counted = sum(counts[COUNTED] for counts in found.values())
+        self._add_fates("reward: {}, of {} groups", found, Counter())
+        self._leave_out_unmet("reward", "groups", KINDS, found)
 
     def _with_false_answers(self) -> None:
         """One run in which some answers of the engines are none that a sound engine gives."""
@@ -247,21 +242,17 @@ class Drill:
         flags += ["--max-infra-failures", str(self.num_steps * 1000), "--weight-sync-mode", self.args.weight_sync_mode]
         plan = {"folder": str(notes), "every": every, **own}
         with self._run("answers", flags, {answers.PLAN: json.dumps(plan)}) as run:
-            status = run.wait(START_S + LIMIT_S)
+            self._end("answers", run)
         asked_again, marks = answers.notes(notes)
         found = fates(run.folder / FILE_NAME, marks)
-        for kind, counts in found.items():
-            taken = counts[COUNTED] > asked_again[kind]  # the client repeats some requests itself
-            self._add_fates(f"engine: {kind}, {counts.total()} answers", counts, taken)
-        if unmet := [kind for kind in answers.KINDS if kind not in found]:
-            self.left_out[f"engine: {', '.join(unmet)}"] = "so few requests met none: more --drill-steps"
-        self._ended("answers", run, status)
+        self._add_fates("engine: {}, {} answers", found, asked_again)
+        self._leave_out_unmet("engine", "requests", answers.KINDS, found)
 
     def _continued(self, name: str, fault: Fault | None, usual: dict[str, float]) -> None:
         """A run that ends in its middle, and another one that continues from its newest checkpoint."""
         with self._run(name) as run:
-            _trains_on(run, self.num_steps // 2 - 1)
-            _pause(run, moment("training", usual))
+            run.trains_on(self.num_steps // 2 - 1)
+            run.pause(moment("training", usual))
             step, began = len(run.steps()), time.monotonic()
             if fault is None:
                 run.process.kill()
@@ -269,16 +260,15 @@ class Drill:
                 found = "its end was seen from outside"
             else:
                 met = strike(fault, run.process.pid)
-                found = _first_error(run) if run.wait(START_S + LIMIT_S) else ""
+                found = _first_error(run) if run.wait() else ""
                 if met is not None:
                     lift(fault, met)
         with self._run(name, ["--load", "auto"]) as again:
-            _trains_on(again, step)
+            again.trains_on(step)
             seconds = time.monotonic() - began
-            status = again.wait(START_S + LIMIT_S)
+            self._end(name, again)
         what = "driver killed in training" if fault is None else str(fault)
         self._add(Row(fault=what, step=step, found=found, recovered_s=seconds))
-        self._ended(name, again, status)
 
     @contextmanager
     def _run(self, name: str, flags: Sequence[str] = (), environ: dict[str, str] | None = None) -> Iterator[DrillRun]:
@@ -302,8 +292,9 @@ class Drill:
         finally:
             run.stop()
 
-    def _ended(self, name: str, run: DrillRun, status: int) -> None:
-        wrong: list[str] = [f"it ended with status {status}:\n{run.last_lines()}"] if status else []
+    def _end(self, name: str, run: DrillRun) -> None:
+        """Wait for the end of a run, and note what is wrong with it."""
+        wrong = [f"it ended with status {status}:\n{run.last_lines()}"] if (status := run.wait()) else []
         try:
             found = self.outcomes[name] = Outcome.of(run.folder)
         except BufferRLError as error:
@@ -316,9 +307,16 @@ class Drill:
                 wrong.append(f"its weights are others; {found.quarantined} groups are in quarantine")
         self.ends[name] = tuple(wrong)
 
-    def _add_fates(self, fault: str, counts: Counter[str], is_wrong: bool) -> None:
-        fate = ", ".join(f"{number} {what}" for what, number in counts.items())
-        self._add(Row(fault=fault, found=fate, wrong=(fate,) if is_wrong else ()))
+    def _add_fates(self, title: str, found: Mapping[str, Counter[str]], asked_again: Counter[str]) -> None:
+        """A row for each kind of fault. asked_again: how often the client has repeated a request itself, by kind."""
+        for kind, counts in found.items():
+            fate = ", ".join(f"{number} {what}" for what, number in counts.items())
+            wrong = (fate,) if counts[COUNTED] > asked_again[kind] else ()
+            self._add(Row(fault=title.format(kind, counts.total()), found=fate, wrong=wrong))
+
+    def _leave_out_unmet(self, part: str, what: str, kinds: Iterable[str], found: Mapping[str, Counter[str]]) -> None:
+        if unmet := [kind for kind in kinds if kind not in found]:
+            self.left_out[f"{part}: {', '.join(unmet)}"] = f"so few {what} met none: more --drill-steps"
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)
@@ -337,18 +335,8 @@ def _parts(args: Args) -> list[str]:
     from buffer_rl.plan.roles import worker_counts
 
     found = ["rollout worker", "Buffer", "trainer rank"]
-    found += ["engine"] if not args.router_url and not args.rollout_external_engine_addrs else []
+    found += ["engine"] if starts_engines(args) else []
     return found + (["role"] if any(worker_counts(args).values()) else []) + (["reward model"] if args.rm_model else [])
-
-
-def _trains_on(run: DrillRun, num_steps: int) -> bool:
-    """Whether it trained more steps than that before it ended."""
-    return run.wait_until(lambda: len(run.steps()) > num_steps, START_S + LIMIT_S)
-
-
-def _pause(run: DrillRun, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    run.wait_until(lambda: time.monotonic() > end, seconds + LIMIT_S)
 
 
 def _first_error(run: DrillRun) -> str:
