@@ -18,7 +18,7 @@ from typing import Any
 
 from buffer_rl.args import Args
 from buffer_rl.kinds.rollout import MetricLogger
-from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, records_before, set_aside
+from buffer_rl.observe.run_folder import JsonlWriter, read_jsonl, set_aside
 
 METRICS_FILE = "metrics.jsonl"
 DROP_PREFIX = "rollout/drop_"
@@ -33,7 +33,7 @@ _NUMBER_AT_END = re.compile(r"^(.+?)[_ :=]-?\d+(\.\d+)?(e[+-]?\d+)?$", re.DOTALL
 _log = logging.getLogger(__name__)
 
 
-class MetricsFile:
+class MetricsFile(JsonlWriter):
     """Writes ``metrics.jsonl`` in a run's folder: ``{"step": 3, "kind": "train", "train/loss": 0.12, ...}``.
 
     resume_step: append to the file that is there, which then ends with the checkpoint after that many steps: what
@@ -42,7 +42,7 @@ class MetricsFile:
     """
 
     def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
-        self._writer = JsonlWriter(Path(run_dir) / METRICS_FILE, keep=records_before(resume_step, "step"))
+        super().__init__(Path(run_dir) / METRICS_FILE, "step", resume_step)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line for each kind of metric in ``metrics``; a number that is not finite becomes null."""
@@ -54,11 +54,7 @@ class MetricsFile:
             kind = name.split("/", 1)[0] if "/" in name else "other"
             by_kind.setdefault(kind, {})[name] = number if math.isfinite(number) else None
         for kind, values in by_kind.items():
-            self._writer.write({"step": int(step), "kind": kind, **values})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
+            self.append({"step": int(step), "kind": kind, **values})
 
 
 class MetricHub:
@@ -71,15 +67,13 @@ class MetricHub:
     def __init__(
         self, run_dir: str | Path, loggers: Mapping[str, MetricLogger] | None = None, *, resume_step: int | None = None
     ) -> None:
-        self._run_dir = run_dir
         self._file = MetricsFile(run_dir, resume_step=resume_step)
         self._loggers = dict(loggers or {})
 
     def went_back(self, step: int) -> None:
         """The run goes on after ``step`` steps (-1: before everything): the file's later lines are removed. Loggers get
         them a second time."""
-        self._file.close()
-        self._file = MetricsFile(self._run_dir, resume_step=step)
+        self._file.went_back(step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write ``metrics`` of ``step`` everywhere. Raises ``OSError`` if the JSONL file cannot be written."""

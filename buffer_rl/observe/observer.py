@@ -92,7 +92,7 @@ class RunObserver:
 
     def __enter__(self) -> RunObserver:
         self._stack.callback(self._metrics.close)
-        self._stack.callback(lambda: self._dump.close())  # the one of then
+        self._stack.callback(self._dump.close)
         if self._trace is not None:
             self._stack.enter_context(self._trace)
         self._stack.enter_context(self._progress)
@@ -118,8 +118,7 @@ class RunObserver:
         before = -1 if step is None else step
         self.evaluated = min(self.evaluated, before)
         self._metrics.went_back(before)
-        self._dump.close()
-        self._dump = SampleDump(self._run_dir, resume_step=before)
+        self._dump.went_back(before)
         if self._trace is not None:
             self._trace.went_back(before)
         self._spans, self._under_way, self._known = {}, {}, {}

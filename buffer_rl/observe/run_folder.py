@@ -10,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -56,24 +56,44 @@ def set_aside(path: Path) -> Path | None:
 class JsonlWriter:
     """Appends records to a file; every line is flushed, so that a reader never waits for a buffer.
 
-    keep: go on with the file that is there, keeping the records for which ``keep(record)`` is true; a last line
-    that a killed run left unfinished goes too. Where it is None, an existing file is set aside. Safe to use from
-    several threads.
+    resume_step: go on with the file that is there, as in ``went_back``; a last line that a killed run left unfinished
+    goes too. Where it is None, an existing file is set aside. step_field: of a record, what has its step. Safe to use
+    from several threads.
     """
 
-    def __init__(self, path: Path, *, keep: Callable[[Mapping[str, Any]], bool] | None = None) -> None:
+    def __init__(self, path: Path, step_field: str, resume_step: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if keep is None:
-            set_aside(path)
-        elif path.exists():
-            _keep_records(path, keep)
-        self._path, self._lock = path, threading.Lock()
-        self._file: TextIO = path.open("a", encoding="utf-8", errors=SURROGATES)
+        self._path, self._step_field, self._lock = path, step_field, threading.Lock()
+        self._open(resume_step)
+
+    def _open(self, resume_step: int | None) -> None:
+        if resume_step is None:
+            set_aside(self._path)
+        elif self._path.exists():
+            self._cut(resume_step)
+        self._file: TextIO = self._path.open("a", encoding="utf-8", errors=SURROGATES)
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0  # some file systems count none
         dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False)
         self._writer = jsonlines.Writer(self._file, dumps=dumps, flush=True)
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def _cut(self, resume_step: int) -> None:
+        """Rewrite the file with the records to keep; it is replaced in one go."""
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        with temporary.open("w", encoding="utf-8", errors=SURROGATES) as file:
+            for record in read_jsonl(self._path):
+                if record[self._step_field] < resume_step + (record.get("kind") == "eval"):
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        temporary.replace(self._path)
+
+    def went_back(self, step: int) -> None:
+        """The run goes on after ``step`` steps (-1: before everything), and what came later is done again: remove it.
+
+        Step ``r`` of training is the work of rollout ``r``, so it stays if it is below; an evaluation at step ``r`` is
+        of the weights after ``r`` steps, so the one at ``step`` itself stays as well."""
+        self.close()
+        self._open(step)
+
+    def append(self, record: Mapping[str, Any]) -> None:
         """Append one line. Raises ``ValueError`` for NaN or infinity, ``TypeError`` for what JSON cannot hold, and
         DataError if the file was removed: what is written is then lost, and so may be the run's other files."""
         with self._lock:
@@ -113,27 +133,6 @@ def records_in(folder: str | Path, name: str) -> list[dict[str, Any]]:
     """``read_jsonl`` of the file ``name`` in a run's folder; empty if there is none."""
     path = Path(folder, name)
     return read_jsonl(path) if path.is_file() else []
-
-
-def records_before(resume_step: int | None, step_field: str) -> Callable[[Mapping[str, Any]], bool] | None:
-    """Which records of an earlier run stay when a run goes on after ``resume_step`` steps; None keeps no file.
-
-    Step ``r`` of training is the work of rollout ``r``, so it stays if it is below; an evaluation at step ``r`` is of
-    the weights after ``r`` steps, so the one at ``resume_step`` itself stays as well.
-    """
-    if resume_step is None:
-        return None
-    return lambda record: record[step_field] < resume_step + (record.get("kind") == "eval")
-
-
-def _keep_records(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Rewrite ``path`` with the records to keep; it is replaced in one go."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", errors=SURROGATES) as file:
-        for record in read_jsonl(path):
-            if keep(record):
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    temporary.replace(path)
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:
@@ -189,20 +188,16 @@ def cut_text(text: str, limit: int) -> str:
     return text[:limit] + (f" … {more} more characters" if more > 0 else "")
 
 
-class SampleDump:
+class SampleDump(JsonlWriter):
     """Writes ``samples.jsonl`` in a run's folder. ``resume_step`` as in ``MetricsFile``."""
 
     def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
-        self._writer = JsonlWriter(Path(run_dir) / SAMPLES_FILE, keep=records_before(resume_step, "rollout_id"))
+        super().__init__(Path(run_dir) / SAMPLES_FILE, "rollout_id", resume_step)
 
     def write(self, rollout_id: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append one line a sample (see ``sample_record``), each with its ``rollout_id``."""
         for sample in samples:
-            self._writer.write({"rollout_id": rollout_id, **{name: _plain(value) for name, value in sample.items()}})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
+            self.append({"rollout_id": rollout_id, **{name: _plain(value) for name, value in sample.items()}})
 
 
 def _plain(value: Any) -> Any:
