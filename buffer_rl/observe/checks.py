@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -39,7 +39,7 @@ class State(StrEnum):
 class Check:
     """One line. text: what was found, or why nothing is known. faults: what is wrong, and where."""
 
-    name: str
+    name: str = ""
     state: State
     text: str
     faults: Sequence[str] = ()
@@ -80,14 +80,14 @@ class Evidence:
 
 def checks_of(evidence: Evidence) -> list[Check]:
     """The five lines."""
-    return [check(evidence) for check in (prompts, tokens, weights, rewards, scale)]
+    return [replace(check(evidence), name=check.__name__) for check in (prompts, tokens, weights, rewards, scale)]
 
 
 def prompts(evidence: Evidence) -> Check:
     """None lost, none twice: the ledger's accounting holds, and agrees with the metrics on each step."""
-    ledger, name = evidence.ledger, "prompts"
+    ledger = evidence.ledger
     if ledger.unread:
-        return _unknown(name, ledger.unread)
+        return _unknown(ledger.unread)
     committed = {rollout: groups for rollout, _, groups in ledger.commits}
     faults = [f"ledger: {fault}" for fault in ledger.faults]
     missing = [step for step in evidence.trained if step not in committed]
@@ -96,12 +96,12 @@ def prompts(evidence: Evidence) -> Check:
         if groups is not None and committed.get(step, groups) != groups:
             faults.append(f"step {step} trained on {groups:g} prompts, and the ledger has committed {committed[step]}")
     if faults:
-        return _wrong(name, faults)
+        return _wrong(faults)
     if not committed:
-        return _unknown(name, "no step is committed yet")
+        return _unknown("no step is committed yet")
     others = [f"{count} {state}" for state, count in ledger.counts.items() if count and state in _OTHER_STATES]
     text = f"{sum(committed.values())} prompts, each trained once, in {len(committed)} steps"
-    return _right(name, "; ".join(filter(None, (text, ", ".join(others)))))
+    return _right("; ".join(filter(None, (text, ", ".join(others)))))
 
 
 _OTHER_STATES = ("leased", "finished", "rejected", "quarantined")
@@ -109,32 +109,32 @@ _OTHER_STATES = ("leased", "finished", "rejected", "quarantined")
 
 def tokens(evidence: Evidence) -> Check:
     """Trained as sampled: engine and trainer agree on the log-probability of the tokens that both computed."""
-    name, gaps = "tokens", evidence.of_metric(GAP)
+    gaps = evidence.of_metric(GAP)
     limit = evidence.facts.option("--max-logprob-diff", _MISSING)
     if evidence.facts.is_supervised:
-        return _unknown(name, "supervised: the tokens are the data's own, and none were sampled")
+        return _unknown("supervised: the tokens are the data's own, and none were sampled")
     if not gaps:
         compared = "no step compared the log-probabilities of engine and trainer"
-        return _unknown(name, compared if evidence.trained else "nothing is trained")
+        return _unknown(compared if evidence.trained else "nothing is trained")
     if faults := _not_finite(gaps, "the difference of log-probabilities"):
-        return _wrong(name, faults)
+        return _wrong(faults)
     step, worst = max(_finite(gaps).items(), key=lambda item: item[1])
     found = f"engine and trainer differ by {worst:.2g} nats per token at most (step {step})"
     if limit is _MISSING:
-        return _unknown(name, f"{found}; the run did not note its limit")
+        return _unknown(f"{found}; the run did not note its limit")
     if limit is None:
-        return _unknown(name, f"{found}; --max-logprob-diff none sets no limit")
+        return _unknown(f"{found}; --max-logprob-diff none sets no limit")
     over = _above(limit, gaps, "{:.3g} nats per token between engine and trainer")
-    return _wrong(name, over) if over else _right(name, f"{found}, in {len(gaps)} of {len(evidence.trained)} steps")
+    return _wrong(over) if over else _right(f"{found}, in {len(gaps)} of {len(evidence.trained)} steps")
 
 
 def weights(evidence: Evidence) -> Check:
     """Each token is from the version that it claims: one that was published, and no older than the schedule allows."""
-    name, bound = "weights", evidence.facts.max_staleness
+    bound = evidence.facts.max_staleness
     if not evidence.trained:
-        return _unknown(name, "nothing is trained")
+        return _unknown("nothing is trained")
     if bound is None:
-        return _unknown(name, "the run did not note its bound of staleness")
+        return _unknown("the run did not note its bound of staleness")
     staleness = evidence.of_metric("staleness/max")
     faults = [*_not_finite(staleness, "the staleness"), *_above(bound, staleness, "tokens are {:g} versions old")]
     claimed = [sample for sample in evidence.samples if sample.get("versions")]
@@ -142,14 +142,14 @@ def weights(evidence: Evidence) -> Check:
     keeps = bool(evidence.facts.option("--partial-rollout"))
     faults += [f"{_place(sample)}: {fault}" for sample in claimed if (fault := _of_spans(sample, bound, newest, keeps))]
     if faults:
-        return _wrong(name, faults)
+        return _wrong(faults)
     if not claimed and not staleness:
-        return _unknown(name, "no recorded sample names its version")
+        return _unknown("no recorded sample names its version")
     parts = [f"staleness {max(_finite(staleness).values()):g} at most, {bound} allowed"] if staleness else []
     if claimed:
         which = "a published version within the bound" if bound else "the version of their step"
         parts.append(f"the tokens of {len(claimed)} recorded samples are of {which}")
-    return _right(name, "; ".join(parts))
+    return _right("; ".join(parts))
 
 
 def _of_spans(sample: Mapping[str, Any], bound: int, newest: int, keeps_tokens: bool) -> str:
@@ -178,9 +178,8 @@ def _of_spans(sample: Mapping[str, Any], bound: int, newest: int, keeps_tokens: 
 
 def rewards(evidence: Evidence) -> Check:
     """No failure is counted as a number: what failed has no reward, and what has one is finite."""
-    name = "rewards"
     if evidence.facts.is_supervised:
-        return _unknown(name, "supervised: nothing is scored")
+        return _unknown("supervised: nothing is scored")
     faults = []
     for metric in ("raw_reward", "raw_reward_all"):
         for part in PARTS_OF_ROLLOUTS:
@@ -192,21 +191,21 @@ def rewards(evidence: Evidence) -> Check:
         elif not _is_finite(sample["reward"]):
             faults.append(f"{_place(sample)}: the reward {sample['reward']} is no finite number")
     if faults:
-        return _wrong(name, faults)
+        return _wrong(faults)
     if not scored and not evidence.of_metric("rollout/raw_reward"):
-        return _unknown(name, "no reward was recorded")
+        return _unknown("no reward was recorded")
     failures = [f"{part}/{domain}_failures" for part in PARTS_OF_ROLLOUTS for domain in ("infra", "data")]
     failed = sum(sum(_finite(evidence.of_metric(name)).values()) for name in failures)
     text = f"{len(scored)} recorded rewards are finite; {failed:g} failed attempts"
     # Of the ledger: quarantine.jsonl also has the groups of earlier runs in the folder, and of steps done again.
     if (quarantined := evidence.ledger.counts.get("quarantined")) is not None:
         text += f", {quarantined} prompts in quarantine"
-    return _right(name, f"{text}, none of them counted")
+    return _right(f"{text}, none of them counted")
 
 
 def scale(evidence: Evidence) -> Check:
     """One divisor: the loss of a step was divided by a count over all of its rows, whatever micro-batches and ranks."""
-    name, faults, unclear, compared = "scale", [], "", 0
+    faults, unclear, compared = [], "", 0
     mode = str(evidence.facts.option("--loss-agg-mode", ""))
     for role in (ACTOR, CRITIC):
         known = LOSSES.get(evidence.facts.loss) if role == ACTOR else LOSSES["policy_loss"]
@@ -221,12 +220,12 @@ def scale(evidence: Evidence) -> Check:
                 unclear = f"the loss {evidence.facts.loss or '(not noted)'} weighs its rows by itself"
             compared += 1
     if faults:
-        return _wrong(name, faults)
+        return _wrong(faults)
     if unclear:
-        return _unknown(name, unclear)
+        return _unknown(unclear)
     if not compared:
-        return _unknown(name, "the run did not note its divisors" if evidence.trained else "nothing is trained")
-    return _right(name, f"the loss of {compared} steps was divided by one count over all rows of the step")
+        return _unknown("the run did not note its divisors" if evidence.trained else "nothing is trained")
+    return _right(f"the loss of {compared} steps was divided by one count over all rows of the step")
 
 
 def _unit(divisor: Divisor, mode: str) -> str:
@@ -261,15 +260,15 @@ def _above(limit: float, values: Mapping[int, float | None], what: str) -> list[
     return [f"step {step}: {text}, at most {limit:g} is allowed" for step, text in over.items()]
 
 
-def _right(name: str, text: str) -> Check:
-    return Check(name=name, state=State.RIGHT, text=text)
+def _right(text: str) -> Check:
+    return Check(state=State.RIGHT, text=text)
 
 
-def _unknown(name: str, why: str) -> Check:
-    return Check(name=name, state=State.UNKNOWN, text=why)
+def _unknown(why: str) -> Check:
+    return Check(state=State.UNKNOWN, text=why)
 
 
-def _wrong(name: str, faults: Sequence[str]) -> Check:
+def _wrong(faults: Sequence[str]) -> Check:
     text = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     text += f", of which the first {MAX_FAULTS}" if len(faults) > MAX_FAULTS else ""
-    return Check(name=name, state=State.WRONG, text=text, faults=faults[:MAX_FAULTS])
+    return Check(state=State.WRONG, text=text, faults=faults[:MAX_FAULTS])

@@ -23,7 +23,7 @@ CURVE_FILE = "learning_curve.png"
 REWARD_NAME = "training reward"
 ALL_NAME = "training reward with dropped groups"
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_SMOOTHING_STEPS = 9
+SMOOTHING_STEPS = 9
 # Blue and orange of Okabe and Ito's palette, which people with common colour-vision deficiencies tell apart.
 _EVAL_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 _REWARD_COLOUR = "#D55E00"
@@ -78,12 +78,21 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     """``values`` as a line of at most ``width`` block characters, lowest to highest; each shows a run's mean."""
     if not values or width < 1:
         return ""
-    count = min(width, len(values))
-    edges = [round(i * len(values) / count) for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    means = neighbour_means(values, width)
     low, high = min(means), max(means)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def edges(length: int, most: int) -> list[int]:
+    """Where at most ``most`` runs of neighbours begin, and where the last one ends, of ``length`` values."""
+    count = min(length, most)
+    return [round(i * length / count) for i in range(count + 1)] if count else []
+
+
+def neighbour_means(values: Sequence[float], most: int) -> list[float]:
+    """The means of at most ``most`` runs of neighbours."""
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges(len(values), most))]
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -143,10 +152,10 @@ def _series(points: Mapping[int, float]) -> Series:
 def _draw_reward(axes: Axes, series: Series, name: str, colour: str, style: str) -> None:
     if not series.steps:
         return
-    if len(series.steps) <= _SMOOTHING_STEPS:
+    if len(series.steps) <= SMOOTHING_STEPS:
         axes.plot(series.steps, series.values, style, color=colour, linewidth=1.6, label=name)
         return
     axes.plot(series.steps, series.values, color=colour, linewidth=0.8, alpha=0.35, label="_each step")
-    smooth = moving_mean(series.values, _SMOOTHING_STEPS)
-    label = f"{name} (mean of {_SMOOTHING_STEPS} steps)"
+    smooth = moving_mean(series.values, SMOOTHING_STEPS)
+    label = f"{name} (mean of {SMOOTHING_STEPS} steps)"
     axes.plot(series.steps, smooth, style, color=colour, linewidth=1.8, label=label)

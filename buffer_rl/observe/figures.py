@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
-from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, curves_of, moving_mean
+from buffer_rl.observe.curve import ALL_NAME, REWARD_NAME, SMOOTHING_STEPS, curves_of, moving_mean
+from buffer_rl.observe.memory import PEAK_PREFIX
 from buffer_rl.observe.metrics import PHASES, drops_of, phase_seconds
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.svg_chart import (
@@ -34,8 +35,6 @@ from buffer_rl.observe.timeline_stats import (
     step_windows,
 )
 
-_SMOOTHING_STEPS = 9
-PEAK_MEMORY = "perf/peak_memory/"
 CHARTS: Mapping[str, Mapping[str, str]] = {
     "Loss": {"policy": "train/loss", "critic": "critic/loss"},
     "Entropy (nats)": {"entropy": "train/entropy"},
@@ -114,15 +113,19 @@ def line_figure(heading: str, lines: Sequence[Line], names: Mapping[str, int], *
     label = f"{heading} over training steps"
     if not wide:
         return Figure(heading=heading, picture=line_chart(lines, label=label), names=names)
-    picture = line_chart(lines, label=label, width=1000, height=280, unit_range=True)
-    narrow = line_chart(lines, label=label, height=NARROW, unit_range=True)
+    return _wide_figure(heading, partial(line_chart, lines, label=label, unit_range=True), 280, names)
+
+
+def _wide_figure(heading: str, draw: Callable[..., str], height: int, names: Mapping[str, int]) -> Figure:
+    """What ``draw`` draws, as wide as the page, and once more for a narrow page."""
+    picture, narrow = draw(width=1000, height=height), draw(height=NARROW)
     return Figure(heading=heading, picture=picture, narrow=narrow, names=names, wide=True)
 
 
 def _memory_names(steps: Steps) -> dict[str, str]:
     """Metrics of peak memory by role and kind: ``perf/peak_memory/ROLE_gb`` of the host, ``ROLE_device_gb``."""
-    found = sorted({name for metrics in steps.values() for name in metrics if name.startswith(PEAK_MEMORY)})
-    return {name.removeprefix(PEAK_MEMORY).removesuffix("_gb").replace("_", " "): name for name in found}
+    found = sorted({name for metrics in steps.values() for name in metrics if name.startswith(PEAK_PREFIX)})
+    return {name.removeprefix(PEAK_PREFIX).removesuffix("_gb").replace("_", " "): name for name in found}
 
 
 def learning_curve(records: Sequence[Mapping[str, Any]]) -> Figure:
@@ -133,8 +136,8 @@ def learning_curve(records: Sequence[Mapping[str, Any]]) -> Figure:
     for title, series, colour in ((REWARD_NAME, curves.reward, 0), (ALL_NAME, curves.all_rewards, COLOURS - 1)):
         if not series.steps:
             continue
-        smooth = moving_mean(series.values, _SMOOTHING_STEPS)
-        window = min(_SMOOTHING_STEPS, len(smooth))
+        smooth = moving_mean(series.values, SMOOTHING_STEPS)
+        window = min(SMOOTHING_STEPS, len(smooth))
         name = f"{title} (mean of {window} steps)" if window > 1 else title
         names[name] = colour
         lines.append(Line(name=title, points=series.points, colour=colour, faint=True))
@@ -190,8 +193,6 @@ def drops_figure(steps: Steps) -> Figure | None:
     layers = {reason: [float(of_step.get(reason, 0)) for of_step in drops] for reason in ordered[: COLOURS - 1]}
     if rest := ordered[COLOURS - 1 :]:
         layers["other reasons"] = [float(sum(of_step.get(reason, 0) for reason in rest)) for of_step in drops]
-    label = "Dropped groups over training steps"
-    chart = stacked_bars(list(steps), layers, label=label, width=1000, height=200)
-    narrow = stacked_bars(list(steps), layers, label=label, height=NARROW)
     totals = {f"{name}: {format_number(sum(counts))}": number for number, (name, counts) in enumerate(layers.items())}
-    return Figure(heading="Groups in each step, by reason", picture=chart, narrow=narrow, names=totals, wide=True)
+    draw = partial(stacked_bars, list(steps), layers, label="Dropped groups over training steps")
+    return _wide_figure("Groups in each step, by reason", draw, 200, totals)

@@ -215,20 +215,12 @@ def _bars(board: Board, now: float) -> Table:
     grid.add_column(width=_BAR_WIDTH)
     grid.add_column()
     phase = f"{board.phase} {format_duration(now - board.phase_since)}"
-    grid.add_row("steps", _bar(board.steps_done, board.total_steps), _count(board.steps_done, board.total_steps))
-    grid.add_row("groups", _bar(board.groups_done, board.groups_wanted), _count(board.groups_done, board.groups_wanted))
+    counts = {"steps": (board.steps_done, board.total_steps), "groups": (board.groups_done, board.groups_wanted)}
+    for name, (done, total) in counts.items():
+        bar = ProgressBar(total=total, completed=min(done, total), width=_BAR_WIDTH) if total else ""
+        grid.add_row(name, bar, f"{done} of {total}" if total else str(done))
     grid.add_row("phase", Text(phase, style="bold"), "")
     return grid
-
-
-def _bar(done: int, total: int | None) -> RenderableType:
-    if not total:
-        return Text("")
-    return ProgressBar(total=total, completed=min(done, total), width=_BAR_WIDTH)
-
-
-def _count(done: int, total: int | None) -> str:
-    return f"{done} of {total}" if total else str(done)
 
 
 def _figures(board: Board) -> Table:

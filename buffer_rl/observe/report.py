@@ -201,20 +201,17 @@ def _shown(changed: Mapping[str, Any]) -> dict[str, Any]:
     return {flag: value for flag, value in changed.items() if value != MASK}
 
 
-def _value(changed: Mapping[str, Any], flag: str) -> str:
-    return json.dumps(changed[flag], ensure_ascii=False) if flag in changed else "default"
-
-
 def parts_of(facts: RunFacts) -> list[dict[str, Any]]:
     """The parts of a run that was resumed, in their order, empty for another one: ``first`` step, ``started``,
     ``command``, and ``changes``: flag to the values of the part before and of this one, as text."""
     found: list[dict[str, Any]] = []
-    before: Mapping[str, Any] = {}
+    before: Mapping[str, str] = {}
     for part in facts.parts if len(facts.parts) > 1 else ():
-        now, started = _shown(part.get("changed") or {}), _time(str(part.get("started", "")))
+        shown, started = _shown(part.get("changed") or {}), _time(str(part.get("started", "")))
+        now = {flag: json.dumps(value, ensure_ascii=False) for flag, value in shown.items()}
         command = shlex.join(map(str, part.get("command") or ()))
         flags = sorted({*before, *now} - {"--load"}) if found else []
-        values = {flag: (_value(before, flag), _value(now, flag)) for flag in flags}
+        values = {flag: (before.get(flag, "default"), now.get(flag, "default")) for flag in flags}
         changes = {flag: f"{old} → {new}" for flag, (old, new) in values.items() if old != new}
         found.append({"first": part.get("from_step", 0), "started": started, "command": command, "changes": changes})
         before = now

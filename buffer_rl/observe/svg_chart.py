@@ -14,6 +14,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+from buffer_rl.observe.curve import edges, neighbour_means
 from buffer_rl.observe.timeline import WorkSpan, in_order
 from buffer_rl.observe.timeline_stats import PHASES_OF_OTHERS, Spans, StepStats
 from buffer_rl.plan.roles import CRITIC, DEDICATED, ROLES
@@ -109,20 +110,18 @@ def stacked_bars(
     """
     if not any(value > 0 for layer in stacks.values() for value in layer):
         return ""
-    edges = _edges(len(steps), MAX_BARS)
-    names = list(stacks)
-    bars = [[sum(stacks[name][a:b]) / (b - a) for name in names] for a, b in pairwise(edges)]
+    bars = [list(bar) for bar in zip(*(neighbour_means(layer, MAX_BARS) for layer in stacks.values()), strict=True)]
     if share:
         bars = [[value / (sum(bar) or 1.0) for value in bar] for bar in bars]
     top = 1.0 if share else max(sum(bar) for bar in bars)
     first, last = steps[0], steps[-1]
     frame = _Frame(width=width, height=height, x_low=first - 0.5, x_high=last + 0.5, y_low=0.0, y_high=top)
     parts = [_axes(frame, percent=share)]
-    for bar, (start, end) in zip(bars, pairwise(edges), strict=True):
+    for bar, (start, end) in zip(bars, pairwise(edges(len(steps), MAX_BARS)), strict=True):
         left, right = frame.x(steps[start] - 0.5), frame.x(steps[end - 1] + 0.5)
         span = f"step {steps[start]}" + (f" to {steps[end - 1]}" if end - start > 1 else "")
         base = 0.0
-        for number, (name, value) in enumerate(zip(names, bar, strict=True)):
+        for number, (name, value) in enumerate(zip(stacks, bar, strict=True)):
             if value > 0:
                 colour = number % COLOURS if colours is None else colours[name]
                 shown = f"{value:.0%}" if share else format_number(value)
@@ -149,12 +148,8 @@ def picture_file(parts: Sequence[str], *, label: str, width: int, height: int) -
 
 def thinned(line: Line) -> Line:
     """The line with at most ``MAX_POINTS`` points, each the mean of its neighbours."""
-    edges = _edges(len(line.points), MAX_POINTS)
-    if len(edges) == len(line.points) + 1:
-        return line
-    parts = [line.points[start:end] for start, end in pairwise(edges)]
-    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
-    return replace(line, points=means)
+    xs, ys = (neighbour_means(values, MAX_POINTS) for values in zip(*line.points, strict=True))
+    return replace(line, points=list(zip(xs, ys, strict=True)))
 
 
 def ticks(low: float, high: float, count: int = _TICKS) -> list[float]:
@@ -180,11 +175,6 @@ def _padded(low: float, high: float) -> tuple[float, float]:
         return low - reach, high + reach
     room = (high - low) * 0.06
     return (low if low == 0 else low - room), high + room
-
-
-def _edges(length: int, most: int) -> list[int]:
-    count = min(length, most)
-    return [round(i * length / count) for i in range(count + 1)] if count else []
 
 
 def _axes(frame: _Frame, *, percent: bool = False) -> str:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer_rl.buffer.ledger_audit import LedgerAudit
 from buffer_rl.buffer.ledger_file import FILE_NAME
@@ -16,9 +16,6 @@ from buffer_rl.observe.checks import LedgerFacts
 from buffer_rl.observe.metrics import METRICS_FILE
 from buffer_rl.observe.terminal import say
 from buffer_rl.verbs.table import print_notices
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -60,14 +57,14 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def report_run(run_dir: str | Path, console: Console | None = None) -> None:
+def report_run(run_dir: str | Path) -> None:
     """What a run shows at its end: the page, with what its ledger says, and a summary in the terminal. The run has
     ended, so a report that cannot be made is a notice."""
     from buffer_rl.observe.report import run_report
 
     try:
         with _reading(str(run_dir)):
-            run_report(run_dir, console, ledger=ledger_facts(run_dir))
+            run_report(run_dir, ledger=ledger_facts(run_dir))
     except BufferRLError as error:
         print_notices([f"the run has ended, and its report could not be made: {error}"])
 

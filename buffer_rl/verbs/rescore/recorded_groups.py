@@ -6,7 +6,7 @@ of ``--dump-samples`` groups a rollout. Prompt, label and metadata come from the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,11 +47,10 @@ class RecordReader:
         self._records = records
         self._args = args
         self._source = self._opened_source()
-        self._lines: dict[int, dict[str, list[Mapping[str, Any]]]] = {}  # by rollout and uid
+        self._lines: dict[int, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         for line in records.samples:
             if line.get("kind") == "train":
-                of_rollout = self._lines.setdefault(int(line["rollout_id"]), {})
-                of_rollout.setdefault(str(line.get("uid")), []).append(line)
+                self._lines[int(line["rollout_id"])][str(line.get("uid"))].append(line)
         self._tokenizer: Any = None
 
     def steps(self) -> list[RecordedStep]:
@@ -97,10 +96,10 @@ class RecordReader:
             prompt, parts, samples = self._prompts(uid, lines), Counter[int](), []
             for line in lines:
                 index, length = int(line["sample_index"]), _length(line) or 1
-                sample = self._sample(prompt, index, [0] * (1 + length), length, line["response"])
+                sample = prompt.as_prompt(index).changed(tokens=[0] * (1 + length), response_length=length)
+                sample.response, sample.status, sample.reward = line["response"], Status(line["status"]), line["reward"]
                 sample.part = parts[index]
                 parts[index] += 1
-                sample.status, sample.reward = Status(line["status"]), line["reward"]
                 samples.append(sample)
             step.groups.append(SampleGroup(uid=uid, samples=samples))
         return step
@@ -129,19 +128,15 @@ class RecordReader:
                 tokens = np.asarray(batch.columns["tokens"][place]).tolist()
                 text = _text_of(known, row.sample_index, length)
                 text = self._decoded(tokens[len(tokens) - length :]) if text is None else text
-                sample = self._sample(prompt, row.sample_index, tokens, length, text)
+                sample = prompt.as_prompt(row.sample_index).changed(tokens=tokens, response_length=length)
                 mask = np.asarray(batch.columns["loss_mask"][place])
                 sample.loss_mask, sample.remove_sample = mask.astype(int).tolist(), not mask.any()
                 sample.status = Status.TRUNCATED if truncated[place] else Status.COMPLETED
-                sample.reward = rewards[place]
+                sample.response, sample.reward = text, rewards[place]
                 step.trained_on[row] = trained_on[place]
                 samples.append(sample)
             step.groups.append(SampleGroup(uid=uid, samples=samples))
         return step
-
-    def _sample(self, prompt: Sample, index: int, tokens: list[int], length: int, text: str) -> Sample:
-        own = prompt.as_prompt(index)
-        return own.changed(sample_index=index, tokens=tokens, response_length=length, response=text)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         """The text of a response as an engine gives it."""
