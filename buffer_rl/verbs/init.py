@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +66,13 @@ def write_project(folder: Path, model: str | None = None) -> list[Path]:
     """Write the project's files into ``folder``, for the model of ``hf_checkpoint`` or a tiny one; returns their paths.
 
     Raises ConfigError if one of the files exists already, or if the folder cannot be written."""
-    texts = project_files(model)
+    hint = f"buffer-rl init FOLDER writes to another one{'; or move them away' if folder.exists() else ''}"
+    return write_new(folder, project_files(model), hint)
+
+
+def write_new(folder: Path, texts: Mapping[str, str], hint: str) -> list[Path]:
+    """Write files, by name, into ``folder``; returns their paths. Raises ConfigError as ``write_project``."""
     if existing := [name for name in texts if (folder / name).exists()]:
-        hint = f"buffer-rl init FOLDER writes to another one{'; or move them away' if folder.exists() else ''}"
         raise ConfigError(f"already there, and not overwritten: {', '.join(existing)}", where=str(folder), hint=hint)
     with raised_as(ConfigError, "the folder cannot be written", OSError, where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from buffer_rl.plugin.registry import PluginInfo, PluginRegistry
 from buffer_rl.plugin.signature import fitting_kinds, signature_of
 from buffer_rl.testing.lint import failures
 from buffer_rl.testing.lint_estimator import lint_estimator
-from buffer_rl.verbs.init import templates
+from buffer_rl.verbs.init import templates, write_new
 from buffer_rl.verbs.table import print_table
 
 _CHECK = """Import one plugin and check its signature. A loss and an advantage estimator are also called, on rows made
@@ -92,20 +92,11 @@ def write_plugin(kind: str, name: str, folder: Path) -> tuple[Path, Path]:
     row = kind_named(kind)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} is no name of a Python module", where="NAME", expected="letters, digits and _")
-    paths = folder / f"{name}.py", folder / f"test_{name}.py"
-    for path in paths:
-        if path.exists():
-            raise ConfigError(f"{path} is there already", hint="choose another name or --output FOLDER")
     values = {"kind": row, "module": name, "name": object_name(row, name)}
-    files = (f"{kind}.py.jinja", f"test_{kind}.py.jinja")
-    texts = [templates("plugin").get_template(file).render(values) for file in files]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in zip(paths, texts, strict=True):
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}", where="--output") from error
-    return paths
+    of_names = {f"{name}.py": f"{kind}.py.jinja", f"test_{name}.py": f"test_{kind}.py.jinja"}
+    texts = {file: templates("plugin").get_template(of).render(values) for file, of in of_names.items()}
+    plugin, test = write_new(folder, texts, "choose another name or --output FOLDER")
+    return plugin, test
 
 
 def object_name(kind: PluginKind, name: str) -> str:

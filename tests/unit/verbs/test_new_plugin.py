@@ -69,7 +69,7 @@ def test_the_test_of_a_loss_and_of_an_estimator_runs_the_linter(
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_judge.py").write_text("mine")
     assert main(["plugins", "new", "reward", "judge", "--output", str(tmp_path)]) == 2
-    assert "test_judge.py is there already" in capsys.readouterr().err
+    assert "already there, and not overwritten: test_judge.py" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["test_judge.py"]
 
 
