@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from statistics import fmean
 from typing import Any
@@ -75,37 +75,33 @@ class FollowedPrompt:
     steps: Sequence[PromptGroup]
 
 
-@dataclass(slots=True)
-class Scale:
-    """The range of each reward over a run's samples, by name; a reward without a name has the empty one."""
+Scale = Mapping[str, tuple[float, float]]
+"""The range of each reward over a run's samples, by name; a reward without a name has the empty one."""
 
-    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any]]) -> Scale:
-        """Of all samples, shown or not."""
-        scale = cls()
-        for record in records:
-            for name, value in _numbers(record.get("reward")).items():
-                low, high = scale.ranges.get(name, (value, value))
-                scale.ranges[name] = (min(low, value), max(high, value))
-        return scale
+def scale_of(records: Iterable[Mapping[str, Any]]) -> Scale:
+    """Of all samples, shown or not."""
+    ranges: dict[str, tuple[float, float]] = {}
+    for record in records:
+        for name, value in _numbers(record.get("reward")).items():
+            low, high = ranges.get(name, (value, value))
+            ranges[name] = (min(low, value), max(high, value))
+    return ranges
 
-    def reward(self, name: str, value: float) -> Reward:
-        """A number on the scale of its name."""
-        low, high = self.ranges.get(name, (value, value))
-        share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else None
-        return Reward(name=name, text=f"{value:.4g}", share=share)
 
-    def rewards(self, value: Any, key: str = "") -> list[Reward]:
-        """All numbers of a sample's reward, that under ``key`` first; what is no number as text."""
-        if value is None:
-            return []
-        numbers = _numbers(value)
-        if not numbers:
-            return [Reward(name="", text=cell(value))]
-        names = sorted(numbers, key=lambda name: name != key)
-        return [self.reward(name, numbers[name]) for name in names]
+def shown_rewards(value: Any, scale: Scale, key: str = "") -> list[Reward]:
+    """All numbers of a sample's reward, that under ``key`` first; what is no number as text."""
+    if value is None:
+        return []
+    if not (numbers := _numbers(value)):
+        return [Reward(name="", text=cell(value))]
+    return [_on_scale(name, numbers[name], scale) for name in sorted(numbers, key=lambda name: name != key)]
+
+
+def _on_scale(name: str, value: float, scale: Scale) -> Reward:
+    low, high = scale.get(name, (value, value))
+    share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else None
+    return Reward(name=name, text=f"{value:.4g}", share=share)
 
 
 def _numbers(reward: Any) -> dict[str, float]:
@@ -123,7 +119,7 @@ def prompt_groups(
 ) -> list[PromptGroup]:
     """The chosen samples by step and prompt, newest step first. reward_key: the reward that is trained on, of several.
     supervised: training rows have their target as response, and no reward."""
-    scale = Scale.of(record for record in records if not (supervised and record.get("kind") != "eval"))
+    scale = scale_of(record for record in records if not (supervised and record.get("kind") != "eval"))
     members: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for number, record in enumerate(chosen_samples(records)):
         known = record.get("uid") if record.get("uid") is not None else f"row {number}"
@@ -135,7 +131,7 @@ def followed_prompts(records: Sequence[Mapping[str, Any]], *, reward_key: str = 
     """Of each evaluation set prompts that were recorded at two steps or more, with at most ``MAX_STEPS`` of these,
     spread evenly: the first such prompt, and those whose mean reward changed most between the first step and the last.
     """
-    scale = Scale.of(records)
+    scale = scale_of(records)
     by_prompt: dict[tuple[str, str], dict[int, list[Mapping[str, Any]]]] = {}
     for record in records:
         if record.get("kind") == "eval" and record.get("uid") is not None:
@@ -178,7 +174,7 @@ def _group(
         answers.append(
             Answer(
                 response=cell(record.get("response")),
-                rewards=() if is_target else scale.rewards(record.get("reward"), key),
+                rewards=() if is_target else shown_rewards(record.get("reward"), scale, key),
                 status="target" if is_target else cell(record.get("status")),
                 versions=", ".join(map(str, versions)) if len(versions) > 1 else "",
                 transcript=_transcript(record) if number < MAX_TRANSCRIPTS else (),
@@ -194,7 +190,7 @@ def _group(
         prompt=cell(prompt),
         label=label,
         answers=answers,
-        mean=scale.reward(name, fmean(values)) if len(values) > 1 else None,
+        mean=_on_scale(name, fmean(values), scale) if len(values) > 1 else None,
     )
 
 

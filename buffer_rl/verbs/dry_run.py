@@ -93,7 +93,7 @@ def print_text(plan: DryRun, resumed: Manifest | None = None, *, every: bool = F
     if plan.trial.rows:
         say("\nScores of a trial", *score_lines(plan.trial.rows), sep="\n")
     say("\nThe run")
-    _print_columns(_need_lines(plan))
+    _print_columns([*_need_lines(plan)])
     if resumed is not None:
         say(f"\nOptions that differ from those of the checkpoint of step {resumed.step}")
         args = plan.resolved.args
@@ -122,21 +122,19 @@ def _prompt_lines(trial: Trial) -> Iterator[str]:
         yield f"  {prompts.use}  tokens: {prompts.lengths[0]} in the first, {longest}{masks}"
 
 
-def _need_lines(plan: DryRun) -> list[tuple[str, str, str]]:
-    needs, lines = plan.needs, []
-    args = plan.resolved.args
+def _need_lines(plan: DryRun) -> Iterator[tuple[str, str, str]]:
+    needs, args = plan.needs, plan.resolved.args
     if args.num_rollout != 0:
         step = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples"
-        lines.append(("rows", f"{args.rollout_batch_size * args.n_samples_per_prompt} per step", step))
+        yield "rows", f"{args.rollout_batch_size * args.n_samples_per_prompt} per step", step
         if plan.steps_per_epoch:
-            lines.append(("steps", f"{plan.steps_per_epoch} per epoch", ""))
+            yield "steps", f"{plan.steps_per_epoch} per epoch", ""
     tokens = f"{plan.trial.tokens} tokens of the tokenizer" if plan.trial.tokens else ""
-    lines.append(("model", f"{needs.parameters:,} parameters", tokens))
+    yield "model", f"{needs.parameters:,} parameters", tokens
     for name, (size, what) in plan.memory.items():
-        lines.append(("memory", f"about {bytes_text(size)} per {name}", f"estimate: {what}"))
-    lines.append(("disk", bytes_text(needs.disk), ""))
-    lines.append(("processes", needs.text, f"{needs.cores} cores"))
-    return lines
+        yield "memory", f"about {bytes_text(size)} per {name}", f"estimate: {what}"
+    yield "disk", bytes_text(needs.disk), ""
+    yield "processes", needs.text, f"{needs.cores} cores"
 
 
 def _option_lines(resolved: Resolved, *, every: bool) -> Iterator[str]:

@@ -14,7 +14,6 @@ from buffer_rl.cluster.process import starts_engines
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.external import urls_of
-from buffer_rl.engines.protocol import ServerInfo
 from buffer_rl.errors import ConfigError, DataError
 from buffer_rl.files.hf_config import max_positions, read_config
 from buffer_rl.options.checks import refuse
@@ -43,15 +42,6 @@ class ContextLimit:
     prompt: int
     sequence: int
     of: str
-
-    @classmethod
-    def of_server(cls, info: ServerInfo, url: str, own: int | None) -> ContextLimit | None:
-        """Of a server; own: of its model, which is the server's where it names none."""
-        length = own if info.context_length is None else info.context_length
-        if length is None:
-            return None
-        prompt, sequence = (1, 0) if info.is_ours else (PROMPT_MARGIN, SEQUENCE_MARGIN)
-        return cls(prompt=length - prompt, sequence=length - sequence, of=f"{url}, with a context of {length} tokens")
 
 
 def check_engines(args: Args, registry: PluginRegistry) -> list[ContextLimit]:
@@ -117,14 +107,20 @@ def _check_plugin(kind: str, reference: str, args: Args, registry: PluginRegistr
 
 
 def _limits_of_servers(args: Args, own: int | None) -> list[ContextLimit]:
+    """own: the context of the model, which is that of a server that names none."""
     urls = [*args.engine_urls, *urls_of(args)]
     with EngineControlClient(urls, timeout_s=ASK_TIMEOUT_S, api_key=args.engine_api_key) as control:
         found = control.server_info()
     other = next((url for url, info in found.items() if args.deterministic and not info.deterministic), "")
     what = "--deterministic: the engine {} does not promise equal tokens for equal seeds"
     refuse(other, what, "start embedded engines with --deterministic", "deterministic: true in its /server_info")
-    limits = [ContextLimit.of_server(info, url, own) for url, info in found.items()]
-    return [limit for limit in limits if limit is not None]
+    limits = []
+    for url, info in found.items():
+        if (length := own if info.context_length is None else info.context_length) is not None:
+            prompt, sequence = (1, 0) if info.is_ours else (PROMPT_MARGIN, SEQUENCE_MARGIN)
+            of = f"{url}, with a context of {length} tokens"
+            limits.append(ContextLimit(prompt=length - prompt, sequence=length - sequence, of=of))
+    return limits
 
 
 def _check_lengths(args: Args, limits: list[ContextLimit]) -> None:
@@ -145,17 +141,15 @@ def _check_lengths(args: Args, limits: list[ContextLimit]) -> None:
 
 def _response_lengths(args: Args) -> Iterator[tuple[str, int, int]]:
     """What sets the length of responses, that length, and a length that prompts may have, in tokens."""
-    rollout, evaluation = args.rollout_max_response_len, args.eval_max_response_len
-    flag = flag_of("rollout_max_response_len")
+    name = "rollout_max_response_len"
     if args.num_rollout != 0:
-        yield flag, rollout, args.rollout_max_prompt_len or 1
+        yield flag_of(name), getattr(args, name), args.rollout_max_prompt_len or 1
+    name = name if args.eval_max_response_len is None else "eval_max_response_len"
     for chosen in eval_sets_of(args):
         if chosen.max_response_len is not None:
             yield f"--eval-config {args.eval_config}, the set {chosen.name!r}", chosen.max_response_len, 1
-        elif evaluation is not None:
-            yield flag_of("eval_max_response_len"), evaluation, 1
         else:
-            yield flag, rollout, 1
+            yield flag_of(name), getattr(args, name), 1
 
 
 def _most_tokens(prompt: Prompt) -> int:

@@ -100,10 +100,8 @@ def ledger_facts(run_dir: str | Path) -> LedgerFacts:
         return LedgerFacts(unread=f"the folder has no {FILE_NAME}")
     try:
         with closing(LedgerAudit(path)) as audit:
-            counts = dict.fromkeys(map(str, GroupState), 0)
-            for epoch in audit.epochs():
-                for state, count in epoch.counts.items():
-                    counts[str(state)] += count
+            epochs = audit.epochs()
+            counts = {str(state): sum(epoch.counts[state] for epoch in epochs) for state in GroupState}
             return LedgerFacts(faults=audit.faults(), commits=audit.commits(), counts=counts)
     except CheckpointError as error:  # damaged, which is no lack of knowledge
         return LedgerFacts(faults=[str(error)])

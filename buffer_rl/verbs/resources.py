@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
+
+from safetensors import safe_open
 
 from buffer_rl.args import Args
 from buffer_rl.cluster.process import starts_engines
@@ -258,9 +258,8 @@ def _num_parameters(file: Path) -> int:
     """Numbers in a file of weights; of a pickled one, which is not read, as many as 16-bit numbers fill it."""
     if file.suffix != ".safetensors":
         return file.stat().st_size // 2
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(struct.unpack("<Q", opened.read(8))[0]))
-    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    with safe_open(file, framework="np") as tensors:  # reads no weights
+        return sum(prod(tensor.get_shape()) for tensor in map(tensors.get_slice, tensors.keys()))
 
 
 def _spaces(args: Args, parameters: int, on_disk: int) -> list[Space]:

@@ -306,7 +306,7 @@ def _trial_of(
             return Trial(unchecked=["prompts and rewards (--no-trial)"])
         from buffer_rl.verbs.trial import try_rows  # imports what scores samples, which takes long
 
-        return try_rows(args, registry, sources, [(limit.prompt, limit.of) for limit in engines])
+        return try_rows(args, registry, sources, engines)
 
     return here
 

@@ -27,7 +27,7 @@ from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.options import generate_path, is_built_in_rollout
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.sft import SFTRollout, fill, is_conversation
-from buffer_rl.verbs.engine_checks import check_eval_prompts
+from buffer_rl.verbs.engine_checks import ContextLimit, check_eval_prompts
 from buffer_rl.verbs.preflight import MODEL_FOLDERS
 from buffer_rl.verbs.reward_trial import score_sources
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation, read_rows
@@ -43,11 +43,11 @@ Limit = tuple[int, str, str]
 
 
 def try_rows(
-    args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[tuple[int, str]] = ()
+    args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: Sequence[ContextLimit]
 ) -> Trial:
     """Encode and score a few rows of each source, and make the loss masks of all conversations.
 
-    engines: the most tokens of a prompt that engines take, and what says so.
+    engines: their limits, of which that of a prompt counts here.
 
     Raises DataError, naming file and line, for a row that cannot be used; ConfigError for a tokenizer that does not fit
     the model, and for a limit that no prompt meets; PluginError for a reward that fails or returns what it must not.
@@ -209,9 +209,9 @@ def try_answers(context: RolloutContext, source: RowSource, limits: Sequence[Lim
     return found
 
 
-def prompt_limits(args: Args, engines: Sequence[tuple[int, str]]) -> list[Limit]:
-    """The limits of training prompts. engines: tokens of a prompt that an engine takes, and what says so."""
-    limits = [(limit, of, "is refused by the engines, so its group fails") for limit, of in engines]
+def prompt_limits(args: Args, engines: Sequence[ContextLimit]) -> list[Limit]:
+    """The limits of training prompts."""
+    limits = [(limit.prompt, limit.of, "is refused by the engines, so its group fails") for limit in engines]
     if args.rollout_max_context_len is not None:
         what = "leaves no room for a response, so its group fails"
         limits.append((args.rollout_max_context_len - 1, flag_of("rollout_max_context_len"), what))
@@ -258,8 +258,7 @@ def main(given: str, answer: str) -> None:
     try:
         sources = read_rows(args)
         check_eval_prompts(args, engines, sources)
-        limits = [(limit.prompt, limit.of) for limit in engines]
-        found: Trial | BufferRLError = try_rows(args, registry, sources, limits)
+        found: Trial | BufferRLError = try_rows(args, registry, sources, engines)
     except BufferRLError as error:
         found = error
     with open(answer, "wb") as file:

@@ -14,9 +14,10 @@ from buffer_rl.observe.sample_groups import (
     MAX_MESSAGE,
     MAX_STEPS,
     MAX_TRANSCRIPTS,
-    Scale,
     followed_prompts,
     prompt_groups,
+    scale_of,
+    shown_rewards,
 )
 
 
@@ -51,7 +52,7 @@ def test_a_reward_is_shown_by_its_place_in_the_runs_range() -> None:
 
 
 def test_rewards_that_are_all_equal_or_no_numbers_have_no_bar() -> None:
-    assert Scale.of([sample(reward=3.0)] * 2).rewards(3.0)[0].share is None
+    assert shown_rewards(3.0, scale_of([sample(reward=3.0)] * 2))[0].share is None
     (group,) = prompt_groups([sample(reward="nan"), sample(reward=None), sample(reward=True)])
     assert [[reward.text for reward in answer.rewards] for answer in group.answers] == [["nan"], [], ["true"]]
     assert 'class="meter"' not in page_of([sample(reward=3.0)] * 2)

@@ -20,6 +20,7 @@ from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import GroupUid, Sample
 from buffer_rl.testing.tiny import make_char_tokenizer
+from buffer_rl.verbs.engine_checks import ContextLimit
 from buffer_rl.verbs.generate import _prompt_samples
 from buffer_rl.verbs.row_sources import Trial
 from buffer_rl.verbs.train import TrialProcess, read_data
@@ -289,7 +290,8 @@ def test_prompts_beyond_a_limit_are_counted_and_refused_if_no_other_is_left(fold
     assert (
         tried(folder, rollout_max_prompt_len=5, rollout_max_context_len=9).notices[1:] == []
     )  # 9 tokens never meet it
-    (notice,) = tried(folder, engines=[(5, "the engine"), (9, "another")]).notices
+    limits = [ContextLimit(prompt=n, sequence=n + 1, of=of) for n, of in ((5, "the engine"), (9, "another"))]
+    (notice,) = tried(folder, engines=limits).notices
     assert "2 of 4" in notice
     assert "more than 5 tokens (the engine); such a prompt is refused by the engines" in notice
     said = refused(
