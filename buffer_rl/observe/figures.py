@@ -173,8 +173,6 @@ def timeline(spans: Spans) -> list[tuple[Figure, StepStats]]:
     """The first step, the one of median length, and the last; empty without a step."""
     kind, shown = overlap_of(spans), []
     windows = step_windows(spans, kind)
-    if not windows:
-        return []
     for rollout_id, which in chosen_steps(windows).items():
         stats = step_stats(spans, rollout_id, windows[rollout_id], kind)
         members = spans_within(spans, stats.start, stats.end)

@@ -93,7 +93,9 @@ def write_report(
 
 
 def _write(report: Report, folder: Path, target: Path) -> Path:
-    report.files = {name: _address(path, target) for name, path in run_files(folder).items() if path != target}
+    files, page_folder = run_files(folder).items(), target.absolute().parent
+    addresses = {name: os.path.relpath(path.absolute(), page_folder) for name, path in files if path != target}
+    report.files = {name: quote(address) for name, address in addresses.items()}
     return write_page(render_report(report), target)
 
 
@@ -245,11 +247,6 @@ def _time(text: str) -> str:
         return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except ValueError:
         return text
-
-
-def _address(path: Path, page: Path) -> str:
-    relative = os.path.relpath(path.absolute(), page.absolute().parent)
-    return quote(relative.replace(os.sep, "/"))
 
 
 def run_files(run_dir: str | Path) -> dict[str, Path]:

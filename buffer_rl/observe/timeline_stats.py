@@ -345,7 +345,7 @@ def chosen_steps(windows: Mapping[int, Interval]) -> dict[int, str]:
     """Up to three steps, ascending, and which they are."""
     steps = list(windows)
     by_length = sorted(steps[1:-1], key=lambda step: windows[step][1] - windows[step][0])
-    if len(steps) == 1:
-        return {steps[0]: ""}
+    if len(steps) < 2:
+        return dict.fromkeys(steps, "")
     middle = {by_length[len(by_length) // 2]: "median length of those between"} if by_length else {}
     return {steps[0]: "first", **middle, steps[-1]: "last"}

@@ -36,18 +36,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
     parser = subparsers.add_parser("data", description="Validate, show and count data files.")
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
     validate = actions.add_parser("validate", help="read every row; exit status 2 if one is bad")
-    validate.add_argument("files", nargs="+", metavar="FILE", help=_FILE_HELP)
-    validate.set_defaults(run=run_validate)
     show = actions.add_parser("show", help="print rows as a run reads them, one JSON object per line")
     show.add_argument("file", metavar="FILE", help=_FILE_HELP)
     show.add_argument("-n", type=int, default=3, metavar="INT", help="number of rows (default: 3)")
-    show.set_defaults(run=run_show)
     stats = actions.add_parser("stats", help="count rows, lengths, duplicates and metadata of each file")
-    stats.add_argument("files", nargs="+", metavar="FILE", help=_FILE_HELP)
     stats.add_argument("--json", action="store_true", help="print one JSON object per file")
-    stats.set_defaults(run=run_stats)
     fields = {**DataOptions.model_fields, **TrainOptions.model_fields}
-    for action in (validate, show, stats):
+    for action, run in ((validate, run_validate), (show, run_show), (stats, run_stats)):
+        action.set_defaults(run=run)
+        if action is not show:
+            action.add_argument("files", nargs="+", metavar="FILE", help=_FILE_HELP)
         add_config_flag(action)
         for name in (*_FIELDS, *_RENDERING) if action is show else _FIELDS:
             add_option(action, name, fields[name])

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from buffer_rl.plan.schedule import Mode, Schedule
 from buffer_rl.verbs.table import print_table
 
 if TYPE_CHECKING:
-    from buffer_rl.observe.costs import Recorded
     from buffer_rl.verbs.plan.forecast import Forecast, Setup
 
 GRADIENTS = "stream-gradients"
@@ -45,21 +44,6 @@ COLUMNS = {
     "staleness": "{staleness_mean:.2f}, at most {staleness_max}",
 }
 """Heading to cell, of the values of a forecast."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the verb found. current: the prediction for the recorded configuration."""
-
-    recorded: Recorded
-    current: Forecast
-    forecasts: Sequence[Forecast]
-    notes: Sequence[str]
-
-    @property
-    def best(self) -> Forecast:
-        """The forecast with the most trained tokens per second."""
-        return max(self.forecasts, key=lambda found: found.tokens_per_s)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str]) -> None:
@@ -90,8 +74,8 @@ def run(namespace: argparse.Namespace) -> int:
     refuse(cores is not None and not cores > 0, f"--cores: {cores} are too few", expected="more than 0")
     refuse(namespace.steps < 5, f"--steps: {namespace.steps} steps are too few", expected="5 or more")
     schedules = [parse_schedule(text) for text in namespace.schedules.split(",")]
-    plan = make_plan(Path(namespace.trace), schedules, gpus, cores, namespace.steps)
-    say(json.dumps(_facts(plan), indent=2)) if namespace.json else _print(plan)
+    facts = make_plan(Path(namespace.trace), schedules, gpus, cores, namespace.steps)
+    say(json.dumps(facts, indent=2)) if namespace.json else _print(facts)
     return 0
 
 
@@ -123,8 +107,9 @@ def name_of(setup: Setup) -> str:
 
 def make_plan(
     folder: Path, schedules: Sequence[tuple[Schedule, bool]], gpus: int | None, cores: float | None, num_steps: int
-) -> Plan:
-    """Fit the run in ``folder``, and simulate it with every schedule and split. Raises ConfigError and DataError."""
+) -> dict[str, Any]:
+    """Fit the run in ``folder``, and simulate it with every schedule and split. Returns what was found, as JSON values;
+    the best forecast has the most trained tokens per second. Raises ConfigError and DataError."""
     from buffer_rl.observe.costs import fitted
     from buffer_rl.verbs.plan.forecast import calibrated, forecast, write_prompts
 
@@ -143,7 +128,16 @@ def make_plan(
             for engines, ranks in splits
         ]
         found = [forecast(recorded, costs, other, num_steps, prompts) for other in others]
-    return Plan(recorded=replace(recorded, costs=costs), current=current, forecasts=found, notes=notes)
+    best = max(found, key=lambda each: each.tokens_per_s)
+    return {
+        "recorded": {"num_steps": recorded.num_steps, "measured_step_s": recorded.step_s, **_values(current)},
+        "assumed": notes,
+        "costs": asdict(costs),
+        "residuals": dict(recorded.residuals),
+        "unknown": list(recorded.unknown),
+        "drops": recorded.drops,
+        "forecasts": [{**_values(each), "best": each is best} for each in found],
+    }
 
 
 def splits_of(devices: int, per_engine: int = 1) -> list[tuple[int, int]]:
@@ -209,41 +203,24 @@ def options_of(folder: Path) -> Any:
     return options.model_construct(**{name: v for name, v in given.items() if name in options.model_fields})
 
 
-def _print(plan: Plan) -> None:
-    recorded, current = plan.recorded, plan.current
-    ratio = current.step_s / recorded.step_s
-    say(
-        f"recorded: {name_of(current.setup)}, {current.setup.engines} engines, {current.setup.ranks} ranks, "
-        f"{recorded.num_steps} steps of {recorded.step_s:.3g} s; predicted {current.step_s:.3g} s ({ratio:.2f})"
-    )
-    for note in plan.notes:
+def _print(facts: Mapping[str, Any]) -> None:
+    recorded = facts["recorded"]
+    shown = "{schedule}, {engines} engines, {ranks} ranks, {num_steps} steps of {measured_step_s:.3g} s"
+    predicted = f"{recorded['step_s']:.3g} s ({recorded['step_s'] / recorded['measured_step_s']:.2f})"
+    say(f"recorded: {shown.format(**recorded)}; predicted {predicted}")
+    for note in facts["assumed"]:
         say(f"assumed: {note}")
-    say("costs: " + ", ".join(f"{name} {value:.3g} s" for name, value in asdict(recorded.costs).items() if value))
-    say("median error of a fit: " + ", ".join(f"{name} {value:.0%}" for name, value in recorded.residuals.items()))
-    for what in recorded.unknown:
+    say("costs: " + ", ".join(f"{name} {value:.3g} s" for name, value in facts["costs"].items() if value))
+    say("median error of a fit: " + ", ".join(f"{name} {value:.0%}" for name, value in facts["residuals"].items()))
+    for what in facts["unknown"]:
         say(f"not told by the trace: {what}")
     say("")
-    rows = [_row("best" if found is plan.best else "", found) for found in plan.forecasts]
-    print_table(["", *COLUMNS], [_row("recorded", current), *rows], ["", *("bold" if row[0] else "" for row in rows)])
+    rows = [_row("best" if found["best"] else "", found) for found in facts["forecasts"]]
+    print_table(["", *COLUMNS], [_row("recorded", recorded), *rows], ["", *("bold" if row[0] else "" for row in rows)])
 
 
-def _row(mark: str, found: Forecast) -> tuple[str, ...]:
-    values = _values(found)
+def _row(mark: str, values: Mapping[str, Any]) -> tuple[str, ...]:
     return (mark, *(shown.format(**values) for shown in COLUMNS.values()))
-
-
-def _facts(plan: Plan) -> dict[str, Any]:
-    """As JSON values."""
-    recorded, measured = plan.recorded, {"num_steps": plan.recorded.num_steps, "measured_step_s": plan.recorded.step_s}
-    return {
-        "recorded": {**measured, **_values(plan.current)},
-        "assumed": list(plan.notes),
-        "costs": asdict(recorded.costs),
-        "residuals": dict(recorded.residuals),
-        "unknown": list(recorded.unknown),
-        "drops": recorded.drops,
-        "forecasts": [{**_values(found), "best": found is plan.best} for found in plan.forecasts],
-    }
 
 
 def _values(found: Forecast) -> dict[str, Any]:

@@ -242,16 +242,14 @@ def _attempt(attempt: Attempt, life: GroupLife) -> str:
     began = f"Attempt {attempt.attempt}: train_{attempt.ticket} leased it at {shown_time(attempt.leased)}"
     if attempt.ended is None:
         return f"{began}, and has not reported it yet."
-    after = f"{attempt.ended - attempt.leased:.3f} s later"
-    match attempt.end:
-        case GroupState.FINISHED:
-            kept = f", kept by the filter {life.filter_name}" if life.filter_name else ""
-            return f"{began}; {after} it was finished{kept}."
-        case GroupState.REJECTED:
-            return f"{began}; {after} it was rejected: {_because(attempt.why, life)}."
-        case GroupState.QUARANTINED:
-            return f"{began}; {after} it was put into quarantine: {attempt.why}."
-    return f"{began}; {after} it went back to the queue: {_requeued(attempt)}."
+    kept = f", kept by the filter {life.filter_name}" if life.filter_name else ""
+    ends: dict[str | None, str] = {
+        GroupState.FINISHED: f"was finished{kept}",
+        GroupState.REJECTED: f"was rejected: {_because(attempt.why, life)}",
+        GroupState.QUARANTINED: f"was put into quarantine: {attempt.why}",
+    }
+    end = ends.get(attempt.end, f"went back to the queue: {_requeued(attempt)}")
+    return f"{began}; {attempt.ended - attempt.leased:.3f} s later it {end}."
 
 
 def _because(reason: str, life: GroupLife) -> str:
