@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,20 +28,21 @@ class Row:
         return bool(self.found) and not self.wrong
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Certificate:
-    """command: how the drill was called. runs: of each run, by name, what is wrong with its end. equal_bits: whether
-    all ended with the weights of the undisturbed run; None if the configuration does not promise it."""
+    """What was found, as far as it is known. command: how the drill was called. runs: of each run, by name, what is
+    wrong with its end. rewards_from_failures: groups that were trained with the reward of a failed attempt. equal_bits:
+    whether all ended with the weights of the undisturbed run; None if the configuration does not promise it."""
 
     command: str
     model: str
-    num_steps: int
-    rows: Sequence[Row]
-    runs: dict[str, tuple[str, ...]]
-    groups_lost: int
-    groups_doubled: int
-    rewards_from_failures: int
-    equal_bits: bool | None
+    num_steps: int = 0
+    rows: list[Row] = field(default_factory=list)
+    runs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    groups_lost: int = 0
+    groups_doubled: int = 0
+    rewards_from_failures: int = 0
+    equal_bits: bool | None = None
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,38 +85,29 @@ def run(namespace: argparse.Namespace) -> int:
     return 0 if certificate.passed else 1
 
 
-@dataclass(eq=False)
 class Drill:
-    """One drill in ``folder``: an undisturbed run, and others that are compared with it."""
+    """One drill in ``folder``: an undisturbed run, and others that are compared with it.
 
-    args: Args
-    namespace: argparse.Namespace
-    folder: Path
-    rows: list[Row] = field(default_factory=list)
-    ends: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    quiet_s: float = 0.0
-    """Seconds of the undisturbed run, its start included."""
-    counted: int = 0
-    """Groups that were trained with the reward of a failed attempt."""
+    found: the certificate, as far as it is known. quiet_s: seconds of the undisturbed run, its start included."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, args: Args, namespace: argparse.Namespace, folder: Path) -> None:
         from buffer_rl.plan.schedule import Schedule
 
-        self.promised = self.args.deterministic and Schedule.of(self.args).max_staleness == 0
-        self.kinds = list(self.namespace.drill_faults)
-        self.own = _without_own_flags(self.namespace.arguments[1:])
+        self.args, self.folder, self.kinds = args, folder, list(namespace.drill_faults)
+        self.outcomes: dict[str, Outcome] = {}
+        self.quiet_s = 0.0
+        self.promised = args.deterministic and Schedule.of(args).max_staleness == 0
+        self.own = _without_own_flags(namespace.arguments[1:])
         actions = [kind for kind in ("kill", "stop", "slow") if kind in self.kinds]
-        self.faults = planned(_parts(self.args), actions, every_phase=self.namespace.every_phase)
+        self.faults = planned(_parts(args), actions, every_phase=namespace.every_phase)
         if "cut" in self.kinds:
             self.faults.append(Fault(kind="cut", part="router", phase="generation"))
-        self.num_steps = max(self.namespace.drill_steps, 3 * len(self.faults))
-        source = Path(self.args.hf_checkpoint or "")
-        self.model = f"{source}, as it is"
-        if self.namespace.drill_model == "small" or (self.namespace.drill_model == "auto" and not is_small(source)):
-            write_small(source, self.folder / "model")
-            self.model = f"a small random one of the architecture of {source}"
+        self.num_steps = max(namespace.drill_steps, 3 * len(self.faults))
+        source = Path(args.hf_checkpoint or "")
+        self.found = Certificate(command=shlex.join(["buffer-rl", *namespace.arguments]), model=f"{source}, as it is")
+        if namespace.drill_model == "small" or (namespace.drill_model == "auto" and not is_small(source)):
+            write_small(source, folder / "model")
+            self.found.model = f"a small random one of the architecture of {source}"
 
     def certificate(self) -> Certificate:
         """Run everything. Raises BufferRLError if the undisturbed run fails."""
@@ -144,19 +134,14 @@ class Drill:
             say(progress_line(number, len(chosen), what, self.quiet_s, seconds * (number == 1)))
             begin()
         quiet, *others = self.outcomes.values()
-        equal = len(self.outcomes) == len(self.ends) and all(each.weights == quiet.weights for each in others)
-        return Certificate(
-            command=shlex.join(["buffer-rl", *self.namespace.arguments]),
-            model=self.model,
-            num_steps=self.num_steps,
-            rows=self.rows,
-            runs=self.ends,
-            groups_lost=sum(self.num_steps * self.args.rollout_batch_size - len(each.trained) for each in others),
-            groups_doubled=sum(len(each.doubled) for each in self.outcomes.values()),
-            rewards_from_failures=self.counted,
-            equal_bits=equal if self.promised else None,
-            left_out=self.left_out,
-        )
+        found, num_groups = self.found, self.num_steps * self.args.rollout_batch_size
+        found.num_steps = self.num_steps
+        found.groups_lost = sum(num_groups - len(each.trained) for each in others)
+        found.groups_doubled = sum(len(each.doubled) for each in self.outcomes.values())
+        if self.promised:
+            all_ended = len(self.outcomes) == len(found.runs)
+            found.equal_bits = all_ended and all(each.weights == quiet.weights for each in others)
+        return found
 
     def _undisturbed(self) -> dict[str, float]:
         say(f"undisturbed run of {self.num_steps} steps")
@@ -213,7 +198,7 @@ class Drill:
         """One run whose reward raises, ends its process, is no number, or is refused, once for some samples."""
         reward = self.args.custom_rm_path or self.args.rm_type
         if not reward or self.args.custom_group_rm_path:
-            self.left_out["rewards that fail"] = "the run has no reward of single samples that can be wrapped"
+            self.found.left_out["rewards that fail"] = "the run has no reward of single samples that can be wrapped"
             return
         marks = self.folder / "reward_faults"
         marks.mkdir()
@@ -225,14 +210,14 @@ class Drill:
         with self._run("rewards", flags, {PLAN: json.dumps(plan)}) as run:
             self._end("rewards", run)
         found = fates(run.folder / FILE_NAME, reward_marks(marks))
-        self.counted = sum(counts[COUNTED] for counts in found.values())
+        self.found.rewards_from_failures = sum(counts[COUNTED] for counts in found.values())
         self._add_fates("reward: {}, of {} groups", found, Counter())
         self._leave_out_unmet("reward", "groups", KINDS, found)
 
     def _with_false_answers(self) -> None:
         """One run in which some answers of the engines are none that a sound engine gives."""
         if "engine" not in _parts(self.args):
-            self.left_out["false answers of engines"] = "the run does not start its engines"
+            self.found.left_out["false answers of engines"] = "the run does not start its engines"
             return
         notes = self.folder / "false_answers"
         notes.mkdir()
@@ -305,7 +290,7 @@ class Drill:
                 wrong.append(f"{missing} groups are missing")
             if self.promised and found.weights != self.outcomes["undisturbed"].weights:
                 wrong.append(f"its weights are others; {found.quarantined} groups are in quarantine")
-        self.ends[name] = tuple(wrong)
+        self.found.runs[name] = tuple(wrong)
 
     def _add_fates(self, title: str, found: Mapping[str, Counter[str]], asked_again: Counter[str]) -> None:
         """A row for each kind of fault. asked_again: how often the client has repeated a request itself, by kind."""
@@ -316,10 +301,10 @@ class Drill:
 
     def _leave_out_unmet(self, part: str, what: str, kinds: Iterable[str], found: Mapping[str, Counter[str]]) -> None:
         if unmet := [kind for kind in kinds if kind not in found]:
-            self.left_out[f"{part}: {', '.join(unmet)}"] = f"so few {what} met none: more --drill-steps"
+            self.found.left_out[f"{part}: {', '.join(unmet)}"] = f"so few {what} met none: more --drill-steps"
 
     def _add(self, row: Row) -> None:
-        self.rows.append(row)
+        self.found.rows.append(row)
         say(line_of(row))
 
 
