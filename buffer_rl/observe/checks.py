@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from buffer_rl.errors import short_repr
@@ -58,15 +59,28 @@ class LedgerFacts:
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What the folder holds. steps: the metrics of each training step, with None for a number that is not finite; of a
-    step that was done twice, the later ones."""
+UNREAD = LedgerFacts(unread="the ledger was not read")
 
-    facts: RunFacts
-    steps: Mapping[int, Mapping[str, float | None]]
-    samples: Sequence[Mapping[str, Any]]
-    ledger: LedgerFacts
+
+@dataclass(kw_only=True)
+class Evidence:
+    """What the folder of a run holds: its metrics and samples, line by line."""
+
+    metrics: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]] = ()
+    facts: RunFacts = field(default_factory=RunFacts)
+    ledger: LedgerFacts = UNREAD
+
+    @cached_property
+    def steps(self) -> Mapping[int, Mapping[str, float | None]]:
+        """The metrics of each training step, with None for a number that is not finite; of a step that was done twice,
+        the later ones."""
+        steps: dict[int, dict[str, float | None]] = {}
+        for record in self.metrics:
+            if record.get("kind") != "eval":
+                numbers = {name: value for name, value in record.items() if "/" in name}
+                steps.setdefault(int(record["step"]), {}).update(numbers)
+        return steps
 
     @property
     def trained(self) -> list[int]:

@@ -53,7 +53,7 @@ class ComparedRun:
             "ended": end_text(report.facts),
         }
         gains = {gain.name: gain for gain in eval_gains(report.metrics)}
-        checks = checks_of(report.evidence)
+        checks = checks_of(report)
         return cls(name=name, colour=colour, report=report, checks=checks, gains=gains, figures=figures)
 
 

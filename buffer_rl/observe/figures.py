@@ -84,16 +84,6 @@ class Figure:
     scrolls: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class Phase:
-    """One row of the table of times."""
-
-    name: str
-    share: float
-    colour: int
-    figures: Sequence[str]
-
-
 def small_charts(steps: Steps) -> list[Figure]:
     """The curves of what the run has of ``CHARTS``, and of memory."""
     figures = []
@@ -149,8 +139,9 @@ def learning_curve(records: Sequence[Mapping[str, Any]]) -> Figure:
     return line_figure("Mean reward", lines, names, wide=True)
 
 
-def phase_table(steps: Steps) -> tuple[list[Phase], list[Figure]]:
-    """The rows of the table, and two charts; none if no step was timed."""
+def phase_table(steps: Steps) -> tuple[list[dict[str, Any]], list[Figure]]:
+    """The rows of the table of times, each with ``name``, ``share``, ``colour`` and ``figures``, and two charts; none
+    if no step was timed."""
     timed = {step: phase_seconds(metrics) for step, metrics in steps.items() if "perf/step_time" in metrics}
     names = [name for name in (*PHASES, "other") if any(times[name] > 0 for times in timed.values())]
     if not names:
@@ -161,7 +152,7 @@ def phase_table(steps: Steps) -> tuple[list[Phase], list[Figure]]:
     for name, seconds in layers.items():
         share = sum(seconds) / total
         figures = (f"{median(seconds):.3f} s", f"{max(seconds):.3f} s", format_duration(sum(seconds)), f"{share:.1%}")
-        phases.append(Phase(name=name, share=share, colour=PHASE_COLOURS[name], figures=figures))
+        phases.append({"name": name, "share": share, "colour": PHASE_COLOURS[name], "figures": figures})
     draw = partial(stacked_bars, list(timed), layers, colours=PHASE_COLOURS)
     shares = draw(label="Share of each phase over training steps", share=True)
     lengths = draw(label="Seconds of each phase over training steps")

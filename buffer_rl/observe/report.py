@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer_rl.files.remote import local_path
-from buffer_rl.observe.checks import Check, Evidence, LedgerFacts, State, checks_of
+from buffer_rl.observe.checks import UNREAD, Check, Evidence, LedgerFacts, State, checks_of
 from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curve
 from buffer_rl.observe.figures import drops_figure, learning_curve, phase_table, small_charts, timeline
 from buffer_rl.observe.gains import EvalGain, eval_gains, gain_table
@@ -40,32 +40,16 @@ REPORT_FILE = "report.html"
 MARKS = {State.RIGHT: "✓", State.WRONG: "✗", State.UNKNOWN: "?"}
 
 
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """What the page shows. ``files``: name of a thing to its address relative to the page. ledger: None if it was not
-    read."""
+@dataclass(kw_only=True)
+class Report(Evidence):
+    """What the page shows. ``files``: name of a thing to its address relative to the page."""
 
     title: str
-    metrics: Sequence[Mapping[str, Any]]
-    samples: Sequence[Mapping[str, Any]] = ()
-    facts: RunFacts = field(default_factory=RunFacts)
     files: Mapping[str, str] = field(default_factory=dict)
     spans: Spans = field(default_factory=dict)
-    ledger: LedgerFacts | None = None
-
-    @property
-    def evidence(self) -> Evidence:
-        """What the checks look at."""
-        steps: dict[int, dict[str, float | None]] = {}
-        for record in self.metrics:
-            if record.get("kind") != "eval":
-                numbers = {name: value for name, value in record.items() if "/" in name}
-                steps.setdefault(int(record["step"]), {}).update(numbers)
-        ledger = self.ledger or LedgerFacts(unread="the ledger was not read")
-        return Evidence(facts=self.facts, steps=steps, samples=self.samples, ledger=ledger)
 
 
-def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts | None = None) -> Report:
+def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts = UNREAD) -> Report:
     """The files of the run in ``run_dir``, without their addresses. Raises DataError if it has no metrics or a line of
     its files is damaged."""
     folder = Path(run_dir)
@@ -80,7 +64,7 @@ def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts | None
 
 
 def write_report(
-    run_dir: str | Path, output: str | Path | None = None, title: str = "", ledger: LedgerFacts | None = None
+    run_dir: str | Path, output: str | Path | None = None, title: str = "", ledger: LedgerFacts = UNREAD
 ) -> Path:
     """Write the report of the run in ``run_dir`` to ``output``, or to ``report.html`` there; returns its path.
 
@@ -99,9 +83,7 @@ def _write(report: Report, folder: Path, target: Path) -> Path:
     return write_page(render_report(report), target)
 
 
-def run_report(
-    run_dir: str | Path, console: Console | None = None, ledger: LedgerFacts | None = None
-) -> list[EvalGain]:
+def run_report(run_dir: str | Path, console: Console | None = None, ledger: LedgerFacts = UNREAD) -> list[EvalGain]:
     """Print what the run in ``run_dir`` learned and where its files are, draw its picture and write its page.
 
     Returns the gains that the table shows. ledger: as in ``write_report``. Raises DataError if the run has no metrics.
@@ -128,7 +110,7 @@ def run_report(
         lines.append(f"start: {text_of(start)}")
     files = run_files(run_dir)
     width = max(map(len, files), default=0)
-    lines += [*check_lines(checks_of(report.evidence)), *(f"{name:<{width}}  {path}" for name, path in files.items())]
+    lines += [*check_lines(checks_of(report)), *(f"{name:<{width}}  {path}" for name, path in files.items())]
     for line in lines:
         out.print(Text(printable(line)), highlight=False, soft_wrap=True)
     return gains
@@ -144,13 +126,13 @@ def render_report(report: Report) -> str:
     """The page as text."""
     facts, steps = report.facts, steps_of(report.metrics)
     phases, phase_charts = phase_table(steps)
-    evidence, key = report.evidence, str(facts.option("--reward-key") or "")
+    key = str(facts.option("--reward-key") or "")
     groups = prompt_groups(report.samples, reward_key=key, supervised=facts.is_supervised)
     charts = [learning_curve(report.metrics), *small_charts(steps)]
     return render_page(
         "report.html",
         report=report,
-        checks=checks_of(evidence),
+        checks=checks_of(report),
         marks=MARKS,
         head=_head(facts, steps),
         command=shlex.join(facts.command),

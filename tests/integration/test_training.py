@@ -155,7 +155,7 @@ SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 4}
 
 def wrong_or_unknown(run_dir: str) -> list[Check]:
     """Of the report's five lines."""
-    checks = checks_of(read_report(run_dir, ledger=ledger_facts(run_dir)).evidence)
+    checks = checks_of(read_report(run_dir, ledger=ledger_facts(run_dir)))
     assert len(checks) == 5
     return [check for check in checks if check.state is not State.RIGHT]
 

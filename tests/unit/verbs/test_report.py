@@ -96,7 +96,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def lines_of(run: Path) -> dict[str, Check]:
-    checks = checks_of(read_report(run, ledger=ledger_facts(run)).evidence)
+    checks = checks_of(read_report(run, ledger=ledger_facts(run)))
     assert [check.name for check in checks] == NAMES
     return {check.name: check for check in checks}
 
