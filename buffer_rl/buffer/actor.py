@@ -34,7 +34,7 @@ from buffer_rl.buffer.storage import MAX_REPORTS, owned_payloads
 from buffer_rl.cluster.hangs import ReplacementWatch
 from buffer_rl.data.source import EvalSource, PromptDataSource
 from buffer_rl.errors import BufferRLError, BufferStateError, CheckpointError, raised_as
-from buffer_rl.observe.memory import PeakMemory
+from buffer_rl.observe.memory import take_peaks
 from buffer_rl.options.section import load_args
 from buffer_rl.plan.schedule import Schedule
 from buffer_rl.records.groups import Column
@@ -76,7 +76,6 @@ class BufferActor:
         self._calls = CallLog()
         self._busy_since: float | None = None
         self._work_s = 0.0
-        self._peak = PeakMemory()
         self._changed = threading.Condition()
         # Ray sends an answer when the lock is free again. What another thread may do by then is ``finish``, which
         # alters nothing that was answered: it adds a group, and marks its lease.
@@ -146,9 +145,9 @@ class BufferActor:
     @mutates
     def release(self, version: int) -> dict[str, Any]:
         """``BufferState.release``, with the times of ``get_progress`` before it, and ``peak``: this process's memory
-        since the release before (see ``PeakMemory``)."""
+        since the release before (see ``take_peaks``)."""
         self._state.release(version)
-        return self._counts() | {"peak": self._peak.take()}
+        return self._counts() | {"peak": take_peaks()}
 
     @ray.method(concurrency_group="wait")
     def wait_change(self, revision: int, timeout_s: float) -> None:

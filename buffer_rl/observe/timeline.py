@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from buffer_rl.errors import DataError
 from buffer_rl.observe.run_folder import set_aside
@@ -92,7 +93,7 @@ class WorkReport:
         return [replace(span, start=span.start + shift, end=span.end + shift) for span in self.spans]
 
 
-class TraceFile:
+class TraceFile(AbstractContextManager["TraceFile"]):
     """Writes spans in the Trace Event Format: one process row a role, one event a line, times in microseconds since the
     first span. A context manager.
 
@@ -104,45 +105,40 @@ class TraceFile:
 
     def __init__(self, run_dir: str | Path, *, resume_step: int | None = None) -> None:
         self._path = Path(run_dir) / TRACE_FILE
-        self._resume_step = resume_step
-        self._file: IO[str] | None = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._open(resume_step)
 
-    def __enter__(self) -> TraceFile:
+    def _open(self, resume_step: int | None) -> None:
         self._rows: dict[str, int] = {}
         self._lanes: dict[str, list[int]] = {}  # by role: when each of its lanes is free again
         self._is_empty = True
         self._end = 0
         self._offset: int | None = 0
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if (step := self._resume_step) is None:
+        if resume_step is None:
             set_aside(self._path)
-        earlier = {} if step is None else read_trace(self._path)
-        kept = {role: [span for span in spans if span.step < (step or 0)] for role, spans in earlier.items()}
+        earlier, before = read_trace(self._path), resume_step or 0
         temporary = self._path.with_name(f".{TRACE_FILE}.tmp")
         temporary.write_text("[", encoding="utf-8")
         temporary.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
-        for role, spans in kept.items():
-            self.write(role, spans)
-            self._end = max([self._end, *(round(span.end * _MICROSECONDS) for span in spans)])
+        for role, spans in earlier.items():
+            kept = [span for span in spans if span.step < before]
+            self.write(role, kept)
+            self._end = max([self._end, *(round(span.end * _MICROSECONDS) for span in kept)])
         self._offset = None
-        return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
+        if not self._file.closed:
             self._file.write("\n]\n")
             self._file.close()
-            self._file = None
 
     def went_back(self, step: int) -> None:
         """Go on from the checkpoint after ``step`` steps, as for ``resume_step``; -1: from the start."""
         self.__exit__()
-        self._resume_step = step
-        self.__enter__()
+        self._open(step)
 
     def write(self, role: str, spans: Iterable[WorkSpan]) -> None:
         """Add spans of a role, as complete events; spans at the same time get lanes of their own."""
-        assert self._file is not None, "the trace is not open"
         if role not in self._rows:
             row = self._rows[role] = len(self._rows) + 1
             order = _ORDER.index(role) if role in ROLES else len(ROLES) + row
@@ -170,7 +166,6 @@ class TraceFile:
         return lane + 1
 
     def _write(self, event: dict[str, Any]) -> None:
-        assert self._file is not None
         self._file.write(("\n" if self._is_empty else ",\n") + json.dumps(event))
         self._is_empty = False
 

@@ -29,7 +29,7 @@ from buffer_rl.cluster.process import settle_garbage_collector
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.protocol import Adapter
 from buffer_rl.errors import WorkerError
-from buffer_rl.observe.memory import PeakMemory, peak_metrics
+from buffer_rl.observe.memory import peak_metrics, take_peaks
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.run_folder import sample_record
 from buffer_rl.options.section import load_args
@@ -156,7 +156,6 @@ class RolloutWorker(Member):
         self._opened: RolloutContext | None = None
         self._guard: LoopGuard | None = None
         self._one_rollout = asyncio.Lock()
-        self._peak = PeakMemory()
         self._logging = asyncio.Lock()
 
     async def ready(self) -> None:
@@ -230,7 +229,7 @@ class RolloutWorker(Member):
             logged = self._log_functions.metrics(ticket, buffer.finished.values(), _named(output.metrics), seconds)
             metrics = await self._guard.guarded(logged)
         shown = self._shown(ticket, buffer)
-        peak = {} if ticket.evaluation else peak_metrics("rollout", [self._peak.take()])
+        peak = {} if ticket.evaluation else peak_metrics("rollout", [take_peaks()])
         # Not before the answer, which others wait for.
         asyncio.get_running_loop().call_later(COLLECT_AFTER_S, gc.collect)
         return _named(metrics) | peak, shown

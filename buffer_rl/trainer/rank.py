@@ -39,7 +39,7 @@ from buffer_rl.kinds.trainer import (
     Trainer,
     TrainsAdapters,
 )
-from buffer_rl.observe.memory import PeakMemory, peak_metrics
+from buffer_rl.observe.memory import peak_metrics, take_peaks
 from buffer_rl.observe.pulse import Waits, waiting
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.options.checks import refuse
@@ -110,7 +110,6 @@ class TrainRank(Member):
         folder = Path(log_path).parent.parent / NON_FINITE_FOLDER / ("" if role == ACTOR else role)
         self._guard = NonFiniteGuard(folder, rank, self._args.max_non_finite_steps)
         self._sender: RankSender | None = None
-        self._peak = PeakMemory()
 
     def host(self) -> tuple[str, int]:
         """This node's address and a port, which this rank listens on from now, for the ranks to meet at."""
@@ -289,7 +288,7 @@ class TrainRank(Member):
         import torch
 
         self._kl.adapt(report)
-        report.peak = self._peak.take(torch.cuda if torch.cuda.is_initialized() else None)  # type: ignore[no-untyped-call]
+        report.peak = take_peaks(torch.cuda if torch.cuda.is_initialized() else None)  # type: ignore[no-untyped-call]
         gc.collect()
         return report
 

@@ -40,7 +40,7 @@ class StepReport:
     """One rank's account of its optimizer steps: its own sums of each that was taken, and metrics that are alike on
     every rank. non_finite: steps that the run has left out so far. kl_coef: that of the steps, if it is adapted;
     measured_kl: what is compared with ``--kl-target`` after them, of all ranks. work: what they computed, if the model
-    is one whose FLOPs are known. peak: memory of the rank since its report before (see ``PeakMemory``). sizes: unmasked
+    is one whose FLOPs are known. peak: memory of the rank since its report before (see ``take_peaks``). sizes: unmasked
     response tokens and samples of its rows in each step that was taken, counted on the rows, apart from the divisors in
     ``sums``."""
 

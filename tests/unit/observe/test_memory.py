@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from buffer_rl.driver.production_metrics import joined_metrics
-from buffer_rl.observe.memory import PeakMemory, peak_metrics
+from buffer_rl.observe.memory import peak_metrics, take_peaks
 
 MB = 1_000_000
 
@@ -27,40 +27,39 @@ class FakeDevice:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a system without procfs")
 def test_memory_that_is_free_again_counts_until_the_next_take_and_no_longer() -> None:
-    memory = PeakMemory()
-    memory.take()
-    before = memory.take()["host"]
+    take_peaks()
+    before = take_peaks()["host"]
     block = bytearray(200 * MB)  # above the allocator's threshold: its pages are mapped, and go back when it is freed
     block[::4096] = b"x" * len(block[::4096])
     del block
 
-    assert memory.take()["host"] == pytest.approx(before + 0.2, abs=0.02)
-    assert memory.take()["host"] == pytest.approx(before, abs=0.02)
+    assert take_peaks()["host"] == pytest.approx(before + 0.2, abs=0.02)
+    assert take_peaks()["host"] == pytest.approx(before, abs=0.02)
 
 
 def test_the_mark_is_read_in_gigabytes_and_set_back_by_the_kernel_s_number(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tpython\nVmPeak:\t 9000000 kB\nVmHWM:\t 2000000 kB\nVmRSS:\t 10 kB\n")
 
-    assert PeakMemory(tmp_path).take() == {"host": 2.048}
+    assert take_peaks(folder=tmp_path) == {"host": 2.048}
     assert (tmp_path / "clear_refs").read_text() == "5"
 
 
 def test_without_procfs_there_is_the_device_alone(tmp_path: Path) -> None:
-    assert PeakMemory(tmp_path / "absent").take() == {}
-    assert PeakMemory(tmp_path / "absent").take(FakeDevice(1, 3_000 * MB)) == {"device": 3.0}
+    assert take_peaks(folder=tmp_path / "absent") == {}
+    assert take_peaks(FakeDevice(1, 3_000 * MB), tmp_path / "absent") == {"device": 3.0}
 
 
 def test_a_mark_that_cannot_be_set_back_is_reported_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("VmHWM:\t 2000000 kB\n")
     (tmp_path / "clear_refs").mkdir()
 
-    assert PeakMemory(tmp_path).take() == {"host": 2.048}
+    assert take_peaks(folder=tmp_path) == {"host": 2.048}
 
 
 def test_the_peak_of_a_device_is_counted_anew_after_each_take(tmp_path: Path) -> None:
-    memory, device = PeakMemory(tmp_path), FakeDevice(allocated=500 * MB, peak=1_500 * MB)
+    device = FakeDevice(allocated=500 * MB, peak=1_500 * MB)
 
-    assert [memory.take(device)["device"], memory.take(device)["device"]] == [1.5, 0.5]
+    assert [take_peaks(device, tmp_path)["device"], take_peaks(device, tmp_path)["device"]] == [1.5, 0.5]
 
 
 def test_of_several_processes_the_largest_counts() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from buffer_rl.buffer.ledger import Ledger
-from buffer_rl.observe.memory import PeakMemory
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.records.groups import RolloutOutput, Status, Ticket
 from buffer_rl.rollout.conversion import GroupConverter
@@ -68,7 +67,7 @@ class Bench:
         worker._converter = GroupConverter.from_args(args, worker._registry)
         worker._functions, worker._buffer_filter = {False: function, True: function}, None
         worker._log_functions = LogFunctions(args, worker._registry)
-        worker._one_rollout, worker._logging, worker._peak = asyncio.Lock(), asyncio.Lock(), PeakMemory()
+        worker._one_rollout, worker._logging = asyncio.Lock(), asyncio.Lock()
 
     async def __aenter__(self) -> Bench:
         self.opened = self.kit.opened(self.kit.ScriptedEngine(), **self.options)
