@@ -50,8 +50,8 @@ class Report(Evidence):
 
 
 def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts = UNREAD) -> Report:
-    """The files of the run in ``run_dir``, without their addresses. Raises DataError if it has no metrics or a line of
-    its files is damaged."""
+    """The files of the run in ``run_dir``, without their addresses. ledger: what the run's ledger says, for the check
+    of its prompts. Raises DataError if the run has no metrics or a line of its files is damaged."""
     folder = Path(run_dir)
     return Report(
         title=title or folder.absolute().name,
@@ -63,21 +63,11 @@ def read_report(run_dir: str | Path, title: str = "", ledger: LedgerFacts = UNRE
     )
 
 
-def write_report(
-    run_dir: str | Path, output: str | Path | None = None, title: str = "", ledger: LedgerFacts = UNREAD
-) -> Path:
-    """Write the report of the run in ``run_dir`` to ``output``, or to ``report.html`` there; returns its path.
-
-    ledger: what the run's ledger says, for the check of its prompts. Raises DataError if the run has no metrics or a
-    line of its files is damaged, ConfigError if the page cannot be written.
-    """
-    folder = Path(run_dir)
-    target = folder / REPORT_FILE if output is None else Path(output)
-    return _write(read_report(folder, title, ledger), folder, target)
-
-
-def _write(report: Report, folder: Path, target: Path) -> Path:
-    files, page_folder = run_files(folder).items(), target.absolute().parent
+def write_report(report: Report, run_dir: str | Path, output: str | Path | None = None) -> Path:
+    """Write the page of the run in ``run_dir`` to ``output``, or to ``report.html`` there; returns its path. Raises
+    ConfigError if it cannot be written."""
+    target = Path(run_dir, REPORT_FILE) if output is None else Path(output)
+    files, page_folder = run_files(run_dir).items(), target.absolute().parent
     addresses = {name: os.path.relpath(path.absolute(), page_folder) for name, path in files if path != target}
     report.files = {name: quote(address) for name, address in addresses.items()}
     return write_page(render_report(report), target)
@@ -86,13 +76,13 @@ def _write(report: Report, folder: Path, target: Path) -> Path:
 def run_report(run_dir: str | Path, console: Console | None = None, ledger: LedgerFacts = UNREAD) -> list[EvalGain]:
     """Print what the run in ``run_dir`` learned and where its files are, draw its picture and write its page.
 
-    Returns the gains that the table shows. ledger: as in ``write_report``. Raises DataError if the run has no metrics.
+    Returns the gains that the table shows. ledger: as in ``read_report``. Raises DataError if the run has no metrics.
     """
     out = console or Console()
     report = read_report(run_dir, ledger=ledger)
     gains = eval_gains(report.metrics)
     write_curve(run_dir)
-    _write(report, Path(run_dir), Path(run_dir, REPORT_FILE))
+    write_report(report, run_dir)
     out.print()
     if gains:
         out.print(gain_table(gains))

@@ -36,23 +36,20 @@ def add_parser(subparsers: argparse._SubParsersAction[Any], argv: Sequence[str])
 
 def run(namespace: argparse.Namespace) -> int:
     """Write the page and say where it is. Raises ConfigError or DataError."""
+    from buffer_rl.observe.comparison import COMPARISON_FILE, render_comparison
+    from buffer_rl.observe.page import write_page
     from buffer_rl.observe.report import read_report, write_report
 
     for folder in namespace.run_dirs:
         if not Path(folder).is_dir():
             raise ConfigError(f"there is no folder {folder!r}", where="RUN_DIR", expected="a run's folder")
-    if len(namespace.run_dirs) == 1:
-        (folder,) = namespace.run_dirs
-        with _reading(folder):
-            page = write_report(folder, namespace.output, namespace.title, ledger_facts(folder))
-        say(page)
-        return 0
-    from buffer_rl.observe.comparison import COMPARISON_FILE, render_comparison
-    from buffer_rl.observe.page import write_page
-
-    with _reading(", ".join(namespace.run_dirs)):
-        reports = [read_report(folder, folder, ledger_facts(folder)) for folder in namespace.run_dirs]
-        page = write_page(render_comparison(reports, namespace.title), Path(namespace.output or COMPARISON_FILE))
+    folders, is_one = namespace.run_dirs, len(namespace.run_dirs) == 1
+    with _reading(", ".join(folders)):
+        reports = [read_report(name, namespace.title if is_one else name, ledger_facts(name)) for name in folders]
+        if is_one:
+            page = write_report(reports[0], folders[0], namespace.output)
+        else:
+            page = write_page(render_comparison(reports, namespace.title), Path(namespace.output or COMPARISON_FILE))
     say(page)
     return 0
 

@@ -14,7 +14,7 @@ from buffer_rl.errors import ConfigError, EndedBySignal
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.observer import MAX_REASON, RunObserver
 from buffer_rl.observe.progress import Progress
-from buffer_rl.observe.report import write_report
+from buffer_rl.observe.report import read_report, write_report
 from buffer_rl.observe.run_folder import read_facts
 from buffer_rl.observe.timeline import TRACE_FILE, WorkSpan, read_trace
 from buffer_rl.options.section import compose
@@ -63,7 +63,7 @@ def test_each_step_logs_the_idle_shares_of_its_own_work(tmp_path: Path) -> None:
     assert (perf[1]["perf/idle/rollout"], perf[1]["perf/idle/train"]) == pytest.approx((0.5, 9 / 16))
     assert perf[1]["perf/wall_to_bound"] == pytest.approx(1.0)
     assert len(read_trace(tmp_path)["rollout"]) == 3
-    assert "Who worked when" in write_report(tmp_path).read_text()
+    assert "Who worked when" in write_report(read_report(tmp_path), tmp_path).read_text()
 
 
 def test_work_on_the_next_rollout_that_is_known_early_counts_for_its_own_step(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_without_a_trace_the_metrics_stay(tmp_path: Path) -> None:
         report_step(observer, 0, 10.0, train=1.0)
     assert perf_of(tmp_path)[0]["perf/idle/train"] == pytest.approx(0.9)
     assert not (tmp_path / TRACE_FILE).exists()
-    assert "Who worked when" not in write_report(tmp_path).read_text()
+    assert "Who worked when" not in write_report(read_report(tmp_path), tmp_path).read_text()
 
 
 def test_a_resumed_run_continues_the_trace(tmp_path: Path) -> None:

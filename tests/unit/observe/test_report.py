@@ -16,7 +16,7 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.errors import DataError
 from buffer_rl.observe.metrics import phase_seconds, steps_of
-from buffer_rl.observe.report import Report, parts_of, render_report, run_files, write_report
+from buffer_rl.observe.report import Report, parts_of, read_report, render_report, run_files, write_report
 from buffer_rl.observe.run_folder import RunFacts, changed_options, read_facts, write_facts
 from buffer_rl.observe.sample_groups import (
     MAX_CHARACTERS,
@@ -245,14 +245,14 @@ def test_a_folder_becomes_a_page_beside_its_files(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in METRICS))
     lone_surrogate = json.dumps(sample(response="\ud800"))
     (run / "samples.jsonl").write_text(lone_surrogate + "\n" + '{"unfinished')
-    assert write_report(run) == run / "report.html"
+    assert write_report(read_report(run), run) == run / "report.html"
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "<h1>my run</h1>" in text
     assert 'href="metrics.jsonl"' in text
-    elsewhere = write_report(run, tmp_path / "pages" / "one.html", "Title")
+    elsewhere = write_report(read_report(run, "Title"), run, tmp_path / "pages" / "one.html")
     assert 'href="../my%20run/metrics.jsonl"' in elsewhere.read_text(encoding="utf-8")
     with pytest.raises(DataError, match="no such file"):
-        write_report(tmp_path)
+        read_report(tmp_path)
 
 
 def test_the_facts_are_the_options_that_were_changed(tmp_path: Path) -> None:

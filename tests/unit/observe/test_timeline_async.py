@@ -10,7 +10,7 @@ import pytest
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.observe.metrics import read_metrics
 from buffer_rl.observe.observer import RunObserver
-from buffer_rl.observe.report import write_report
+from buffer_rl.observe.report import read_report, write_report
 from buffer_rl.observe.svg_chart import names_shown, step_picture
 from buffer_rl.observe.timeline import WorkSpan, read_trace
 from buffer_rl.observe.timeline_stats import (
@@ -165,5 +165,5 @@ def test_the_metrics_of_a_step_count_tickets_that_have_not_ended(tmp_path: Path)
         assert perf[step]["perf/wall_to_bound"] == pytest.approx(stats.wall_to_bound)
     written = read_trace(tmp_path)
     assert {role: len(members) for role, members in written.items()} == {role: len(ASYNC[role]) for role in ASYNC}
-    page = write_report(tmp_path).read_text()
+    page = write_report(read_report(tmp_path), tmp_path).read_text()
     assert '<p id="advice"><strong>engines idle' in page
