@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS, eval_scores, read_metrics, reward_with_dropped, steps_of
+from buffer_rl.observe.metrics import PARTS_OF_ROLLOUTS, eval_scores, reward_with_dropped, steps_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,16 +131,6 @@ def draw_curves(curves: Curves, title: str) -> Figure:
     else:
         axes.text(0.5, 0.5, "no rewards were logged", transform=axes.transAxes, ha="center", color="#666666")
     return figure
-
-
-def write_curve(run_dir: str | Path, title: str = "Learning curve") -> Path:
-    """Draw the curves of the run in ``run_dir`` into ``learning_curve.png`` there; returns its path.
-
-    Raises DataError if the run has no metrics file or a line of it is damaged.
-    """
-    path = Path(run_dir) / CURVE_FILE
-    draw_curves(curves_of(read_metrics(run_dir)), title).savefig(path)
-    return path
 
 
 def _series(points: Mapping[int, float]) -> Series:

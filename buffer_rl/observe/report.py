@@ -21,7 +21,7 @@ from rich.text import Text
 
 from buffer_rl.files.remote import local_path
 from buffer_rl.observe.checks import UNREAD, Check, Evidence, LedgerFacts, State, checks_of
-from buffer_rl.observe.curve import CURVE_FILE, curves_of, sparkline, write_curve
+from buffer_rl.observe.curve import CURVE_FILE, curves_of, draw_curves, sparkline
 from buffer_rl.observe.figures import drops_figure, learning_curve, phase_table, small_charts, timeline
 from buffer_rl.observe.gains import EvalGain, eval_gains, gain_table
 from buffer_rl.observe.metrics import METRICS_FILE, PARTS_OF_ROLLOUTS, read_metrics, steps_of
@@ -80,8 +80,8 @@ def run_report(run_dir: str | Path, console: Console | None = None, ledger: Ledg
     """
     out = console or Console()
     report = read_report(run_dir, ledger=ledger)
-    gains = eval_gains(report.metrics)
-    write_curve(run_dir)
+    gains, curves = eval_gains(report.metrics), curves_of(report.metrics)
+    draw_curves(curves, "Learning curve").savefig(Path(run_dir, CURVE_FILE))
     write_report(report, run_dir)
     out.print()
     if gains:
@@ -92,7 +92,7 @@ def run_report(run_dir: str | Path, console: Console | None = None, ledger: Ledg
             why = "--load-debug-rollout-data trains on recorded rollouts, without engines"
         out.print(f"This run evaluated nothing: {why}.", markup=False)
     lines = []
-    if rewards := curves_of(report.metrics).reward.values:
+    if rewards := curves.reward.values:
         lines.append(f"training reward  {rewards[0]:.3f}  {sparkline(rewards)}  {rewards[-1]:.3f}")
     if seconds := sum(record.get("perf/step_time") or 0.0 for record in report.metrics):
         lines.append(f"training steps took {format_duration(seconds)} together")

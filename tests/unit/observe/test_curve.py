@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from buffer_rl.observe.curve import curves_of, draw_curves, moving_mean, sparkline, write_curve
-from buffer_rl.observe.metrics import MetricsFile
+from buffer_rl.observe.curve import CURVE_FILE, curves_of, draw_curves, moving_mean, sparkline
 
 RECORDS = [
     {"step": 0, "kind": "eval", "eval/heldout": 0.25, "eval/heldout/response_len": 7.0},
@@ -66,11 +65,8 @@ def test_rewards_outside_0_and_1_are_inside_the_axes():
 
 
 def test_the_file_is_a_png_of_legible_size(tmp_path):
-    file = MetricsFile(tmp_path)
-    file.write({"rollout/raw_reward": 0.5}, 0)
-    file.close()
-    path = write_curve(tmp_path)
-    assert path == tmp_path / "learning_curve.png"
+    path = tmp_path / CURVE_FILE
+    draw_curves(curves_of([{"step": 0, "rollout/raw_reward": 0.5}]), "t").savefig(path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     height, width = imread(path).shape[:2]
     assert (width, height) == (1152, 662)
