@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -51,36 +51,17 @@ class ScoredGroup:
 
 
 @dataclass(slots=True, kw_only=True)
-class Comparison:
-    """What another reward changes, of a step or of all. old, new: mean rewards. correlation: Spearman's, of the rewards
-    of all rows, None if one side is constant. equal_rewards: share of rows; equal_best: share of groups whose samples
-    with the highest reward are the same. dropped: groups that the run's filter would drop, by reason. signs: rows whose
-    advantage has another sign (of its sum over the tokens that are trained on), None if there are no advantages.
-    failed: groups that could not be scored, by reason. of: groups that the rollout had, None if not known."""
-
-    groups: int = 0
-    rows: int = 0
-    of: int | None = None
-    old: float | None = None
-    new: float | None = None
-    correlation: float | None = None
-    equal_rewards: float | None = None
-    equal_best: float | None = None
-    dropped: dict[str, int] = field(default_factory=dict)
-    signs: int | None = None
-    failed: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
 class Rescored:
-    """A step. advantages: by row, of the tokens that are trained on, by the old and the new rewards. errors: the first
-    of each reason."""
+    """A step. of: groups that the rollout had, None if not known. failed: groups that could not be scored, by reason.
+    errors: the first of each reason. advantages: by row, of the tokens that are trained on, by the old and the new
+    rewards."""
 
     rollout_id: int
-    groups: list[ScoredGroup]
-    comparison: Comparison = field(default_factory=Comparison)
-    advantages: dict[RowId, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    of: int | None
+    failed: Counter[str]
+    groups: list[ScoredGroup] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
+    advantages: dict[RowId, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
 async def rescore(args: Args, steps: Iterable[RecordedStep], old_key: str | None) -> list[Rescored]:
@@ -95,18 +76,16 @@ async def rescore(args: Args, steps: Iterable[RecordedStep], old_key: str | None
     done = []
     try:
         for step in steps:
-            failed, errors, scored = Counter(step.skipped), dict[str, str](), list[ScoredGroup]()
+            rescored = Rescored(rollout_id=step.rollout_id, of=step.total, failed=Counter(step.skipped))
             for group in step.groups:
                 result = await _score(scorer, before, converter, group, step)
                 if isinstance(result, ScoredGroup):
-                    await _filter(args, dynamic_filter, result, errors)
-                    scored.append(result)
+                    await _filter(args, dynamic_filter, result, rescored.errors)
+                    rescored.groups.append(result)
                 else:
-                    failed[result[0]] += 1
-                    errors.setdefault(*result)
-            rescored = Rescored(rollout_id=step.rollout_id, groups=scored, errors=errors)
+                    rescored.failed[result[0]] += 1
+                    rescored.errors.setdefault(*result)
             _advantages(objective, rescored)
-            rescored.comparison = replace(compared(scored, rescored.advantages), of=step.total, failed=dict(failed))
             done.append(rescored)
     finally:
         await scorer.aclose()
@@ -173,39 +152,41 @@ def _advantages(objective: Objective, step: Rescored) -> None:
     step.advantages = {row: (found[0][row], found[1][row]) for row in found[0]}
 
 
-def compared(groups: Sequence[ScoredGroup], advantages: Mapping[Any, tuple[np.ndarray, np.ndarray]]) -> Comparison:
-    """The comparison of the groups, of one step or of several."""
+def compared(steps: Sequence[Rescored]) -> dict[str, Any]:
+    """What another reward changes, of one step or of all, as JSON values. ``old``, ``new``: mean rewards.
+    ``correlation``: Spearman's, of the rewards of all rows, None if one side is constant. ``equal_rewards``: share of
+    rows; ``equal_best``: share of groups whose samples with the highest reward are the same. ``dropped``: groups that
+    the run's filter would drop, by reason. ``signs``: rows whose advantage has another sign (of its sum over the tokens
+    that are trained on), None if there are no advantages. ``of``, ``failed``: as ``Rescored`` has them."""
+    groups = [group for step in steps for group in step.groups]
     old = [value for group in groups for value in group.old]
     new = [value for group in groups for value in group.new]
-    if not old:
-        return Comparison()
-    equal = [np.float32(a) == np.float32(b) for a, b in zip(old, new, strict=True)]
+    equal = [bool(np.float32(a) == np.float32(b)) for a, b in zip(old, new, strict=True)]
     best = [_best(group.old) == _best(group.new) for group in groups]
-    changed = [np.sign(np.sum(a)) != np.sign(np.sum(b)) for a, b in advantages.values()]
-    return Comparison(
-        groups=len(groups),
-        rows=len(old),
-        old=fmean(old),
-        new=fmean(new),
-        correlation=rank_correlation(old, new),
-        equal_rewards=fmean(map(float, equal)),
-        equal_best=fmean(map(float, best)),
-        dropped=dict(Counter(group.drop for group in groups if group.drop)),
-        signs=sum(map(bool, changed)) if advantages else None,
-    )
+    advantages = [pair for step in steps for pair in step.advantages.values()]
+    changed = [bool(np.sign(np.sum(a)) != np.sign(np.sum(b))) for a, b in advantages]
+    known = [step.of for step in steps if step.of is not None]
+    return {
+        "groups": len(groups),
+        "rows": len(old),
+        "of": sum(known) if len(known) == len(steps) else None,
+        "old": _mean(old),
+        "new": _mean(new),
+        "correlation": rank_correlation(old, new) if old else None,
+        "equal_rewards": _mean(equal),
+        "equal_best": _mean(best),
+        "dropped": dict(Counter(group.drop for group in groups if group.drop)),
+        "signs": sum(changed) if advantages else None,
+        "failed": dict(sum((step.failed for step in steps), Counter[str]())),
+    }
 
 
-def total(steps: Sequence[Rescored]) -> Comparison:
-    """The comparison of all steps together."""
-    advantages = {(step.rollout_id, row): pair for step in steps for row, pair in step.advantages.items()}
-    failed = sum((Counter(step.comparison.failed) for step in steps), Counter[str]())
-    known = [step.comparison.of for step in steps if step.comparison.of is not None]
-    found = compared([group for step in steps for group in step.groups], advantages)
-    return replace(found, failed=dict(failed), of=sum(known) if len(known) == len(steps) else None)
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def _best(rewards: Sequence[float]) -> list[int]:
-    best = max(rewards)
+    best = max(rewards, default=None)
     return [place for place, reward in enumerate(rewards) if reward == best]
 
 
@@ -244,7 +225,7 @@ def write_rows(path: Path, steps: Sequence[Rescored]) -> int:
 def facts_of(steps: Sequence[Rescored]) -> dict[str, Any]:
     """The comparisons as JSON values."""
     return {
-        "steps": [{"rollout_id": step.rollout_id, **asdict(step.comparison)} for step in steps],
-        "all": asdict(total(steps)),
+        "steps": [{"rollout_id": step.rollout_id, **compared([step])} for step in steps],
+        "all": compared(steps),
         "errors": dict(ChainMap(*(step.errors for step in steps))),  # of several the first
     }

@@ -215,4 +215,4 @@ def test_the_rank_correlation_is_spearmans_with_mean_ranks_of_equal_values() -> 
 
 
 def test_nothing_compares_to_nothing() -> None:
-    assert compared([], {}).old is None
+    assert compared([])["old"] is compared([])["correlation"] is None
