@@ -56,7 +56,7 @@ def run_validate(namespace: argparse.Namespace) -> int:
     bad = 0
     for file in namespace.files:
         try:
-            dataset = read_dataset(file, _row_keys(namespace))
+            dataset = read_dataset(file, RowKeys.from_args(_options(namespace)))
         except DataError as error:
             say(error, file=sys.stderr)
             bad += 1
@@ -103,7 +103,7 @@ def _as_read(args: Args, encoder: PromptEncoder, source: RowSource, row: PromptR
 def run_stats(namespace: argparse.Namespace) -> int:
     """Print what the rows of each file are like."""
     for file in namespace.files:
-        facts = dataset_stats(file, read_dataset(file, _row_keys(namespace)))
+        facts = dataset_stats(file, read_dataset(file, RowKeys.from_args(_options(namespace))))
         say(json.dumps(facts, ensure_ascii=False) if namespace.json else stats_text(facts))
     return 0
 
@@ -183,7 +183,3 @@ def _options(namespace: argparse.Namespace) -> Args:
     """The options of a run, of which the flags here are a few."""
     namespace.sections = sections_of(())
     return resolve_namespace(namespace).args
-
-
-def _row_keys(namespace: argparse.Namespace) -> RowKeys:
-    return RowKeys.from_args(_options(namespace))

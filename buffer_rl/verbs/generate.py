@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from buffer_rl.args import Args
 from buffer_rl.cluster.environment import direct_variables, variables
-from buffer_rl.cluster.process import starts_engines
+from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.data.dataset import RowKeys
 from buffer_rl.data.options import check_template_kwargs
 from buffer_rl.data.reader import read_dataset
@@ -113,9 +113,12 @@ def _left_out(resolved: Resolved) -> list[str]:
 
 
 def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:
+    from buffer_rl.engines.fleet import EngineFleet
+
     refuse(not args.hf_checkpoint, "--hf-checkpoint: there is no model to ask", "add --hf-checkpoint PATH")
     unused = ("ref_load", "opd_teacher_load", "critic_load", "load", "save")
-    args = with_local_paths(args.model_copy(update=dict.fromkeys(unused)), PluginRegistry.from_flags(args.plugin))
+    registry = PluginRegistry.from_flags(args.plugin)
+    args = with_local_paths(args.model_copy(update=dict.fromkeys(unused)), registry)
     check_folders(args)
     if args.data_source_path is not None:
         args = args.model_copy(update={"prompt_data": None})  # which that source reads, in its own way
@@ -124,16 +127,8 @@ def _answers(args: Args, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     hint = "add --prompt TEXT or --prompt-data FILE"
     refuse(not (namespace.prompt or args.prompt_data), "--prompt: there is no prompt", hint)
     check_template_kwargs(args.apply_chat_template_kwargs)
-    return _ask(args, namespace.prompt, namespace.n)
-
-
-def _ask(args: Args, texts: Sequence[str], count: int) -> list[dict[str, Any]]:
-    from buffer_rl.cluster.process import with_engine_key
-    from buffer_rl.engines.fleet import EngineFleet
-
-    samples, encoder = _prompt_samples(args, texts, count)
-    registry = PluginRegistry.from_flags(args.plugin)
-    rewarded = samples[len(texts) * count :]  # the rows; a text has nothing to compare an answer with
+    samples, encoder = _prompt_samples(args, namespace.prompt, namespace.n)
+    rewarded = samples[len(namespace.prompt) * namespace.n :]  # a text has nothing to compare an answer with
     args = _within_context(args)
     check_engines(args, registry)
     args = with_engine_key(args)

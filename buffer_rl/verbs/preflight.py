@@ -53,7 +53,7 @@ def check_limits() -> None:
 def check_folders(args: Args) -> None:
     """Raises ConfigError for a model folder that cannot be loaded, a folder that cannot be written to, or checkpoints
     of another run in ``--save``; CheckpointError for a checkpoint that is not there."""
-    for name, folder in _model_folders(args):
+    for name, folder in model_folders(args):
         read_config(flag_of(name), folder)
         if args.custom_model_provider_path is None:
             check_weights(flag_of(name), folder)
@@ -72,7 +72,8 @@ def check_folders(args: Args) -> None:
     check_lineage(args, first_step)
 
 
-def _model_folders(args: Args) -> list[tuple[str, str]]:
+def model_folders(args: Args) -> list[tuple[str, str]]:
+    """The model folders that the options name, each behind its option."""
     return [(name, folder) for name in MODEL_FOLDERS if (folder := getattr(args, name)) is not None]
 
 
@@ -86,7 +87,7 @@ def check_row_lengths(args: Args) -> None:
     limits = [args.rollout_max_context_len, None if prompt is None else prompt + args.rollout_max_response_len]
     if args.router_url is None:
         limits.append(args.engine_context_length)
-    for name, folder in _model_folders(args):
+    for name, folder in model_folders(args):
         config = read_config(flag_of(name), folder)
         known = [limit for limit in (*limits, max_positions(config)) if limit is not None]
         require_short_rows(flag_of(name), config, min(known, default=None), "--rollout-max-context-len")

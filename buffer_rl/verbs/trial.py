@@ -28,7 +28,7 @@ from buffer_rl.rollout.options import generate_path, is_built_in_rollout
 from buffer_rl.rollout.prompts import load_tokenizer
 from buffer_rl.rollout.sft import SFTRollout, fill, is_conversation
 from buffer_rl.verbs.engine_checks import ContextLimit, check_eval_prompts
-from buffer_rl.verbs.preflight import MODEL_FOLDERS
+from buffer_rl.verbs.preflight import model_folders
 from buffer_rl.verbs.reward_trial import score_sources
 from buffer_rl.verbs.row_sources import RowSource, Trial, TriedPrompts, at_row, encode_row, is_evaluation, read_rows
 
@@ -103,9 +103,8 @@ def check_vocabulary(args: Args, tokenizer: Any, trial: Trial) -> None:
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special -= {tokenizer.eos_token_id, tokenizer.pad_token_id}
     tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
-    for name in MODEL_FOLDERS:
-        folder = getattr(args, name)
-        rows = vocab_size(read_config(flag_of(name), folder)) if folder is not None else None
+    for name, folder in model_folders(args):
+        rows = vocab_size(read_config(flag_of(name), folder))
         beyond = [(number, token) for number, token in tokens if rows is not None and number >= rows]
         used = [(number, token) for number, token in beyond if number not in special]
         where = f"{flag_of(name)} {folder}"
