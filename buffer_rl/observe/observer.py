@@ -28,7 +28,6 @@ from buffer_rl.observe.startup import StartUp
 from buffer_rl.observe.timeline import TRACE_FILE, TraceFile, WorkSpan
 from buffer_rl.observe.timeline_stats import Overlap, Spans, spans_after, step_metrics
 from buffer_rl.options.redaction import mask_url
-from buffer_rl.options.section import Options
 from buffer_rl.plan.roles import ACTOR, CRITIC
 from buffer_rl.plan.schedule import RunResult, Schedule
 from buffer_rl.plugin.calls import construct
@@ -66,8 +65,7 @@ class RunObserver:
         startup: StartUp | None = None,
     ) -> None:
         self._run_dir = run_dir = str(args.run_dir)
-        if isinstance(args, Options):
-            write_facts(run_dir, args, provenance, startup.command if startup else (), resume_step)
+        write_facts(run_dir, args, provenance, startup.command if startup else (), resume_step)
         found = {name: registry.resolve("logger", name) for name in args.logger}
         loggers = {name: construct("logger", name, logger, args, run_dir) for name, logger in found.items()}
         self.evaluated = -1
