@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, prod
@@ -67,12 +67,9 @@ class Space:
     most: int
 
 
-def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None) -> tuple[Needs, list[str]]:
+def check_resources(args: Args) -> tuple[Needs, list[str]]:
     """What the run needs, and notices about what is scarce. Raises ConfigError for ranks without rows, and for a disk
-    on which what the run writes cannot fit.
-
-    free_bytes: of the disk of a folder; that of the system where absent.
-    """
+    on which what the run writes cannot fit."""
     rows = args.rollout_batch_size // args.num_steps_per_rollout * args.n_samples_per_prompt
     _check_ranks(args, rows)
     parameters, on_disk = _size_of_model(args)
@@ -80,8 +77,7 @@ def check_resources(args: Args, free_bytes: Callable[[Path], int] | None = None)
     processes, cores = _processes(args), num_cores()
     disk = sum(space.most for space in spaces)
     needs = Needs(parameters=parameters, disk=disk, processes=processes, cores=cores, rows=rows)
-    free_bytes = free_bytes or (lambda folder: shutil.disk_usage(folder).free)
-    return needs, [*_core_notices(args, needs), *_memory_notices(args, needs), *_disk_notices(spaces, free_bytes)]
+    return needs, [*_core_notices(args, needs), *_memory_notices(args, needs), *_disk_notices(spaces)]
 
 
 def memory_of_processes(args: Args, needs: Needs, longest_prompt: int) -> dict[str, tuple[int, str]]:
@@ -283,13 +279,13 @@ def _spaces(args: Args, parameters: int, on_disk: int) -> list[Space]:
     return spaces
 
 
-def _disk_notices(spaces: list[Space], free_bytes: Callable[[Path], int]) -> list[str]:
+def _disk_notices(spaces: list[Space]) -> list[str]:
     disks: dict[int, list[Space]] = defaultdict(list)
     for space in spaces:
         disks[nearest_folder(space.folder).stat().st_dev].append(space)
     notices = []
     for together in disks.values():
-        free = free_bytes(nearest_folder(together[0].folder))
+        free = shutil.disk_usage(nearest_folder(together[0].folder)).free
         least, most = sum(space.least for space in together), sum(space.most for space in together)
         flags = " and ".join(space.flag for space in together)
         has, whole = bytes_text(free), bytes_text(most)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +57,8 @@ TRIAL_S = 300.0
 """Deadline of the trial in a process of its own; rewards and masks have shorter ones within it."""
 MAX_PRINTED = 100_000
 """Bytes that are shown of what the trial printed, the last."""
+BegunTrial = Callable[[Callable[[], None]], Trial]
+"""Returns the result of a trial. Its argument is called before something is printed there."""
 _DESCRIPTION = """\
 Train a model.
 
@@ -141,7 +143,7 @@ def run(namespace: argparse.Namespace) -> int:
         resumed = read_manifest(args.load) if args.load is not None else None
         print_json(plan, resumed) if namespace.json else print_text(plan, resumed, every=namespace.all)
         return 0
-    return _launch(args, registry, data, begun, namespace.began, namespace.arguments)
+    return _launch(args, registry, data, begun, namespace)
 
 
 def _check_folders_and_data(args: Args) -> None:
@@ -294,9 +296,8 @@ class TrialProcess:
 
 def _trial_of(
     args: Args, registry: PluginRegistry, sources: Sequence[RowSource], engines: list[ContextLimit]
-) -> Callable[[Callable[[], None]], Trial]:
-    """What returns the result of a trial, which has begun if a process of its own can be forked for it. Its argument
-    is called before something is printed there."""
+) -> BegunTrial:
+    """The trial, which has begun if a process of its own can be forked for it."""
     if args.trial and os.environ.get(SOCKET_VARIABLE):
         return TrialProcess(args, engines).result
 
@@ -312,16 +313,11 @@ def _trial_of(
 
 
 def _launch(
-    args: Args,
-    registry: PluginRegistry,
-    data: Sequence[Mapping[str, Any]],
-    trial: Callable[[Callable[[], None]], Trial],
-    began: float,
-    arguments: Sequence[str],
+    args: Args, registry: PluginRegistry, data: list[dict[str, Any]], trial: BegunTrial, namespace: argparse.Namespace
 ) -> int:
     title = f"buffer-rl · {Path(args.run_dir).name}"
     out = None if args.progress == "none" else sys.stdout
-    startup = StartUp(title, began, out, command=["buffer-rl", *arguments])
+    startup = StartUp(title, namespace.began, out, command=["buffer-rl", *namespace.arguments])
     startup.ready("checks")
     with ExitStack() as stack:
         stack.callback(startup.end_line)
@@ -346,7 +342,7 @@ def _launch(
         try:
             launch_training(args, registry, data, startup)
         except Stopped as stopped:
-            stopped.text = f"{stopped.steps} steps are done; {_resume_hint(args, arguments)}"
+            stopped.text = f"{stopped.steps} steps are done; {_resume_hint(args, namespace.arguments)}"
             if stopped.steps > 0:
                 report_run(args.run_dir)
             raise

@@ -6,7 +6,9 @@ import json
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -33,7 +35,8 @@ def model(tmp_path: Path) -> Path:
 
 def needs(model: Path, free: int = 10**12, **changes: Any) -> tuple[Needs, list[str]]:
     chosen = {"hf_checkpoint": str(model), "run_dir": str(model.parent / "run"), "num_rollout": 10, **changes}
-    return check_resources(compose(CORE_SECTIONS).model_validate(chosen), lambda folder: free)
+    with patch("shutil.disk_usage", lambda folder: SimpleNamespace(free=free)):
+        return check_resources(compose(CORE_SECTIONS).model_validate(chosen))
 
 
 def test_parameters_and_the_bytes_of_a_run_are_those_of_the_shapes(model: Path) -> None:
@@ -94,11 +97,11 @@ def test_the_memory_of_a_process_is_estimated_from_the_model_and_the_lengths(
     chosen: dict[str, Any] = {"hf_checkpoint": str(model), "run_dir": str(model.parent / "run"), "num_rollout": 1}
     chosen |= {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "rollout_max_response_len": 30, **changes}
     args = compose(CORE_SECTIONS).model_validate(chosen)
-    found = memory_of_processes(args, check_resources(args, lambda folder: 10**12)[0], longest_prompt=10)
+    found = memory_of_processes(args, check_resources(args)[0], longest_prompt=10)
     assert {name: found[name][0] - PROCESS_BYTES for name in expected} == expected
     assert ("critic rank" in found) == ("critic rank" in expected)
     (model / "config.json").write_text(json.dumps(CONFIG_OF_LAYERS))
-    assert memory_of_processes(args, check_resources(args, lambda folder: 10**12)[0], longest_prompt=10) == found
+    assert memory_of_processes(args, check_resources(args)[0], longest_prompt=10) == found
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_a_scarce_one_is_told(model: Path) -> None:
