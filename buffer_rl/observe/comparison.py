@@ -18,7 +18,7 @@ from buffer_rl.observe.metrics import steps_of
 from buffer_rl.observe.page import render_page
 from buffer_rl.observe.progress import format_duration
 from buffer_rl.observe.report import MARKS, Report, end_text
-from buffer_rl.observe.svg_chart import COLOURS, Line
+from buffer_rl.observe.svg_chart import COLOURS, Line, Points
 from buffer_rl.options.redaction import MASK
 
 MAX_RUNS = COLOURS
@@ -118,15 +118,10 @@ def _charts(runs: Sequence[ComparedRun]) -> list[Figure]:
 
 
 def _over_runs(
-    heading: str,
-    runs: Sequence[ComparedRun],
-    points: Sequence[Sequence[tuple[float, float]]],
-    *,
-    marked: bool = False,
-    wide: bool = True,
+    heading: str, runs: Sequence[ComparedRun], points: Sequence[Points], *, marked: bool = False, wide: bool = True
 ) -> Figure:
     """A chart with one line a run, in its colour. Every other line is dashed, so that lines differ not by their colours
-    alone. points: of each run, step and value."""
+    alone. points: of each run."""
     lines = [
         Line(name=run.name, points=of_run, colour=run.colour, marked=marked, dashed=run.colour % 2 == 1)
         for run, of_run in zip(runs, points, strict=True)

@@ -29,13 +29,17 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 24
 _TICKS = 5
 
 
+Points = Sequence[tuple[float, float]]
+"""Step and value of each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One curve. colour: index of a class; marked: a dot at each point; faint: a thin line behind another one; dashed:
     so that it differs from a solid line beside it not by its colour alone."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Points
     colour: int = 0
     marked: bool = False
     faint: bool = False

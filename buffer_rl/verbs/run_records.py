@@ -5,6 +5,7 @@ Nothing is written, so that the run may be at work.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -82,18 +83,15 @@ class RunRecords:
         batch = None if selection is None else self.dumped(selection)
         if batch is not None and (record := _of_rows(batch, uid)):
             return record
-        lines = [line for line in self._lines_of(uid, "train") if line.get("rollout_id") == ticket]
-        return _of_lines(lines, ticket) if lines and ticket is not None else None
+        return None if ticket is None else self.sample_records(uid, "train").get(ticket)
 
-    def eval_records(self, uid: GroupUid) -> list[GroupRecord]:
-        """What was recorded of an evaluation's prompt, by version."""
-        by_version: dict[int, list[Mapping[str, Any]]] = {}
-        for line in self._lines_of(uid, "eval"):
-            by_version.setdefault(int(line["rollout_id"]), []).append(line)
-        return [_of_lines(lines, version) for version, lines in sorted(by_version.items())]
-
-    def _lines_of(self, uid: GroupUid, kind: str) -> list[Mapping[str, Any]]:
-        return [line for line in self.samples if line.get("uid") == str(uid) and line.get("kind") == kind]
+    def sample_records(self, uid: GroupUid, kind: str) -> dict[int, GroupRecord]:
+        """What ``samples.jsonl`` has of a group, by rollout or evaluated version, ascending. kind: train or eval."""
+        lines: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        for line in self.samples:
+            if line.get("uid") == str(uid) and line.get("kind") == kind:
+                lines[int(line["rollout_id"])].append(line)
+        return {rollout: _of_lines(of_rollout, rollout) for rollout, of_rollout in sorted(lines.items())}
 
 
 def _of_lines(lines: Sequence[Mapping[str, Any]], rollout_id: int) -> GroupRecord:

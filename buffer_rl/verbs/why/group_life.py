@@ -98,7 +98,7 @@ def group_life(records: RunRecords, uid: GroupUid) -> GroupLife:
     if is_default_rollout:
         life.filter_name = str(changed.get("--dynamic-sampling-filter-path", ""))
     if (entry := audit.entry(uid)) is None:
-        life.evaluations = records.eval_records(uid)
+        life.evaluations = list(records.sample_records(uid, "eval").values())
         if use.startswith("eval/") or life.evaluations:
             life.kind = "evaluation"
         elif not row_of:
