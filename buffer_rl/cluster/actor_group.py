@@ -87,11 +87,10 @@ class ActorGroup:
         futures = {rank: ref.future() for rank, ref in refs.items()}
         for rank, future in futures.items():
             self._note(rank, name, future)
-        names = [self.name_of(rank) for rank in calls]
         return Call(
             role=self.role,
             method=name,
-            members=names,
+            members=[self.name_of(rank) for rank in calls],
             futures=[*futures.values()],
             collect=collect,
             hung=self.hung,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 SHARE_STEPS = 10_000
-"""Ray counts parts of a device in steps of 1 / 10,000; shares are rounded down to one."""
+"""Ray counts parts of a device in steps of 1 / 10,000. Equal shares of its processes are rounded down to one, so that
+all of them fit."""
 
 
 class DeviceKind(StrEnum):
@@ -124,7 +125,7 @@ def _allocate_in_order(groups: Sequence[Sequence[DeviceRequest]], devices: Seque
             load.update(device for member in held[request.role] for device in member)
         for request in group:
             for index, own in enumerate(held[request.role]):
-                share = share_of(max(load[device] for device in own))
+                share = SHARE_STEPS // max(load[device] for device in own) / SHARE_STEPS
                 placed.append(MemberDevices(role=request.role, index=index, devices=own, share=share))
         free = [device for device in free if device not in load]
         on_node.update(device.node for device in load)
@@ -153,8 +154,3 @@ def _place(
         in_use[node] += needed
         members += [tuple(chosen[at : at + request.each]) for at in range(0, needed, request.each)]
     return members
-
-
-def share_of(tenants: int) -> float:
-    """The equal share of one device among its processes, rounded down so that all of them fit."""
-    return SHARE_STEPS // tenants / SHARE_STEPS

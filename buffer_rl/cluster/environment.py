@@ -67,18 +67,14 @@ def set_variables(values: Mapping[str, str]) -> None:
 def direct_variables(args: Args, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables with which a process and its children reach this machine, and the engines and the router that
     ``args`` name, without a proxy. The user's own exceptions stay: the union of both spellings of ``no_proxy``."""
-    hosts = list(dict.fromkeys([*LOOPBACK, args.engine_host, *_hosts_of(args)]))
+    urls = [url for url in (args.router_url, *args.engine_urls, *args.rollout_external_engine_addrs) if url]
+    named = [urlsplit(url if "://" in url else f"//{url}").hostname for url in urls]
+    hosts = list(dict.fromkeys([*LOOPBACK, args.engine_host, *filter(None, named)]))
     of_both = _joined(hosts, *(environ.get(name, "") for name in NO_PROXY))
     found = dict.fromkeys(NO_PROXY, of_both)
     if own := environ.get(NO_GRPC_PROXY):
         found[NO_GRPC_PROXY] = _joined(hosts, own)
     return found
-
-
-def _hosts_of(args: Args) -> list[str]:
-    urls = [args.router_url, *args.engine_urls, *args.rollout_external_engine_addrs]
-    found = [urlsplit(url if "://" in url else f"//{url}").hostname for url in urls if url]
-    return [host for host in found if host]
 
 
 def _joined(hosts: list[str], *lists: str) -> str:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from buffer_rl.args import Args
 from buffer_rl.cluster.devices import Device, DeviceKind, MemberDevices, Node
-from buffer_rl.cluster.requirements import plan_devices
+from buffer_rl.cluster.requirements import counted, plan_devices
 from buffer_rl.errors import DeadlineError
 from buffer_rl.plan.counts import ENGINE
 from buffer_rl.plan.layout import grouping
@@ -184,8 +184,7 @@ class Placement:
 
 
 def _not_free(group: BundleGroup, timeout_s: float) -> DeadlineError:
-    wanted = sum(group.bundles)
-    devices, are = (f"{wanted} {group.kind}s", "are") if wanted > 1 else (f"1 {group.kind}", "is")
+    devices, are = counted(sum(group.bundles), group.kind), "is" if sum(group.bundles) == 1 else "are"
     what = f"{devices} of the node {group.node.address} {are} not free after {timeout_s:g} s"
     hint = "other jobs hold them: wait for these, or ask for fewer; --placement-timeout-s waits longer"
     return DeadlineError(what, where="the placement of the run", hint=hint)

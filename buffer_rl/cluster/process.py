@@ -174,9 +174,7 @@ def _lives_in_group(leader: int) -> bool:
     return False
 
 
-def listening_socket(
-    host: str, port: int = 0, *, backlog: int | None = None, where: str = ENGINE_HOST
-) -> socket.socket:
+def listening_socket(host: str, port: int = 0, *, backlog: int, where: str = ENGINE_HOST) -> socket.socket:
     """A socket that listens on ``port`` of the address ``host``, or on a free one for 0. Raises EngineError if this
     machine has no such address, or another process has the port. where: the options that say so."""
     with _naming_address(host, port, where):

@@ -130,7 +130,7 @@ def _trains_on_gpu(args: Args, gpus: int, trainers: Sequence[DeviceRequest], not
     if gpus and (gpus >= wanted or _share_the_only_one(trainers, gpus) or counts_devices(args)):
         return True
     if gpus or counts_devices(args):
-        there = f"there {'is' if gpus == 1 else 'are'} {_count(gpus, 'GPU')}" if gpus else "there is no GPU"
+        there = f"there {'is' if gpus == 1 else 'are'} {counted(gpus, 'GPU')}" if gpus else "there is no GPU"
         text = _joined([request_text(args, request, DeviceKind.GPU) for request in trainers])
         notices.append(f"{there} for {text}: they compute on the CPU (--train-device auto)")
     return False
@@ -205,7 +205,7 @@ def too_few(
     needs = _joined([" together with ".join(of_group) for of_group in texts])
     verb = "needs" if len(groups) == 1 and sum(request.members for request in groups[0]) == 1 else "need"
     there, found = _found(args, nodes, kind)
-    what = f"{needs} {verb} {_count(wanted, kind)}; {there}"
+    what = f"{needs} {verb} {counted(wanted, kind)}; {there}"
     if wanted <= found:
         piece, one = request_text(args, error.request, kind), "needs" if error.request.members == 1 else "need"
         what += f", of which {piece} {one} {error.on_one_node} on one node, and at most {error.free} are left on one"
@@ -222,12 +222,12 @@ def request_text(args: Args, request: DeviceRequest, kind: DeviceKind) -> str:
     """``8 trainer ranks (1 node x 8 GPUs)``, ``2 engines x 4 GPUs``, ``1 process of ref``."""
     members = request.members
     if request.role in (ACTOR, CRITIC):
-        ranks = _count(members, "trainer rank" if request.role == ACTOR else "critic rank")
+        ranks = counted(members, "trainer rank" if request.role == ACTOR else "critic rank")
         if request.together == 1 and not args.actor_num_nodes:
             return ranks
-        return f"{ranks} ({_count(members // request.together, 'node')} x {_count(request.together, kind.value)})"
-    what = _count(members, "engine") if request.role == ENGINE else f"{_count(members, 'process')} of {request.role}"
-    return what if request.each == 1 else f"{what} x {_count(request.each, kind.value)}"
+        return f"{ranks} ({counted(members // request.together, 'node')} x {counted(request.together, kind.value)})"
+    what = counted(members, "engine") if request.role == ENGINE else f"{counted(members, 'process')} of {request.role}"
+    return what if request.each == 1 else f"{what} x {counted(request.each, kind.value)}"
 
 
 def _found(args: Args, nodes: Sequence[Node], kind: DeviceKind) -> tuple[str, int]:
@@ -236,11 +236,11 @@ def _found(args: Args, nodes: Sequence[Node], kind: DeviceKind) -> tuple[str, in
     total = sum(counts)
     if not counts or args.ray_address is None:
         here = "this machine" if args.ray_address is None else "the cluster"
-        there = f"{here} has {_count(total, kind.value) if total else f'no {kind}'}"
+        there = f"{here} has {counted(total, kind.value) if total else f'no {kind}'}"
     elif len(counts) == 1:
-        there = f"the cluster has 1 node with {_count(total, kind.value)}"
+        there = f"the cluster has 1 node with {counted(total, kind.value)}"
     elif len(set(counts)) == 1:
-        there = f"the cluster has {len(counts)} nodes with {_count(counts[0], kind.value)} each = {total}"
+        there = f"the cluster has {len(counts)} nodes with {counted(counts[0], kind.value)} each = {total}"
     else:
         there = f"the cluster has {len(counts)} nodes with {' + '.join(map(str, counts))} = {total} {kind}s"
     if kind is DeviceKind.GPU and args.num_gpus_per_node is not None:
@@ -249,6 +249,8 @@ def _found(args: Args, nodes: Sequence[Node], kind: DeviceKind) -> tuple[str, in
 
 
 def _flags(args: Args, role: str) -> list[str]:
+    if role in replicas_of(args):
+        return ["--resource"]
     if role in (ACTOR, CRITIC):
         names = [name for name in ("actor_num_nodes", "actor_num_gpus_per_node") if getattr(args, name) is not None]
         names = names or ["num_train_ranks"]
@@ -256,11 +258,11 @@ def _flags(args: Args, role: str) -> list[str]:
         names = ["rollout_num_gpus" if args.rollout_num_gpus is not None else "rollout_num_engines"]
     else:
         names = [PLACED[role].workers] if role in PLACED else []
-    in_resource = role in replicas_of(args)
-    return ["--resource"] if in_resource else [flag_of(name) for name in names]
+    return [flag_of(name) for name in names]
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """``1 GPU``, ``2 GPUs``."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
 

@@ -142,9 +142,7 @@ def isolated_ray() -> Iterator[None]:
 
 
 @contextmanager
-def lean_node(
-    agent_port: int, around_start: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-) -> Iterator[None]:
+def lean_node(agent_port: int, around_start: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """For a block that starts Ray: without the processes that a run on one machine never asks for, which take seconds
     to start. Workers come from the fork server, if there is one.
 

@@ -166,7 +166,6 @@ class DiskTransport:
     def __init__(self, args: Args) -> None:
         self._folder = disk_folder(args)
         self._publishes_delta, self._sends_delta = args.publish_delta, False
-        self._encoded: Encoded | None = None
         self.sent_share: float | None = None
         self._chain: list[Path] = []
         self._num_bytes = 0  # of the deltas in the chain
@@ -185,7 +184,8 @@ class DiskTransport:
         if self._is_refused or not self._sends_delta:
             self._chain, self._is_refused, self.sent_share = [], False, None
         if self._sends_delta:
-            self._encoded = next(answer for answer in self._trainer.send(DiskSender.encode) if answer is not None)
+            answers = self._trainer.send(DiskSender.encode)
+            self._encoded: Encoded = next(answer for answer in answers if answer is not None)
             self._write_held(version)
         else:
             self._write_at(version, self._write_version)
@@ -221,7 +221,6 @@ class DiskTransport:
         """Write what the trainer holds: what changed since the newest folder where that is its base, else all."""
         encoded, target = self._encoded, self._target(version)
         base: tuple[str, str] | None = None
-        assert encoded is not None
         if self._chain and encoded.base is not None and encoded.base == self._digest:
             if target == self._chain[-1] and encoded.digest == self._digest:
                 return  # published once more, for engines that came since

@@ -125,9 +125,7 @@ class DistributedTransport:
 
     def __init__(self, args: Args) -> None:
         self._name: str | None = None
-        self._plan: list[Any] = []
         self._publishes_delta, self._takes_delta = args.publish_delta, False
-        self._encoded: Encoded | None = None
         self.sent_share: float | None = None
 
     def connect(self, trainer: Senders, engines: Receivers) -> None:
@@ -156,7 +154,7 @@ class DistributedTransport:
         self.staged, self.sent_share = not self._takes_delta, None
         if not self.staged:
             answers = self._trainer.send(DistributedSender.encode)
-            self._encoded = next(answer for answer in answers if answer is not None)
+            self._encoded: Encoded = next(answer for answer in answers if answer is not None)
 
     def publish(self, version: int) -> None:
         """Have the engines receive bucket after bucket; the version gets its number with the last."""
@@ -185,7 +183,6 @@ class DistributedTransport:
 
     def _send_held(self) -> str:
         """Begin an update and send what is held, or what changed in it. Returns the digest of the version."""
-        assert self._encoded is not None
         assert self._name is not None
         digest, base = self._encoded.digest, self._encoded.base
         if base is not None and any(info.digest != base for info in self._engines.server_info().values()):

@@ -187,7 +187,12 @@ class Publisher:
             self._metrics["perf/publish_write"] = time.monotonic() - self._began
             self._stage(version)
             self._metrics["perf/publish_write"] = time.monotonic() - self._began
-            self._drain()
+            if self.drains:  # return when no request runs, and none is sent
+                began, self._is_held = time.monotonic(), True
+                with contextlib.suppress(WorkerDiedError):  # what it sent ends with its connections; it is replaced
+                    self.hold()
+                self._metrics["perf/publish_drain"] = seconds = time.monotonic() - began
+                self._deadline += seconds
             self._paused_at = time.monotonic()
         keeps_requests = getattr(self.transport, "keeps_requests", False)
         if (retracted := self.engines.pause("in_place" if keeps_requests else "retract")) is not None:
@@ -200,16 +205,6 @@ class Publisher:
         self.announce()
         self.engines.resume(serving)
         self._metrics["perf/publish_pause"] = time.monotonic() - self._paused_at
-
-    def _drain(self) -> None:
-        """If publications drain: return when no request runs, and none is sent."""
-        if not self.drains:
-            return
-        began, self._is_held = time.monotonic(), True
-        with contextlib.suppress(WorkerDiedError):  # what it sent ends with its connections; the driver replaces it
-            self.hold()
-        self._metrics["perf/publish_drain"] = seconds = time.monotonic() - began
-        self._deadline += seconds
 
     def _connect(self) -> None:
         receivers = tuple(self.engines.targets())

@@ -7,8 +7,8 @@ generate; all engines read the same memory. An engine stages the buckets between
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from buffer_rl.args import Args
@@ -59,7 +59,6 @@ class TensorTransport:
     staged = True
 
     def __init__(self, args: WeightOptions) -> None:
-        self._ranks: dict[str, int] = {}
         self._buckets: list[list[str]] = []
 
     def connect(self, trainer: Senders, engines: EngineControlClient) -> None:
@@ -75,11 +74,13 @@ class TensorTransport:
             raise ConfigError(what, where=where, expected="engines of one kind", hint="use --weight-sync-mode disk")
         self._load_format = LOAD_FORMAT if forms.pop() else None
         if self._buckets:
-            self._buckets = _joined(self._trainer.send(TensorSender.handles, sum(self._ranks.values())))
+            answers = self._trainer.send(TensorSender.handles, sum(self._ranks.values()))
+            self._buckets = [*chain.from_iterable(answers)]
 
     def prepare(self, version: int) -> None:
         """Put the version into shared memory; engines go on generating meanwhile."""
-        self._buckets = _joined(self._trainer.send(TensorSender.share, self._load_format, sum(self._ranks.values())))
+        answers = self._trainer.send(TensorSender.share, self._load_format, sum(self._ranks.values()))
+        self._buckets = [*chain.from_iterable(answers)]
         if not self._buckets:
             raise EngineError("the trainer has no weights to share", where=f"publication of version {version}")
 
@@ -110,10 +111,6 @@ class TensorTransport:
         if self._buckets:
             self._buckets = []
             self._trainer.send(TensorSender.release)
-
-
-def _joined(answers: Sequence[list[list[str]]]) -> list[list[str]]:
-    return [bucket for buckets in answers for bucket in buckets]
 
 
 def tensor_parallel_ranks(engines: Mapping[str, ServerInfo]) -> dict[str, int]:
