@@ -243,10 +243,10 @@ class Driver:
         """The trainer's work before the optimizer step, with all of its calls to the Buffer."""
         plan, limit = self._plan, self._plan.train_timeout_s
         with self._times.of("roles"):
-            for role, stream in self._production.streams(rollout_id).items():
+            for role, stream in self._production.streams.get(rollout_id, {}).items():
                 await self._until(stream.done, of_production=False)
                 self._observer.worked(role, stream.result().spans_on(clock_origin()))
-        self._production.forget_streams(rollout_id)
+        self._production.streams.pop(rollout_id, None)
         if plan.roles.stream_gradients:
             return
         passes = () if plan.schedule.streams else plan.roles.passes
@@ -301,7 +301,7 @@ class Driver:
         by_window = self._plan.schedule.by_window
 
         def is_free() -> bool:
-            return self._evaluating is None and (by_window or not self._production.is_running)
+            return self._evaluating is None and (by_window or not self._production.producing)
 
         def can_go_on() -> bool:
             has_next = self._evaluating is not None and step < self._plan.num_rollouts

@@ -41,7 +41,8 @@ class Production:
     """Starts tickets as the schedule lets them open, and closes the selections of steps.
 
     released: the version that the Buffer admits by; None before the first one. lost: the error with which production
-    was lost, until it starts again. is_running: whether a ticket is under way.
+    was lost, until it starts again. producing: the tickets that are under way, by number.
+    streams: the work of roles on each selection, by step and role, in the order in which it was started.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class Production:
         self._next = plan.first_rollout
         self._is_halted = False
         self._tickets: dict[int, Ticket] = {}  # that run
-        self._producing: dict[int, asyncio.Task[None]] = {}
+        self.producing: dict[int, asyncio.Task[None]] = {}
         self._ended: dict[int, EndedTicket] = {}  # tickets that are not part of a step's metrics yet
-        self._streams: dict[int, dict[str, asyncio.Task[WorkReport]]] = {}  # of roles, by step
+        self.streams: dict[int, dict[str, asyncio.Task[WorkReport]]] = {}
         self._closing: asyncio.Task[RolloutReport] | None = None
         self._metrics = ProductionMetrics(calls.runtime.now)
         self._open_calls: set[Task] = set()  # on rollout workers and roles
@@ -65,14 +66,9 @@ class Production:
         self._counted: str | None = None  # the newest Buffer whose predecessor's death is among the retries
 
     @property
-    def is_running(self) -> bool:
-        """Whether a ticket is under way."""
-        return bool(self._producing)
-
-    @property
     def trainer_streams(self) -> bool:
         """Whether the trainer works on groups of a selection that is open."""
-        return any(role in self._plan.roles.trained for streams in self._streams.values() for role in streams)
+        return any(role in self._plan.roles.trained for streams in self.streams.values() for role in streams)
 
     # -- tickets -------------------------------------------------------------------------------------
 
@@ -89,7 +85,7 @@ class Production:
             if self._is_halted:  # meanwhile
                 continue
             number, self._next = self._next, self._next + 1
-            self._producing[number] = self._calls.spawn(self._produce(number))
+            self.producing[number] = self._calls.spawn(self._produce(number))
 
     def _may_open(self) -> bool:
         schedule = self._plan.schedule
@@ -97,7 +93,7 @@ class Production:
             return False
         if self.released is None or not schedule.may_start(self._next, self.released):
             return False
-        return schedule.by_window or not self._producing
+        return schedule.by_window or not self.producing
 
     async def _produce(self, number: int) -> None:
         """One ticket. If it is lost, *train* has production start again."""
@@ -109,7 +105,7 @@ class Production:
             await self._lose(error)
         else:
             self._ended[number] = ended
-        del self._producing[number], self._tickets[number]
+        del self.producing[number], self._tickets[number]
         self._calls.tell()
 
     async def _produced(self, number: int) -> EndedTicket:
@@ -141,7 +137,7 @@ class Production:
         while True:
             seen = self._restarts.count("rollout")
             call = self._submit("rollout", RolloutWorker.run, ticket)
-            if schedule.streams and not schedule.by_window and number not in self._streams:
+            if schedule.streams and not schedule.by_window and number not in self.streams:
                 self._start_roles(number, while_open=True)
             try:
                 return cast("Produced", await self._answer_while_it_moves(call))
@@ -169,7 +165,7 @@ class Production:
         metrics, at a staleness of 0 with those of its ticket. wait: for a condition. Raises NothingLeft if the run has
         trained, and RolloutError if it has not, where there is no group."""
         schedule = self._plan.schedule
-        if schedule.by_window and schedule.streams and rollout_id not in self._streams:
+        if schedule.by_window and schedule.streams and rollout_id not in self.streams:
             await self._calls.buffer(BufferState.open_selection, rollout_id)
             self._start_roles(rollout_id, while_open=True)
         is_of_ticket = not schedule.max_staleness  # so that both have the same metrics
@@ -224,14 +220,6 @@ class Production:
 
     # -- roles ---------------------------------------------------------------------------------------
 
-    def streams(self, rollout_id: int) -> dict[str, asyncio.Task[WorkReport]]:
-        """The work of roles on a selection, in the order in which it was started."""
-        return self._streams.get(rollout_id, {})
-
-    def forget_streams(self, rollout_id: int) -> None:
-        """The work of roles on a selection was waited for."""
-        self._streams.pop(rollout_id, None)
-
     def _start_roles(self, step: int, *, while_open: bool) -> None:
         """Have the roles work on a selection; trained ones too, if they are to work while it is open."""
         plan = self._plan.roles
@@ -245,7 +233,7 @@ class Production:
             if (models := plan.models_of(role)) or plan.stream_gradients:
                 fields = plan.awaited_by(role)
                 streams[role] = start(role, TrainRank.stream, step, models, fields, plan.stream_gradients)
-        self._streams[step] = streams
+        self.streams[step] = streams
 
     async def _stream(self, role: str, step: int, limit_s: float, method: Method[*Ts], *work: *Ts) -> WorkReport:
         """The work of a role on a selection. One whose processes die is replaced, and works on what it had not
@@ -330,9 +318,9 @@ class Production:
         for task in (tasks := self.under_way()):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._streams.clear()
+        self.streams.clear()
         self._ended.clear()
-        self._producing.clear()
+        self.producing.clear()
         self._tickets.clear()
         self._closing = None
         await self._calls.buffer(BufferState.abandon, step)
@@ -345,8 +333,8 @@ class Production:
                 await self._calls.runtime.answer(call, self._plan.rollout_timeout_s)
 
     def under_way(self) -> list[asyncio.Task[Any]]:
-        streams = [task for tasks in self._streams.values() for task in tasks.values()]
-        return [*self._producing.values(), *streams, *([] if self._closing is None else [self._closing])]
+        streams = [task for tasks in self.streams.values() for task in tasks.values()]
+        return [*self.producing.values(), *streams, *([] if self._closing is None else [self._closing])]
 
     def _submit(self, role: str, method: Method[*Ts], *args: *Ts) -> Task:
         """Start a call of production."""

@@ -8,6 +8,7 @@ Buffer reports them, and ``production/*`` of the tickets that ended since the st
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ class ProductionMetrics:
         """The metrics of the tickets that ended since the step before, and over what was trained on until now."""
         num_groups = [ticket.report.num_groups for ticket in ended]
         joined = joined_metrics([ticket.all_metrics for ticket in ended], num_groups)
-        metrics = {_of_production(name): value for name, value in joined.items()}
+        metrics = {re.sub("^rollout/", "production/", name): value for name, value in joined.items()}
         metrics["production/tickets"] = float(len(ended))
         for ticket in ended:
             self._offered.add(ticket.metrics.get(f"rollout/{LENGTH}"), ticket.report.num_groups)
@@ -150,8 +151,3 @@ def _mean(having: Sequence[tuple[float, float]]) -> float:
     if total := sum(weight for _, weight in having):
         return sum(value * weight for value, weight in having) / total
     return sum(value for value, _ in having) / len(having)
-
-
-def _of_production(name: str) -> str:
-    part, _, rest = name.partition("/")
-    return f"production/{rest}" if part == "rollout" else name
