@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from buffer_rl.buffer.calls import CallLog, Kind, NumberedCall, kind_of, mutates, reads
+from buffer_rl.buffer.calls import CallLog, NumberedCall, changes_state, mutates, reads
 from buffer_rl.buffer.feed import DeliveredFeed
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_audit import PID, process_note
@@ -91,9 +91,9 @@ class BufferActor:
 
     def _executed(self, caller: str, sequence: int, open_from: int, method: str, args: Sequence[Any]) -> Any:
         try:
-            operation, kind = self._operation(method)
+            operation = self._operation(method)
             with self._state_lock:
-                if kind is Kind.READS:
+                if not changes_state(operation):
                     return operation(*args)
                 with self._counted():
                     return self._calls.once(caller, sequence, open_from, operation, args)
@@ -115,11 +115,11 @@ class BufferActor:
                 with self._changed:
                     self._changed.notify_all()
 
-    def _operation(self, name: str) -> tuple[Callable[..., Any], Kind]:
+    def _operation(self, name: str) -> Callable[..., Any]:
         for owner in (self, self._state):
             operation = getattr(owner, name, None)
-            if (kind := kind_of(operation)) is not None:
-                return cast("Callable[..., Any]", operation), kind
+            if changes_state(operation) is not None:
+                return cast("Callable[..., Any]", operation)
         raise BufferStateError(f"the Buffer has no operation {name!r}")
 
     @ray.method(concurrency_group="health")
@@ -134,7 +134,7 @@ class BufferActor:
         health = {
             "busy_s": 0.0 if since is None else time.monotonic() - since,
             "work_s": self._work_s,
-            "ledger_s": self._ledger.seconds,
+            "ledger_s": self._ledger.tables.seconds,
             "pid": os.getpid(),
         }
         try:

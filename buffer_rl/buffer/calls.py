@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from buffer_rl.errors import BufferRLError, BufferStateError
@@ -23,28 +22,21 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Kind(StrEnum):
-    """What a call of an operation does to the Buffer's state."""
-
-    MUTATES = "changes state"
-    READS = "reads"
-
-
 def mutates(operation: F) -> F:
     """Marks an operation that changes the state: executed once per ``(caller, sequence)``."""
-    operation.__dict__["kind"] = Kind.MUTATES
+    operation.__dict__["changes_state"] = True
     return operation
 
 
 def reads(operation: F) -> F:
     """Marks an operation that may be repeated: it changes nothing, or a repeat gives the same answer."""
-    operation.__dict__["kind"] = Kind.READS
+    operation.__dict__["changes_state"] = False
     return operation
 
 
-def kind_of(operation: object) -> Kind | None:
+def changes_state(operation: object) -> bool | None:
     """The mark of a method; None for one that is no operation."""
-    return getattr(operation, "kind", None)
+    return getattr(operation, "changes_state", None)
 
 
 class NumberedCall(NamedTuple):

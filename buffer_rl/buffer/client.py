@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 import ray
 
 from buffer_rl.buffer.actor import BufferActor
-from buffer_rl.buffer.calls import Kind, NumberedCall, OpenCalls, Sending, StartedCall, answer_of, kind_of
+from buffer_rl.buffer.calls import NumberedCall, OpenCalls, Sending, StartedCall, answer_of, changes_state
 from buffer_rl.buffer.codec import Columns, RowIds
 from buffer_rl.buffer.columns import BatchPlan, Cell, assemble
 from buffer_rl.buffer.pool import ReadRequest, RowsMeta, Writer
 from buffer_rl.buffer.readers import ALL_ROWS, Share
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import StorageUnit, split_payloads
+from buffer_rl.buffer.storage import split_payloads
 from buffer_rl.cluster.calling import Answers, JoinedCalls
 from buffer_rl.errors import DeadlineError, PayloadLostError
 from buffer_rl.records.groups import Column, RolloutReport, RowId, Ticket, TrainBatch
@@ -41,7 +41,7 @@ class BufferClient:
     A call that the Buffer's death interrupts is made again, with the same number, on the Buffer that replaces it.
 
     min_bytes: columns of this size, in calls that are waited for, go into the object store. storage: the processes
-    that own them, in turn; the Buffer itself where there are none.
+    that own them, by name, in turn; the Buffer itself where there are none.
 
     Raises DeadlineError where the Buffer does not answer within ``timeout_s``, and whatever error of
     ``buffer_rl.errors`` the Buffer raised.
@@ -53,15 +53,15 @@ class BufferClient:
         *,
         timeout_s: float,
         caller: str = "",
-        storage: Sequence[StorageUnit] = (),
+        storage: Mapping[str, Any] = {},
         min_bytes: float = math.inf,
     ) -> None:
         self.actor = actor
         self._answers = Answers(who="the Buffer", role="buffer", timeout_s=timeout_s, flag="--buffer-timeout-s")
         # A storage process waits for the Buffer for as long; its own answer, which says so, comes later.
         units = [
-            (unit.actor, replace(self._answers, who=unit.name, role=unit.name, timeout_s=2 * timeout_s))
-            for unit in storage
+            (unit, replace(self._answers, who=name, role=name, timeout_s=2 * timeout_s))
+            for name, unit in storage.items()
         ]
         self._owners = itertools.cycle(units or [(actor, self._answers)])
         self._min_bytes = min_bytes
@@ -97,8 +97,7 @@ class BufferClient:
         """What sends the call, as often as need be, and what waits for its answer, inside the block; and the call, if
         it may travel with others."""
         kept, payloads = split_payloads(args, self._min_bytes)
-        changes = kind_of(operation) is Kind.MUTATES
-        with self._calls.numbered() if changes else nullcontext((-1, -1)) as number:
+        with self._calls.numbered() if changes_state(operation) else nullcontext((-1, -1)) as number:
             call = NumberedCall(*number, operation.__name__, kept)
             if payloads:
                 owner, answers = next(self._owners)

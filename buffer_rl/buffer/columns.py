@@ -8,7 +8,7 @@ owns it, and only its reference is in the Buffer (see ``buffer_rl.buffer.storage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -92,9 +92,8 @@ class GroupSlice:
     @property
     def is_whole(self) -> bool:
         """Whether every row of the group is here, in order."""
-        return all(cell.num_rows == len(self.positions) for cell in self.cells.values()) and self.positions == list(
-            range(len(self.positions))
-        )
+        num_rows = len(self.positions)
+        return self.positions == [*range(num_rows)] and all(c.num_rows == num_rows for c in self.cells.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,9 +261,10 @@ class ColumnStore:
             group.place = {known: position for position, known in enumerate(group.rows)}
         return None if group is None else group.place.get(row)
 
-    def drop(self, uid: GroupUid) -> None:
-        """Forget a group; unknown uids are ignored."""
-        self._groups.pop(uid, None)
+    def drop(self, uids: Iterable[GroupUid]) -> None:
+        """Forget groups; unknown uids are ignored."""
+        for uid in uids:
+            self._groups.pop(uid, None)
 
     def __getitem__(self, uid: GroupUid) -> StoredGroup:
         group = self._groups.get(uid)

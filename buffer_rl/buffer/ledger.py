@@ -68,15 +68,15 @@ class Ledger:
     def __init__(self, path: str | Path, *, run: str, keep_selected: bool = False) -> None:
         self.path = Path(path)
         self._db = open_ledger_file(self.path)
-        self._tables = LedgerTables(self._db, self.path)
+        self.tables = LedgerTables(self._db, self.path)
         self.rewards = RewardTable(self._db)
         # Names this ledger from its opening, or its last replacement, on: how often that was, and a random part.
         self.fencing_token = ""
         try:
-            with self._tables.atomic():
+            with self.tables.atomic():
                 self._check_run(run)
                 self._renew_token("restart", keep_selected)
-            self._tables.read_sources()
+            self.tables.read_sources()
         except BaseException:
             self._db.close()
             raise
@@ -90,16 +90,6 @@ class Ledger:
         """Close the file."""
         self._db.close()
 
-    @property
-    def opening(self) -> int:
-        """How often the file was opened or replaced."""
-        return self._tables.opening
-
-    @property
-    def seconds(self) -> float:
-        """Time spent in transactions since the file was opened."""
-        return self._tables.seconds
-
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Make the transitions of the block one transaction: all of them are in the file afterwards, or none. It is
@@ -107,8 +97,8 @@ class Ledger:
         if self._db.in_transaction:
             yield
             return
-        with self._tables.atomic():
-            if self._tables.fact(_TOKEN) != self.fencing_token:
+        with self.tables.atomic():
+            if self.tables.fact(_TOKEN) != self.fencing_token:
                 what = "another Buffer has opened the ledger; this one is out of date"
                 raise BufferStateError(what, where=str(self.path))
             yield
@@ -117,64 +107,58 @@ class Ledger:
 
     def lease(self, uid: GroupUid, rollout_id: int, foreign: bool = False) -> int:
         """pending → leased. Returns the attempt number, from 1. foreign: of no data source; its number is negative."""
-        return self._change(uid, leased, rollout_id, foreign=foreign).attempt
+        return self._change([uid], leased, rollout_id, foreign=foreign)[uid].attempt
 
     def finish(self, uid: GroupUid, attempt: int) -> None:
         """leased → finished."""
-        self._change(uid, reported, attempt, GroupState.FINISHED)
+        self._change([uid], reported, attempt, GroupState.FINISHED)
 
     def reject(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → rejected."""
-        self._change(uid, reported, attempt, GroupState.REJECTED, reason)
+        self._change([uid], reported, attempt, GroupState.REJECTED, reason)
 
     def reject_finished(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """finished → rejected: no step can train on the group any longer."""
-        self._change(uid, rejected_late, attempt, reason)
+        self._change([uid], rejected_late, attempt, reason)
 
     def quarantine(self, uid: GroupUid, attempt: int, reason: str) -> None:
         """leased → quarantined: the group failed too often by itself, and is not tried again."""
-        self._change(uid, reported, attempt, GroupState.QUARANTINED, reason)
+        self._change([uid], reported, attempt, GroupState.QUARANTINED, reason)
 
     def pass_over(self, uid: GroupUid, rollout_id: int, reason: str) -> None:
         """pending → rejected, without a lease."""
-        self._change(uid, passed_over, rollout_id, reason)
+        self._change([uid], passed_over, rollout_id, reason)
 
     def requeue(self, uid: GroupUid, attempt: int) -> None:
         """leased or finished → pending."""
-        self._change(uid, reported, attempt, GroupState.PENDING)
+        self._change([uid], reported, attempt, GroupState.PENDING)
 
     def select(self, uids: Iterable[GroupUid], rollout_id: int) -> None:
         """Mark finished groups as those that the step of ``rollout_id`` trains on, all of them or none. They stay
         finished. From here on a trainer may hold their payloads."""
-        with self.transaction():
-            found = {uid: self._tables.find(uid) for uid in uids}
-            new = {uid: selected(uid, entry, rollout_id) for uid, (_, entry) in found.items()}
-            for uid, (admitted, entry) in found.items():
-                self._tables.write(uid, admitted, entry, new[uid])
+        self._change(uids, selected, rollout_id)
 
     def commit(self, uids: Iterable[GroupUid], rollout_id: int, step: int) -> None:
         """finished → trained, all of them or none. A rollout is committed once: a repeat with the same groups and the
         same step changes nothing, any other one is refused. Without groups nothing is recorded."""
         chosen = list(dict.fromkeys(uids))
         with self.transaction():
-            found = [self._tables.find(uid) for uid in chosen]
-            if is_repeat([entry for _, entry in found], self._tables.commit_of(rollout_id), rollout_id, step):
+            found = [self.tables.find(uid) for uid in chosen]
+            if is_repeat([entry for _, entry in found], self.tables.commit_of(rollout_id), rollout_id, step):
                 return
-            new = [trained(uid, entry, rollout_id, step) for uid, (_, entry) in zip(chosen, found, strict=True)]
-            for uid, (admitted, entry), after in zip(chosen, found, new, strict=True):
-                self._tables.write(uid, admitted, entry, after)
+            self._change(chosen, trained, rollout_id, step)
             if chosen:
-                self._tables.record_commit(rollout_id, step, len(chosen))
+                self.tables.record_commit(rollout_id, step, len(chosen))
             if self.rewards.is_kept:
                 self.rewards.settle([admitted for admitted, _ in found], rollout_id)
 
     def entry(self, uid: GroupUid) -> LedgerEntry:
         """The facts of one group; ``pending`` with attempt 0 where it was never leased."""
-        return self._tables.find(uid)[1]
+        return self.tables.find(uid)[1]
 
     def number(self, uid: GroupUid) -> int | None:
         """The running number of the group's first lease, negative of a foreign one; None where it was never leased."""
-        return self._tables.find(uid)[0]
+        return self.tables.find(uid)[0]
 
     @property
     def num_admitted(self) -> int:
@@ -184,15 +168,11 @@ class Ledger:
     def recover(self) -> list[GroupUid]:
         """The groups that were leased before and are pending, in the order of their first lease: the queue of a Buffer
         that begins with this ledger. Foreign ones are left out: no data source can make them again."""
-        return self._tables.uids("state = 'pending' AND admitted >= 0")
+        return self.tables.uids("state = 'pending' AND admitted >= 0")
 
     def selected(self, rollout_id: int) -> list[GroupUid]:
         """The finished groups that were selected for the step of a rollout, in the order of their first lease."""
-        return self._tables.uids("selected = 1 AND rollout_id = ?", rollout_id)
-
-    def selections(self) -> set[int]:
-        """The rollouts of which ``selected`` has groups."""
-        return self._tables.selections()
+        return self.tables.uids("selected = 1 AND rollout_id = ?", rollout_id)
 
     def commits(self) -> dict[int, int]:
         """The step of each rollout that was committed."""
@@ -206,16 +186,16 @@ class Ledger:
     def remember(self, key: str, value: str) -> None:
         """Store a note, such as the position of a data source, within the transaction of the block if there is one."""
         with self.transaction():
-            self._tables.set_fact(NOTE + key, value)
+            self.tables.set_fact(NOTE + key, value)
 
     def recall(self, key: str) -> str | None:
         """The note of ``remember``."""
-        return self._tables.fact(NOTE + key)
+        return self.tables.fact(NOTE + key)
 
     def set_num_rows(self, source: str, num_rows: int) -> None:
         """Note how many rows a source has, so that ``buffer-rl ledger`` can count those that were never leased."""
         with self.transaction():
-            number = self._tables.source_id(source)
+            number = self.tables.source_id(source)
             self._db.execute("UPDATE sources SET num_rows = ? WHERE id = ?", (num_rows, number))
 
     # -- rewards, for an order of rows by difficulty ------------------------------------------------
@@ -260,7 +240,7 @@ class Ledger:
     # -- inside --------------------------------------------------------------------------------------
 
     def _replace_by_copy(self) -> None:
-        before = (self._tables.opening, self.fencing_token)
+        before = (self.tables.opening, self.fencing_token)
         try:
             with self.transaction():
                 for table in TABLES:
@@ -270,39 +250,41 @@ class Ledger:
                 self.rewards.replace_by_copy()
                 self._renew_token("restore", keep_selected=False)
         except BaseException:
-            self._tables.opening, self.fencing_token = before
+            self.tables.opening, self.fencing_token = before
             raise
         finally:
-            self._tables.read_sources()
+            self.tables.read_sources()
 
     def _check_run(self, run: str) -> None:
-        known = self._tables.fact("run")
+        known = self.tables.fact("run")
         if known is None:
-            self._tables.set_fact("run", run)
+            self.tables.set_fact("run", run)
         elif known != run:
             hint = "give each run a file of its own; a copy from a checkpoint is restored, not opened"
             raise CheckpointError(f"the ledger is of run {known!r}, not {run!r}", where=str(self.path), hint=hint)
 
     def _renew_token(self, reason: str, keep_selected: bool) -> None:
-        number = int(self._tables.fact("restarts") or 0) + 1
-        self._tables.opening = number
+        number = int(self.tables.fact("restarts") or 0) + 1
+        self.tables.opening = number
         self.fencing_token = f"{number}-{uuid.uuid4().hex}"
-        self._tables.set_fact("restarts", str(number))
-        self._tables.set_fact(_TOKEN, self.fencing_token)
-        self._tables.return_leases(reason, keep_selected)
+        self.tables.set_fact("restarts", str(number))
+        self.tables.set_fact(_TOKEN, self.fencing_token)
+        self.tables.return_leases(reason, keep_selected)
 
     def _change(
         self,
-        uid: GroupUid,
+        uids: Iterable[GroupUid],
         rule: Callable[[GroupUid, LedgerEntry, *Ts], LedgerEntry],
         *args: *Ts,
         foreign: bool = False,
-    ) -> LedgerEntry:
+    ) -> dict[GroupUid, LedgerEntry]:
+        """The new entries of all groups, which are written if the rule allows all of them."""
         with self.transaction():
-            admitted, before = self._tables.find(uid)
-            after = rule(uid, before, *args)
-            self._tables.write(uid, admitted, before, after, foreign)
-        return after
+            found = {uid: self.tables.find(uid) for uid in uids}
+            new = {uid: rule(uid, entry, *args) for uid, (_, entry) in found.items()}
+            for uid, (admitted, entry) in found.items():
+                self.tables.write(uid, admitted, entry, new[uid], foreign)
+        return new
 
 
 class RunRecord:
@@ -319,7 +301,7 @@ class RunRecord:
         self._ledger = ledger
         self.version = int(ledger.recall(_VERSION) or 0)
         self.committed = ledger.commits()
-        self.inherited = ledger.selections()
+        self.inherited = ledger.tables.selections()
         self.metadata: dict[str, Any] = orjson.loads(ledger.recall(_METADATA) or "{}")
         self._failures: dict[str, dict[str, int]] = orjson.loads(ledger.recall(_FAILURES) or "{}")
 
@@ -375,7 +357,7 @@ class RunRecord:
         self.metadata = {}
         self.update_metadata(metadata)
         self.committed = self._ledger.commits()
-        self.inherited = self._ledger.selections()
+        self.inherited = self._ledger.tables.selections()
         failures = orjson.loads(self._ledger.recall(_FAILURES) or "{}")
         self._failures = {
             kind: {name: count for name, count in counts.items() if name != _TOTAL} for kind, counts in failures.items()

@@ -145,7 +145,7 @@ def _describe(entry: LedgerEntry) -> str:
 
 class LedgerTables:
     """Reads and writes the tables of one open file. ``opening``: how often it was opened or replaced, which the lines
-    of the history carry."""
+    of the history carry. ``seconds``: time spent in transactions since it was opened."""
 
     def __init__(self, db: sqlite3.Connection, path: Path) -> None:
         self.db = db

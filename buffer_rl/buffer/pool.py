@@ -86,8 +86,7 @@ class DataPool:
         self._reserved.difference_update(surplus)
         for reader in self._readers.values():
             reader.withdraw(surplus)
-        for uid in surplus:
-            self._store.drop(uid)
+        self._store.drop(surplus)
         if self._readers:
             for uid in self.selection.joined:
                 self._mark_ready(uid)
@@ -95,10 +94,8 @@ class DataPool:
 
     def drop_payloads(self) -> list[GroupUid]:
         """Forget the groups' columns. Returns the groups."""
-        uids = self.selection.uids
-        for uid in uids:
-            self._store.drop(uid)
-        return uids
+        self._store.drop(self.selection.uids)
+        return self.selection.uids
 
     @property
     def num_rows(self) -> int:

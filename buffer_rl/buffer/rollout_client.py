@@ -66,7 +66,7 @@ class RolloutClient:
         deliver: Callable[[int], Awaitable[None]] | None = None,
         *,
         where: str = "",
-        on_lease: Callable[[SampleGroup], None] | None = None,
+        on_lease: Callable[[SampleGroup], object] | None = None,
         reward_of: Callable[[SampleGroup], float | None] = lambda group: None,
     ) -> None:
         self._client = client
@@ -90,7 +90,11 @@ class RolloutClient:
         while True:  # each round has a batch delivered, which is not empty
             try:
                 groups = await self._client.acall(BufferState.get_samples, self.ticket, num_samples, chosen)
-                self._record(groups)
+                for group in groups:
+                    if self._on_lease is not None:
+                        self._on_lease(group)
+                    self.groups[group.uid] = group
+                self._progressed()
                 return groups
             except DeliveryNeeded as needed:
                 if self._deliver is None:
@@ -158,13 +162,6 @@ class RolloutClient:
             sample.uid = sample.uid or group.uid
             sample.sample_index = number if same else sample.sample_index
         return group
-
-    def _record(self, groups: Sequence[SampleGroup]) -> None:
-        for group in groups:
-            if self._on_lease is not None:
-                self._on_lease(group)
-            self.groups[group.uid] = group
-        self._progressed()
 
     def _leased(self, group: object) -> SampleGroup:
         found = as_leased_group(group, self.groups)

@@ -80,11 +80,6 @@ class OpenRollout:
     waiting: GroupQueue = field(default_factory=GroupQueue)
     drops: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def num_missing(self) -> int:
-        """How many groups its workers may still lease, to finish as many as are wanted."""
-        return sum(max(0, missing) for missing in self.missing.values())
-
     def leased_by(self, worker: int) -> list[Lease]:
         """The leases of one of its workers."""
         return [lease for lease in self.leases.values() if lease.worker == worker]
@@ -125,7 +120,7 @@ class Rollouts:
         self._is_limited = is_limited
         self._admitted = 0
         self._num_leases = 0
-        self._num_workers = ledger.opening * WORKERS
+        self._num_workers = ledger.tables.opening * WORKERS
 
     def of(self, ticket: Ticket) -> OpenRollout:
         """The ticket's rollout. Raises BufferStateError if it is closed, of another Buffer, or where another worker
@@ -186,7 +181,9 @@ class Rollouts:
             if drawn:
                 self._feed.rollback(drawn)
             raise
-        fresh = self._admit(drawn)
+        numbered = enumerate(drawn, self._admitted)  # rows that are passed over have numbers, too
+        fresh = [Admitted(group=draw, number=number) for number, draw in numbered if isinstance(draw, SampleGroup)]
+        self._admitted += len(drawn)
         if passed := len(drawn) - len(fresh):
             rollout.drops[CURRICULUM] += passed
         self.queue.remove([entry.group.uid for entry in queued])
@@ -373,7 +370,9 @@ class Rollouts:
     @property
     def num_unreleased(self) -> int:
         """Finished groups that are not released, leased ones, and those that open tickets may still lease."""
-        return len(self.finished) + sum(len(rollout.leases) + rollout.num_missing for rollout in self._running())
+        running = self._running()
+        missing = sum(max(0, number) for rollout in running for number in rollout.missing.values())
+        return len(self.finished) + sum(len(rollout.leases) for rollout in running) + missing
 
     def selected(self, rollout_id: int) -> list[GroupUid]:
         """The finished groups that the ledger has as selected for a step."""
@@ -478,10 +477,3 @@ class Rollouts:
         if oldest_version(entry.group) is None:
             return prompts.as_prompts()  # the caller may change what it got
         return self._rule.on_lease(replace(entry.group, attempt=attempt, incarnation=token, version=version), version)
-
-    def _admit(self, drawn: Sequence[Draw]) -> list[Admitted]:
-        """New groups of the data source. Rows that are passed over have numbers, too."""
-        first = self._admitted
-        self._admitted += len(drawn)
-        numbered = enumerate(drawn, first)
-        return [Admitted(group=group, number=number) for number, group in numbered if isinstance(group, SampleGroup)]

@@ -255,8 +255,7 @@ class Selections:
         record.inherited.difference_update(inherited)
         for pool in self._of_steps(step):
             self._forget(pool)
-        for uid in lost:
-            self._stores[False].drop(uid)
+        self._stores[False].drop(lost)
         if self._window is not None:
             self._window = self._window.empty()
         self._lost = False
@@ -387,7 +386,7 @@ class Selections:
             self._rollouts.reject_too_old(late)
         for uid in late:
             self._window.leave(uid)
-            self._stores[False].drop(uid)
+        self._stores[False].drop(late)
         self._num_too_old += len(late)
 
     def _join_certain(self) -> None:

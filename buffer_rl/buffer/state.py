@@ -319,7 +319,7 @@ class BufferState:
         return self._selections.revision
 
     @reads
-    def plan_data(self, rollout_id: int, share: Share) -> BatchPlan:
+    def plan_data(self, rollout_id: int, share: Share = ALL_ROWS) -> BatchPlan:
         """The share of one data-parallel rank in one mini-batch; repeats return the same rows (see
         ``DataPool.share``). Its answers hold the payloads of a whole step, too large for the log of calls."""
         return self._selections.of(f"train_{rollout_id}").share(share)

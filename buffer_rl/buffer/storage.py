@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -26,14 +25,6 @@ from buffer_rl.records.groups import Column
 
 MAX_REPORTS = 8
 """Reports that one owner works on at a time; others wait for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageUnit:
-    """A storage process, and its name in messages."""
-
-    actor: Any
-    name: str
 
 
 def split_payloads(args: tuple[Any, ...], min_bytes: float) -> tuple[tuple[Any, ...], dict[str, Column]]:
@@ -83,9 +74,9 @@ class StorageActor:
             return self._answers.wait(call.method, partial(self._buffer.execute.remote, caller, [call]))
 
 
-def start_storage(num_units: int, buffer: Any, timeout_s: float) -> list[StorageUnit]:
+def start_storage(num_units: int, buffer: Any, timeout_s: float) -> dict[str, Any]:
     """Start ``--num-data-storage-units`` processes, spread over the nodes of the cluster, for the actor ``buffer``,
-    which answers them within ``timeout_s``.
+    which answers them within ``timeout_s``. Returns them by their names in messages.
 
     One that dies is started again, if need be on another node. Its payloads are lost: reading one raises
     PayloadLostError, and the rollout is produced again."""
@@ -93,4 +84,4 @@ def start_storage(num_units: int, buffer: Any, timeout_s: float) -> list[Storage
         num_cpus=0, max_restarts=-1, max_concurrency=MAX_REPORTS, scheduling_strategy="SPREAD"
     )
     names = [f"storage-{index}" for index in range(num_units)]
-    return [StorageUnit(actor=remote(StorageActor).remote(name, buffer, timeout_s), name=name) for name in names]
+    return {name: remote(StorageActor).remote(name, buffer, timeout_s) for name in names}

@@ -26,7 +26,7 @@ from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.ledger_audit import ledger_writer
 from buffer_rl.buffer.ledger_file import FILE_NAME
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import StorageUnit, start_storage
+from buffer_rl.buffer.storage import start_storage
 from buffer_rl.cluster.actor_group import ActorGroup
 from buffer_rl.cluster.dispatch import Method, Ts
 from buffer_rl.cluster.environment import StopRequest, direct_variables, signals_as_exceptions, variables
@@ -39,7 +39,7 @@ from buffer_rl.cluster.process import starts_engines, with_engine_key
 from buffer_rl.cluster.session import check_local_ray
 from buffer_rl.driver.driver import Driver
 from buffer_rl.driver.folders import LINEAGE, START, check_lineage, folder_lock, save_lock
-from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints, replayed_columns
+from buffer_rl.driver.local_roles import RecordedRollouts, RolloutRecorder, RunCheckpoints
 from buffer_rl.driver.offload import begins_asleep
 from buffer_rl.driver.provenance import provenance_of
 from buffer_rl.driver.restart import Processes, RunSession, run_with_restarts
@@ -157,7 +157,7 @@ class _Run:
     trained: dict[str, ActorGroup] = field(default_factory=dict)
     reference: FolderUpdates | None = None
     reward: ActorGroup | None = None
-    storage: Sequence[StorageUnit] = ()
+    storage: Mapping[str, Any] = field(default_factory=dict)
     rollout: ActorGroup | None = None
 
     def __post_init__(self) -> None:
@@ -262,7 +262,7 @@ class _Run:
                 if role == ACTOR and self.reference is not None:  # first, as building a model may draw random numbers
                     self.reference.restore(self.checkpoint.folder / REFERENCE_FOLDER, self.checkpoint.step)
                 trained.call(TrainRank.load, str(self.checkpoint.folder / checkpoint_folder(role)), timeout_s=limit)
-            if self._offloads_train and begins_asleep(self.role_plan):
+            if args.offload_train and self.engines is not None and begins_asleep(self.role_plan):
                 trained.call(TrainRank.sleep, tuple(Memory), timeout_s=limit)
         if self.checkpoint is not None and self.trained and self.num_rollouts > 0:
             # A run that only evaluates may have other data, or none.
@@ -285,8 +285,9 @@ class _Run:
     def _storage(self) -> Part:
         """The processes that own large payloads; without them the Buffer does."""
         args = self.args
-        units = self.storage = start_storage(args.num_data_storage_units, self.buffer.actor, args.buffer_timeout_s)
-        group = self.processes.stops(ActorGroup("storage", lambda index: units[index].actor, len(units)))
+        self.storage = start_storage(args.num_data_storage_units, self.buffer.actor, args.buffer_timeout_s)
+        units = [*self.storage.values()]
+        group = self.processes.stops(ActorGroup("storage", lambda index: units[index], len(units)))
         group.call(Member.ready, timeout_s=args.train_timeout_s)
         yield
 
@@ -345,8 +346,7 @@ class _Run:
         args, buffer, local = self.args, self.buffer, self.processes.local
         local("buffer", buffer, call=buffer.call)
         if not self.generates:
-            template, replays = args.load_debug_rollout_data or "", replayed_columns(args)
-            local("rollout", RecordedRollouts(template, buffer, replays=replays))
+            local("rollout", RecordedRollouts(args, buffer))
         if (publisher := self.publisher()) is not None:
             publishing = local("publish", publisher, end_s=lambda: PUBLISH_END_S)
             self.processes.callback(lambda: wait(publishing.start(Publisher.close).futures, timeout=PUBLISH_END_S))
@@ -451,10 +451,6 @@ class _Run:
         """The same, as they are trained: for the run's own models."""
         self._of_actor(TrainRank.write_hf, path)
 
-    @property
-    def _offloads_train(self) -> bool:
-        return bool(self.args.offload_train and self.engines is not None)
-
     def _plan(self) -> RunPlan:
         args, trains, schedule = self.args, bool(self.trained), Schedule.of(self.args)
         drain_s = args.rollout_timeout_s if schedule.mixes_versions else 0.0
@@ -472,7 +468,7 @@ class _Run:
             eval_interval=args.eval_interval,
             eval_before_train=not args.skip_eval_before_train,
             evaluated=self.session.observer.evaluated if self.num_rollouts > 0 else -1,
-            offload_train=self._offloads_train,
+            offload_train=args.offload_train and self.engines is not None,
             offload_rollout=args.offload_rollout and self.engines is not None,
             saves=bool(args.save) and trains,
             save_interval=args.save_interval,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +23,7 @@ from buffer_rl.files.checkpoint import new_checkpoint
 from buffer_rl.files.row_file import read_rollout, rollout_path, write_rollout
 from buffer_rl.observe.run_folder import changed_options
 from buffer_rl.options.redaction import mask_secrets
+from buffer_rl.options.section import required
 from buffer_rl.plan.algorithm import REFERENCE_FOLDER, checkpoint_folder
 from buffer_rl.plan.roles import ACTOR
 from buffer_rl.records.groups import Ticket, sample_means
@@ -81,14 +81,17 @@ class RunCheckpoints:
         options = mask_secrets(self.args.model_dump(mode="json"))
         facts = {"buffer_rl": __version__, "options": options, **self.provenance, **more}
         facts |= {"saved": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed_options(self.args)}
-        root = self.args.save
-        assert root is not None  # there would be no RunCheckpoints otherwise
-        with new_checkpoint(root, step, facts, self.args.run_dir) as folder, _naming(folder):
-            for role in self.trained:
-                self._fill(folder, role)
-                yield
-            for group in self.trained.values():
-                self._wait_for(group)
+        with new_checkpoint(required(self.args.save, "save"), step, facts, self.args.run_dir) as folder:
+            try:
+                for role in self.trained:
+                    self._fill(folder, role)
+                    yield
+                for group in self.trained.values():
+                    self._wait_for(group)
+            except BufferRLError as error:  # a rank does not say which disk is full
+                if not isinstance(error, DeadlineError) and str(folder.parent) not in str(error):
+                    error.where = f"{error.where}, which writes to {folder.parent}"
+                raise
 
     def _wait_for(self, group: ActorGroup) -> None:
         """Return once the ranks of ``group`` have written; they answer between their calls."""
@@ -115,19 +118,6 @@ class RunCheckpoints:
         return max(0.0, self._deadline - time.monotonic())
 
 
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Name the folder of checkpoints in an error of the block: a rank does not say which disk is full."""
-    try:
-        yield
-    except DeadlineError:
-        raise
-    except BufferRLError as error:
-        if str(folder.parent) not in str(error):
-            error.where = f"{error.where}, which writes to {folder.parent}"
-        raise
-
-
 class RolloutRecorder:
     """Writes the rows of a closed rollout that the trainer will read, without the fields that it adds."""
 
@@ -140,23 +130,17 @@ class RolloutRecorder:
         write_rollout(rollout_path(self._template, rollout_id), self._buffer.get_data(rollout_id, Share(given=True)))
 
 
-def replayed_columns(args: Args) -> dict[str, str]:
-    """The columns that recorded rows must have, by the option that reads them."""
-    asked = {
-        "--replay-kept-tokens": ("kept_counts", args.replay_kept_tokens),
-        "--replay-routed-experts": ("routed_experts", args.replay_routed_experts),
-    }
-    return {flag: column for flag, (column, is_read) in asked.items() if is_read}
-
-
 class RecordedRollouts:
-    """The rollout role of a run that only trains: each rollout's rows come from its file. replays: the columns
-    that they must have, by the option that reads them."""
+    """The rollout role of a run that only trains: each rollout's rows come from its file, with the columns that options
+    read."""
 
-    def __init__(self, template: str, buffer: BufferClient, *, replays: Mapping[str, str] | None = None) -> None:
-        self._template = template
+    def __init__(self, args: Args, buffer: BufferClient) -> None:
+        self._template = required(args.load_debug_rollout_data, "load_debug_rollout_data")
         self._buffer = buffer
-        self._replays = replays or {}
+        self._replays = {
+            ("--replay-kept-tokens", "kept_counts"): args.replay_kept_tokens,
+            ("--replay-routed-experts", "routed_experts"): args.replay_routed_experts,
+        }
 
     def run(self, ticket: Ticket) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Fill the ticket's rollout. Raises DataError, or BufferStateError if its groups do not fit."""
@@ -164,8 +148,8 @@ class RecordedRollouts:
         batch = read_rollout(path)
         if batch.rollout_id != ticket.rollout_id:
             raise DataError(f"these are the rows of rollout {batch.rollout_id}", where=str(path), expected=ticket.task)
-        for flag, column in self._replays.items():
-            if column not in batch.columns:
+        for (flag, column), is_read in self._replays.items():
+            if is_read and column not in batch.columns:
                 what = f"{flag}: these rows were recorded without it, and have no {column}"
                 raise DataError(what, where=str(path), hint="take it out")
         self._buffer.import_groups(ticket, batch.row_ids, batch.columns)

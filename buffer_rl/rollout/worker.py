@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from buffer_rl.args import Args
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.rollout_client import RolloutClient
-from buffer_rl.buffer.storage import StorageUnit
 from buffer_rl.cluster.actor_group import ActorGroup, redirect_output
 from buffer_rl.cluster.dispatch import To, dispatch
 from buffer_rl.cluster.environment import direct_variables, set_variables
@@ -110,8 +109,8 @@ class RolloutWorker(Member):
     """Runs rollouts and evaluations: several at a time, but of a rollout function without ``concurrent = True`` one
     rollout. ``source``: the actor of the user's data source, where there is one.
 
-    storage: the processes that own large payloads; without them the Buffer does. reward_model: those of ``--rm-model``.
-    number: of this worker, from 0.
+    storage: the processes that own large payloads, by name; without them the Buffer does. reward_model: those of
+    ``--rm-model``. number: of this worker, from 0.
     start: that of the run's processes.
     """
 
@@ -120,7 +119,7 @@ class RolloutWorker(Member):
         args_text: str,
         buffer: Any,
         log_path: str,
-        storage: Sequence[StorageUnit],
+        storage: Mapping[str, Any],
         source: Any = None,
         reward_model: Sequence[Any] = (),
         number: int = 0,
@@ -270,14 +269,14 @@ def start_rollout_workers(
     buffer: Any,
     log_dir: str,
     placement: Placement,
-    storage: Sequence[StorageUnit] = (),
+    storage: Mapping[str, Any] = {},
     source: Any = None,
     reward_model: Sequence[Any] = (),
     start: RunStart | None = None,
 ) -> ActorGroup:
     """Start ``--num-rollout-workers`` processes.
 
-    storage: the storage processes; without them the Buffer owns large payloads.
+    storage: the storage processes, by name; without them the Buffer owns large payloads.
     source: the actor of the user's data source, where there is one. reward_model: the actors of ``--rm-model``.
     start: that of the run's processes."""
     return ActorGroup.of(

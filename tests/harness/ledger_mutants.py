@@ -17,17 +17,17 @@ class SplitCommit(Ledger):
         chosen = list(uids)
         with self.transaction():
             for uid in chosen:
-                admitted, entry = self._tables.find(uid)
-                self._tables.write(uid, admitted, entry, trained(uid, entry, rollout_id, step))
+                admitted, entry = self.tables.find(uid)
+                self.tables.write(uid, admitted, entry, trained(uid, entry, rollout_id, step))
         with self.transaction():
-            self._tables.record_commit(rollout_id, step, len(chosen))
+            self.tables.record_commit(rollout_id, step, len(chosen))
 
 
 class KeptLeases(Ledger):
     """Leaves the leases of a Buffer that died as they are."""
 
     def _renew_token(self, reason: str, keep_selected: bool) -> None:
-        with patch.object(self._tables, "return_leases", lambda *_: None):
+        with patch.object(self.tables, "return_leases", lambda *_: None):
             super()._renew_token(reason, keep_selected)
 
 
@@ -35,11 +35,11 @@ class SameToken(Ledger):
     """Keeps its fencing token where it is opened again or replaced."""
 
     def _renew_token(self, reason: str, keep_selected: bool) -> None:
-        former = self._tables.fact("incarnation")
+        former = self.tables.fact("incarnation")
         super()._renew_token(reason, keep_selected)
         if former is not None:
             self.fencing_token = former
-            self._tables.set_fact("incarnation", former)
+            self.tables.set_fact("incarnation", former)
 
 
 MUTANTS: dict[str, type[Ledger]] = {

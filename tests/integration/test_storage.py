@@ -26,7 +26,7 @@ from buffer_rl.buffer.codec import Columns
 from buffer_rl.buffer.columns import RowSizes
 from buffer_rl.buffer.pool import ReadRequest
 from buffer_rl.buffer.state import BufferState
-from buffer_rl.buffer.storage import StorageUnit, split_payloads, start_storage
+from buffer_rl.buffer.storage import split_payloads, start_storage
 from buffer_rl.cluster.calling import blocking
 from buffer_rl.errors import BufferStateError, DeadlineError, PayloadLostError, WorkerError
 from buffer_rl.options.section import dump_args
@@ -57,7 +57,7 @@ def report_of(ticket: Ticket, group: SampleGroup) -> tuple[Any, ...]:
 class Producer:
     """Finishes groups."""
 
-    def __init__(self, buffer: Any, storage: list[StorageUnit]) -> None:
+    def __init__(self, buffer: Any, storage: dict[str, Any]) -> None:
         self._client = BufferClient(buffer, timeout_s=60, caller="producer", storage=storage, min_bytes=MEGABYTE)
 
     async def pid_and_payload(self) -> tuple[int, Any]:
@@ -83,16 +83,16 @@ def stopped(*actors: Any) -> Iterator[None]:
             ray.kill(actor)
 
 
-def start_producer(buffer: Any, storage: list[StorageUnit]) -> Any:
+def start_producer(buffer: Any, storage: dict[str, Any]) -> Any:
     return cast("Any", ray.remote)(num_cpus=0, max_restarts=0)(Producer).remote(buffer, storage)
 
 
 @contextmanager
-def with_storage(args: Any, timeout_s: float = 60) -> Iterator[tuple[Any, list[StorageUnit], BufferClient]]:
+def with_storage(args: Any, timeout_s: float = 60) -> Iterator[tuple[Any, dict[str, Any], BufferClient]]:
     """A Buffer, a storage process that waits for it for ``timeout_s``, and a client, until the block ends."""
     buffer = start_buffer(dump_args(args))
     storage = start_storage(1, buffer, timeout_s)
-    with stopped(buffer, storage[0].actor):
+    with stopped(buffer, storage["storage-0"]):
         yield buffer, storage, BufferClient(buffer, timeout_s=60)
 
 
@@ -138,7 +138,7 @@ def test_payloads_outlive_their_producer_are_read_without_a_copy_and_are_freed_o
     ray_cluster: None, make_options: Callable[..., Any]
 ) -> None:
     with with_storage(make_options(n_samples_per_prompt=4)) as (buffer, storage, client):
-        for rollout_id, units in enumerate([storage, []]):
+        for rollout_id, units in enumerate([storage, {}]):
             wait_until_stored(0, "the store is empty at first")
             producer = start_producer(buffer, units)
             pid, lost = ray.get(producer.pid_and_payload.remote(), timeout=60)
@@ -170,11 +170,11 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
     buffer = start_buffer(dump_args(make_options()))
     storage = start_storage(2, buffer, 30)
     producer = start_producer(buffer, storage)
-    with stopped(buffer, producer, storage[0].actor):
+    with stopped(buffer, producer, storage["storage-0"]):
         client = BufferClient(buffer, timeout_s=60)
         fill(client, producer, 0)
         rows = sorted(row.uid.row for row in client.get_data(0).row_ids)
-        ray.kill(storage[1].actor, no_restart=False)
+        ray.kill(storage["storage-1"], no_restart=False)
         caught: list[PayloadLostError] = []
 
         def is_lost() -> bool:
@@ -191,7 +191,7 @@ def test_payloads_of_a_storage_process_that_died_are_a_named_error_and_are_produ
         assert sorted(row.uid.row for row in client.get_data(0).row_ids) == rows
         client.call(BufferState.commit, 0, 1)
         client.call(BufferState.release, 1)
-        ray.kill(storage[1].actor)  # for good
+        ray.kill(storage["storage-1"])  # for good
         ticket = client.call(BufferState.generate, 1)
         client.call(BufferState.open_selection, 1)
         seventh, eighth = client.call(BufferState.get_samples, ticket, 2)
@@ -207,7 +207,7 @@ def test_a_blocking_report_from_the_event_loop_goes_to_the_store_too(
     with with_storage(make_options()) as (buffer, storage, client):
         ticket = client.call(BufferState.generate, 0)
         client.call(BufferState.open_selection, 0)
-        for number, units in enumerate([storage, []], start=1):
+        for number, units in enumerate([storage, {}], start=1):
             producer = start_producer(buffer, units)
             group = client.call(BufferState.get_samples, ticket, 1)[0]
             ray.get(producer.finish_on_the_loop.remote(ticket, group), timeout=60)
@@ -226,7 +226,7 @@ def test_a_repeated_report_is_recognised_and_a_refused_one_leaves_nothing_in_the
         ticket = client.call(BufferState.generate, 0)
         client.call(BufferState.open_selection, 0)
         wait_until_stored(0, "the store is empty at first")
-        for number, owner in enumerate([storage[0].actor, buffer]):
+        for number, owner in enumerate([storage["storage-0"], buffer]):
             sequence = 2 * number
             group = client.call(BufferState.get_samples, ticket, 1)[0]
 
@@ -254,7 +254,7 @@ def test_a_buffer_that_does_not_answer_is_named_also_where_a_storage_process_ask
         ticket = client.call(BufferState.generate, 0)
         client.call(BufferState.open_selection, 0)
         group = client.call(BufferState.get_samples, ticket, 1)[0]
-        ray.get(storage[0].actor.ready.remote(), timeout=60)
+        ray.get(storage["storage-0"].ready.remote(), timeout=60)
         pid = ray.get(buffer.get_progress.remote(), timeout=60)["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -21,7 +21,7 @@ import ray
 
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.buffer.actor import STATE_FILE, BufferActor, can_restart
-from buffer_rl.buffer.calls import NumberedCall, answer_of, kind_of
+from buffer_rl.buffer.calls import NumberedCall, answer_of, changes_state
 from buffer_rl.buffer.client import BufferClient
 from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger_audit import ledger_writer
@@ -89,7 +89,7 @@ def test_every_public_method_of_the_state_is_a_change_or_a_read() -> None:
     own = {"state_dict", "load_state_dict"}  # reached by save and load
     own |= {"get_data"}  # for a state in the caller's process: the client reads plans
     public = {name for name in dir(BufferState) if callable(getattr(BufferState, name)) and not name.startswith("_")}
-    assert {name for name in public if kind_of(getattr(BufferState, name)) is None} == own
+    assert {name for name in public if changes_state(getattr(BufferState, name)) is None} == own
 
 
 def test_an_operation_is_sent_by_its_name_with_positional_arguments_and_a_number_if_it_changes_something() -> None:

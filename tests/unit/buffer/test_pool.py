@@ -411,7 +411,7 @@ def test_a_group_that_the_step_was_closed_without_is_left_out_of_what_a_reader_w
     mixed = [handed[0], handed[2], handed[1]]
     assert assemble(p.pool.plan_rows(mixed)).row_ids == mixed  # in the order that was asked for
     p.pool.select([kept])
-    p.plane.drop(surplus)
+    p.plane.drop([surplus])
     assert assemble(p.pool.plan_rows(handed)).row_ids == rows_of(kept, 2)
 
 

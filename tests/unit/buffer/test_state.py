@@ -17,6 +17,7 @@ from buffer_rl.buffer.columns import assemble
 from buffer_rl.buffer.ledger import Ledger
 from buffer_rl.buffer.ledger_tables import GroupState
 from buffer_rl.buffer.pool import ReadRequest, Writer
+from buffer_rl.buffer.readers import Share
 from buffer_rl.buffer.rollouts import Admitted, GroupQueue
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.data.source import EvalSource, PromptDataSource
@@ -169,10 +170,10 @@ def test_ranks_get_each_row_once_and_the_same_rows_again(tmp_path: Path) -> None
     for group in state.get_samples(ticket, 5):
         finish(state, ticket, group)
     close_rollout(state, ticket)
-    shares = [state.get_data(0, rank, 2) for rank in range(2)]
+    shares = [state.get_data(0, Share(rank, 2)) for rank in range(2)]
     rows = [row for share in shares for row in share.row_ids]
     assert sorted(rows) == sorted(state.get_data(0).row_ids)
-    assert state.get_data(0, 1, 2).row_ids == shares[1].row_ids
+    assert state.get_data(0, Share(1, 2)).row_ids == shares[1].row_ids
     assert abs(sum(shares[0].lengths) - sum(shares[1].lengths)) <= 5
     for share in shares:
         for row, tokens, reward in zip(share.row_ids, share.columns["tokens"], share.columns["reward"], strict=True):
@@ -186,17 +187,17 @@ def test_mini_batches_are_whole_groups_that_are_dealt_in_uid_order(tmp_path: Pat
     for group in state.get_samples(ticket, 5):
         finish(state, ticket, group)
     close_rollout(state, ticket)
-    parts = [state.get_data(0, 0, 1, 2, step) for step in range(2)]
+    parts = [state.get_data(0, Share(0, 1, 2, step)) for step in range(2)]
     assert sorted(row for part in parts for row in part.row_ids) == state.get_data(0).row_ids
     first, second, third, fourth, fifth = sorted({row.uid for row in state.get_data(0).row_ids})
     assert [{row.uid for row in part.row_ids} for part in parts] == [{first, third, fifth}, {second, fourth}]
     assert [len(part) for part in parts] == [6, 4]
     for step, part in enumerate(parts):
-        shares = [state.get_data(0, rank, 2, 2, step) for rank in range(2)]
+        shares = [state.get_data(0, Share(rank, 2, 2, step)) for rank in range(2)]
         assert sorted(row for share in shares for row in share.row_ids) == part.row_ids
     for step, expected in ((2, "does not exist"), (0, "5 groups cannot be split into 6")):
         with pytest.raises(BufferStateError, match=expected):
-            state.get_data(0, 0, 1, 2 if step else 6, step)
+            state.get_data(0, Share(0, 1, 2 if step else 6, step))
 
 
 def test_what_cannot_be_answered_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_what_cannot_be_answered_is_refused_by_its_name(tmp_path: Path) -> None:
     finish(state, ticket, *state.get_samples(ticket, 1))
     close_rollout(state, ticket)
     with pytest.raises(BufferStateError, match="rank 2 of 2 does not exist"):
-        state.get_data(0, 2, 2)
+        state.get_data(0, Share(2, 2))
     empty = BufferState(None, ledger=Ledger.in_memory(), groups_per_step=1)
     with pytest.raises(BufferStateError, match="there is no training data"):
         empty.get_samples(empty.generate(0), 1)
@@ -224,7 +225,7 @@ def test_each_mini_batch_has_its_share_of_every_source(tmp_path: Path) -> None:
     for group in state.get_samples(ticket, 9):
         finish(state, ticket, group)
     close_rollout(state, ticket)
-    of_sources = [{row.uid for row in state.get_data(0, 0, 1, 3, step).row_ids} for step in range(3)]
+    of_sources = [{row.uid for row in state.get_data(0, Share(0, 1, 3, step)).row_ids} for step in range(3)]
     assert [sorted(Counter(uid.source for uid in uids).values()) for uids in of_sources] == [[1, 2]] * 3
 
 
@@ -344,7 +345,7 @@ def test_put_fields_fill_a_field_row_by_row_and_refuse_other_content(tmp_path: P
     for group in state.get_samples(ticket, 2):
         finish(state, ticket, group)
     close_rollout(state, ticket)
-    shares = [state.get_data(0, rank, 2) for rank in range(2)]
+    shares = [state.get_data(0, Share(rank, 2)) for rank in range(2)]
     for number, share in enumerate(shares):
         values = [np.full(len(mask), row.sample_index + 0.5) for row, mask in _masks(share)]
         assert ("ref_log_probs" in state.get_data(0).columns) is False

@@ -66,14 +66,15 @@ def test_a_recorded_sample_counts_once_whatever_its_parts(tmp_path: Path) -> Non
     batch.row_ids = [RowId(uid, 0), RowId(uid, 1, 0), RowId(uid, 1, 1)]
     batch.columns["raw_reward"] = np.asarray([1.0, 0.0, 0.0], dtype=np.float32)
     template = str(tmp_path / "r{rollout_id}.safetensors")
+    args = args.model_copy(update={"load_debug_rollout_data": template})
     ticket, buffer = state.generate(0), cast("BufferClient", state)
     write_rollout(rollout_path(template, 0), replace(batch, rollout_id=7))
     with pytest.raises(DataError, match="these are the rows of rollout 7"):
-        RecordedRollouts(template, buffer).run(ticket)
+        RecordedRollouts(args, buffer).run(ticket)
     write_rollout(rollout_path(template, 0), batch)
     with pytest.raises(DataError, match="recorded without it, and have no kept_counts"):
-        RecordedRollouts(template, buffer, replays={"--replay-kept-tokens": "kept_counts"}).run(ticket)
-    metrics, _ = RecordedRollouts(template, buffer).run(ticket)
+        RecordedRollouts(args.model_copy(update={"replay_kept_tokens": True}), buffer).run(ticket)
+    metrics, _ = RecordedRollouts(args, buffer).run(ticket)
     assert (close_rollout(state, ticket).num_rows, metrics) == (3, {"rollout/raw_reward": 0.5})
 
 

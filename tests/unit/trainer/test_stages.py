@@ -163,7 +163,7 @@ def test_a_deal_without_rows_is_worked_on_only_by_replicas_in_step_and_not_writt
             ahead = ReadRequest(**{**asked, "deal": 1})
             assert store.pool.get_meta(ahead).row_ids
             store.pool.select([uid])
-            store.plane.drop(surplus)
+            store.plane.drop([surplus])
         return doubled(batch) if batch.row_ids else {"ref_log_probs": []}
 
     asked: dict[str, Any] = {
@@ -193,7 +193,7 @@ def test_what_was_computed_of_a_group_that_left_meanwhile_is_passed_over() -> No
         """Closes the step without the second group while that is worked on."""
         if batch.row_ids[0].uid == surplus:
             store.pool.select([kept])
-            store.plane.drop(surplus)
+            store.plane.drop([surplus])
         return doubled(batch)
 
     report = run_stage(replace(REF, compute=closing), store, 2)
