@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,22 +205,12 @@ class MergedChange:
 @contextmanager
 def as_at_the_start(module: Any, start: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """The module computes with its adapters as ``add_adapters`` returned them; if they were 0, without."""
-    if not start:
-        layers = layers_with_adapter(module).values()
-        for layer in layers:
+    with ExitStack() as undo:
+        for layer in () if start else layers_with_adapter(module).values():
             layer.enable_adapters(False)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
-        return
-    own = {name: weight.data for name, weight in module.named_parameters() if name in start}
-    now = {name: data.clone() for name, data in own.items()}
-    for name, data in own.items():
-        data.copy_(start[name])
-    try:
-        yield
-    finally:
+            undo.callback(layer.enable_adapters, True)
+        own = {name: weight.data for name, weight in module.named_parameters() if name in start}
         for name, data in own.items():
-            data.copy_(now[name])
+            undo.callback(data.copy_, data.clone())
+            data.copy_(start[name])
+        yield

@@ -96,11 +96,9 @@ class TorchTrainer:
         """Log-probabilities of the response tokens under ``model``: "actor", "base", which is that without adapters, or
         "ref" or "teacher", which are loaded when they are first needed. Per row ``[response_length]`` float32, in nats,
         at the sampling temperature."""
-        if model == "base" and self._model.has_adapters:
-            with as_at_the_start(self._actor, {}):
-                return self._outputs(self._actor, batch)
-        if model == "ref" and self._model.has_adapters and self._args.ref_load is None and "ref" not in self._frozen:
-            with as_at_the_start(self._actor, self._start):
+        is_start = model == "ref" and self._args.ref_load is None and "ref" not in self._frozen
+        if self._model.has_adapters and (is_start or model == "base"):
+            with as_at_the_start(self._actor, self._start if is_start else {}):
                 return self._outputs(self._actor, batch)
         return self._outputs(self._named(model).module, batch, self._replay if model == "actor" else None)
 
