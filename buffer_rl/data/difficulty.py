@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
 from typing import NoReturn, Self
@@ -22,7 +22,7 @@ from typing import NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer_rl.data.order import Cursor, Drawn, epoch_order
+from buffer_rl.data.order import Cursor, Drawn, EpochIterator
 from buffer_rl.errors import BufferStateError, CheckpointError, ConfigError
 
 DEFAULT_WEIGHTS = "0:0.2,mid:1,1:0.1,unseen:1"
@@ -56,28 +56,24 @@ class PoolWeights:
     def parse(cls, text: str | None) -> Self:
         """Read ``LOW:WEIGHT,mid:WEIGHT,HIGH:WEIGHT,unseen:WEIGHT``; a name that is missing has weight 1. Raises
         ConfigError."""
-        named: dict[str, Fraction] = {}
-        numbers: dict[float, Fraction] = {}
+        shares: dict[str | float, Fraction] = {}
         for part in (text or DEFAULT_WEIGHTS).split(","):
             name, colon, weight = (piece.strip() for piece in part.partition(":"))
             if not colon:
                 _refuse(f"{part.strip()!r} is no pool with a weight")
-            if name in ("mid", "unseen"):
-                if name in named:
-                    _refuse(f"{name} is named twice")
-                named[name] = _weight(name, weight)
-            else:
-                if (bound := _bound(name)) in numbers:
-                    _refuse(f"{name} is named twice")
-                numbers[bound] = _weight(name, weight)
-        if len(numbers) != 2:
-            _refuse(f"{len(numbers)} rewards are named in {text!r}, and the lowest and the highest one are needed")
-        if named.get("unseen") == 0:
+            pool = name if name in ("mid", "unseen") else _bound(name)
+            if pool in shares:
+                _refuse(f"{name} is named twice")
+            shares[pool] = _weight(name, weight)
+        rewards = [pool for pool in shares if isinstance(pool, float)]
+        if len(rewards) != 2:
+            _refuse(f"{len(rewards)} rewards are named in {text!r}, and the lowest and the highest one are needed")
+        if shares.get("unseen") == 0:
             _refuse("the weight of unseen is 0, so no row would ever be tried")
-        low, high = sorted(numbers)
-        shares = [numbers[low], named.get("mid", Fraction(1)), numbers[high], named.get("unseen", Fraction(1))]
-        scale = math.lcm(*(share.denominator for share in shares))
-        first, second, third, fourth = (int(share * scale) for share in shares)
+        low, high = sorted(rewards)
+        by_pool = [shares.get(pool, Fraction(1)) for pool in (low, "mid", high, "unseen")]
+        scale = math.lcm(*(share.denominator for share in by_pool))
+        first, second, third, fourth = (int(share * scale) for share in by_pool)
         return cls(low=low, high=high, weights=(first, second, third, fourth))
 
     def pools_of(self, means: NDArray[np.float64]) -> NDArray[np.int8]:
@@ -112,30 +108,21 @@ def _refuse(what: str) -> NoReturn:
 
 
 @dataclass(eq=False)
-class DifficultyIterator:
-    """One pass over ``num_rows`` rows after another, as ``EpochIterator``, by weights of pools. It takes some 7 bytes a
-    row beyond those of a shuffled epoch.
+class DifficultyIterator(EpochIterator):
+    """One pass over ``num_rows`` rows after another, by weights of pools. It takes some 7 bytes a row beyond those of a
+    shuffled epoch.
 
-    num_drawn: rows that were leased since the beginning, over all epochs. After ``seek``, ``take`` must name the rows
-    that left the epoch.
+    cursor: the epoch, and how many rows left it. num_drawn: rows that were leased since the beginning, over all epochs.
+    After ``seek``, ``take`` must name the rows that left the epoch.
     """
 
-    num_rows: int
-    _: KW_ONLY
-    seed: int
-    shuffle: bool
     weights: PoolWeights
     num_drawn: int = 0
 
     def __post_init__(self) -> None:
         self._pools = np.full(self.num_rows, Pool.UNSEEN, dtype=np.int8)
         self._front = 0  # the largest place in the shuffled order that left the epoch
-        self.seek(Cursor(0, 0))
-
-    @property
-    def cursor(self) -> Cursor:
-        """The epoch, and how many rows left it."""
-        return Cursor(self._epoch, self._position)
+        super().__post_init__()
 
     @property
     def taken(self) -> NDArray[np.bool_]:
@@ -176,12 +163,12 @@ class DifficultyIterator:
     def next(self) -> Drawn:
         """The next row and its epoch; it may be one that is passed over. Raises BufferStateError, with nothing changed,
         if all rows are in pools of weight 0."""
-        if self._position == self.num_rows:
+        if self.cursor.position == self.num_rows:
             if not any(weight and number for weight, number in zip(self.weights.weights, self.counts(), strict=True)):
                 what = f"all {self.num_rows} rows are in pools of weight 0, so there is nothing to train on"
                 where = "--difficulty-weights"
                 raise BufferStateError(what, where=where, hint="a small weight keeps a pool in the epochs")
-            self._begin(self._epoch + 1, np.zeros(self.num_rows, dtype=np.bool_))
+            self.seek(Cursor(self.cursor.epoch + 1, 0))
         left = [len(ranks) - start for ranks, start in zip(self._ranks, self._starts, strict=True)]
         shares = [weight * number for weight, number in zip(self.weights.weights, left, strict=True)]
         total = sum(shares)
@@ -205,7 +192,7 @@ class DifficultyIterator:
 
     def _point(self, total: int) -> int:
         """A number from 0 to ``total - 1``, by the position."""
-        text = f"difficulty:{self.seed}:{self._epoch}:{self._position}"
+        text = f"difficulty:{self.seed}:{self.cursor.epoch}:{self.cursor.position}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big") % total
 
     def _leave(self, pool: int, *, passed: bool) -> Drawn:
@@ -214,12 +201,13 @@ class DifficultyIterator:
         self._front = max(self._front, rank)
         self._starts[pool] += 1
         self._taken[row] = True
-        self._position += 1
-        return Drawn(row, self._epoch, passed)
+        epoch, position = self.cursor
+        self.cursor = Cursor(epoch, position + 1)
+        return Drawn(row, epoch, passed)
 
     def _begin(self, epoch: int, taken: NDArray[np.bool_]) -> None:
-        self._epoch, self._taken, self._position = epoch, taken, int(taken.sum())
-        self._order = epoch_order(self.num_rows, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        super().seek(Cursor(epoch, int(taken.sum())))
+        self._taken = taken
         self._sort()
 
     def _sort(self) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,18 +34,9 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool = True) -
     return np.argsort(draws, kind="stable").astype(np.int64)
 
 
-class NextRow(NamedTuple):
-    """The next row: the source's number, the row in it, and the epoch that the row belongs to. passed: it leaves the
-    epoch without being leased."""
-
-    source: int
-    row: int
-    epoch: int
-    passed: bool = False
-
-
 class Drawn(NamedTuple):
-    """The next row of one iterator, as ``NextRow``."""
+    """The next row of one iterator, and the epoch that it belongs to. passed: it leaves the epoch without being
+    leased."""
 
     row: int
     epoch: int
@@ -57,101 +50,63 @@ class Cursor(NamedTuple):
     position: int
 
 
-class RowIterator(Protocol):
-    """One pass over ``num_rows`` rows after another. cursor: where it stands. num_drawn: rows that were leased since
-    the beginning, over all epochs."""
+@dataclass(eq=False)
+class EpochIterator:
+    """One pass over ``num_rows`` rows after another, each in an order of its own. cursor: where it stands."""
 
     num_rows: int
+    _: KW_ONLY
+    seed: int
+    shuffle: bool
 
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def num_drawn(self) -> int: ...
-    def seek(self, cursor: Cursor) -> None: ...
-    def next(self) -> Drawn: ...
-
-
-MakeIterator = Callable[[int, int], RowIterator]
-"""Makes an iterator over a number of rows, with a seed."""
-
-
-class EpochIterator:
-    """One pass over ``num_rows`` rows after another, each in an order of its own."""
-
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
-        self.num_rows = num_rows
-        self._seed = seed
-        self._shuffle = shuffle
+    def __post_init__(self) -> None:
         self.seek(Cursor(0, 0))
 
     @property
-    def cursor(self) -> Cursor:
-        """Where it stands."""
-        return self._cursor
-
-    @property
     def num_drawn(self) -> int:
-        """Rows since the beginning, over all epochs."""
-        return self._cursor.epoch * self.num_rows + self._cursor.position
+        """Rows that were leased since the beginning, over all epochs."""
+        return self.cursor.epoch * self.num_rows + self.cursor.position
 
     def seek(self, cursor: Cursor) -> None:
         """Go on from ``cursor``."""
-        self._cursor = cursor
-        self._order: NDArray[np.int64] = epoch_order(
-            self.num_rows, seed=self._seed, epoch=cursor.epoch, shuffle=self._shuffle
-        )
+        self.cursor = cursor
+        self._order = epoch_order(self.num_rows, seed=self.seed, epoch=cursor.epoch, shuffle=self.shuffle)
 
     def next(self) -> Drawn:
         """The next row and its epoch."""
-        if self._cursor.position == self.num_rows:
-            self.seek(Cursor(self._cursor.epoch + 1, 0))
-        epoch, position = self._cursor
-        self._cursor = Cursor(epoch, position + 1)
+        if self.cursor.position == self.num_rows:
+            self.seek(Cursor(self.cursor.epoch + 1, 0))
+        epoch, position = self.cursor
+        self.cursor = Cursor(epoch, position + 1)
         return Drawn(int(self._order[position]), epoch)
 
 
-class _Order:
-    """Iterators over rows, in the order of their sources."""
-
-    _epochs: list[RowIterator]
-
-    @property
-    def cursors(self) -> list[Cursor]:
-        """One for each iterator."""
-        return [epochs.cursor for epochs in self._epochs]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The rows of each iterator."""
-        return [epochs.num_rows for epochs in self._epochs]
-
-    def seek(self, cursors: Sequence[Cursor]) -> None:
-        for epochs, cursor in zip(self._epochs, cursors, strict=True):
-            epochs.seek(cursor)
+MakeIterator = Callable[..., EpochIterator]
+"""Makes an iterator over a number of rows, with a ``seed``."""
 
 
-class JoinedOrder(_Order):
+class JoinedOrder:
     """Several sources as one data set: an epoch visits every row of every source once, all shuffled together.
 
     Without shuffling: the first source's rows in file order, then the second's, and so on.
     """
 
-    def __init__(self, sizes: Sequence[int], *, seed: int, shuffle: bool, make: MakeIterator | None = None) -> None:
-        self._ends = list(itertools.accumulate(sizes))
-        self._epochs = [(make or _epochs(shuffle))(self._ends[-1], seed)]
+    def __init__(self, make: MakeIterator, sizes: Sequence[int], *, seed: int) -> None:
+        *self._firsts, num_rows = itertools.accumulate(sizes, initial=0)
+        self.iterators = [make(num_rows, seed=seed)]
 
-    def iterator_of(self, source: int) -> tuple[RowIterator, int]:
+    def iterator_of(self, source: int) -> tuple[EpochIterator, int]:
         """The iterator over a source's rows, and its index of the first one."""
-        return self._epochs[0], self._ends[source - 1] if source else 0
+        return self.iterators[0], self._firsts[source]
 
-    def next(self) -> NextRow:
-        """The next row."""
-        index, epoch, passed = self._epochs[0].next()
-        source = bisect.bisect_right(self._ends, index)
-        return NextRow(source, index - (self._ends[source - 1] if source else 0), epoch, passed)
+    def next(self) -> tuple[int, Drawn]:
+        """The next row in its source, and the source's number."""
+        drawn = self.iterators[0].next()
+        source = bisect.bisect_right(self._firsts, drawn.row) - 1
+        return source, drawn._replace(row=drawn.row - self._firsts[source])
 
 
-class WeightedOrder(_Order):
+class WeightedOrder:
     """Each source with a share of the groups and with epochs of its own.
 
     After any number t of groups, source i gave fewer than one group more or less than ``t * weight_i / sum(weights)``:
@@ -161,34 +116,26 @@ class WeightedOrder(_Order):
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        weights: Sequence[float],
-        *,
-        seeds: Sequence[int],
-        shuffle: bool,
-        make: MakeIterator | None = None,
+        self, make: MakeIterator, sizes: Sequence[int], weights: Sequence[float], *, seeds: Sequence[int]
     ) -> None:
         shares = [Fraction(str(weight)) for weight in weights]
-        scale = np.lcm.reduce(np.array([share.denominator for share in shares], dtype=object))
-        self._weights = [int(share * int(scale)) for share in shares]
+        scale = math.lcm(*(share.denominator for share in shares))
+        self._weights = [int(share * scale) for share in shares]
         self._total = sum(self._weights)
-        make = make or _epochs(shuffle)
-        self._epochs = [make(size, seed) for size, seed in zip(sizes, seeds, strict=True)]
-        assert len(self._epochs) == len(self._weights)
+        self.iterators = [make(size, seed=seed) for size, seed, _ in zip(sizes, seeds, weights, strict=True)]
 
-    def iterator_of(self, source: int) -> tuple[RowIterator, int]:
+    def iterator_of(self, source: int) -> tuple[EpochIterator, int]:
         """The iterator over a source's rows, and its index of the first one."""
-        return self._epochs[source], 0
+        return self.iterators[source], 0
 
-    def next(self) -> NextRow:
-        """The next row."""
+    def next(self) -> tuple[int, Drawn]:
+        """The next row in its source, and the source's number."""
         source = self._next_source()
-        return NextRow(source, *self._epochs[source].next())
+        return source, self.iterators[source].next()
 
     def _next_source(self) -> int:
         """Of the sources that are behind by 1/(2k - 2) of a group at least, the one whose bound is reached first."""
-        counts = [epochs.num_drawn for epochs in self._epochs]
+        counts = [each.num_drawn for each in self.iterators]
         step = sum(counts) + 1
         parts = max(1, 2 * len(counts) - 2)
         # In units of 1 / total.
@@ -197,13 +144,8 @@ class WeightedOrder(_Order):
         return min(due, key=lambda i: Fraction(self._total * (parts - 1) - parts * behind[i], parts * self._weights[i]))
 
 
-def _epochs(shuffle: bool) -> MakeIterator:
-    return lambda num_rows, seed: EpochIterator(num_rows, seed=seed, shuffle=shuffle)
-
-
 RowOrder = JoinedOrder | WeightedOrder
-"""An order without end. cursors: where it stands; lengths: for each cursor the number of rows of one epoch; seek: go on
-from such cursors."""
+"""An order without end. iterators: over rows, in the order of the sources; their cursors say where it stands."""
 
 
 def seed_of_source(seed: int, source_hash: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -12,10 +13,18 @@ from numpy.typing import NDArray
 
 from buffer_rl.args import Args
 from buffer_rl.data.dataset import PromptDataset, PromptRow, RowKeys
-from buffer_rl.data.difficulty import DifficultyIterator, Pool, PoolWeights
+from buffer_rl.data.difficulty import DifficultyIterator, Pool
 from buffer_rl.data.eval_sets import eval_sets_of
 from buffer_rl.data.options import DataOptions, check_sources, pool_weights
-from buffer_rl.data.order import Cursor, JoinedOrder, MakeIterator, RowOrder, WeightedOrder, seed_of_source
+from buffer_rl.data.order import (
+    Cursor,
+    EpochIterator,
+    JoinedOrder,
+    MakeIterator,
+    RowOrder,
+    WeightedOrder,
+    seed_of_source,
+)
 from buffer_rl.data.reader import read_dataset
 from buffer_rl.errors import CheckpointError, DataError
 from buffer_rl.options.redaction import mask_url
@@ -117,18 +126,19 @@ class PromptDataSource:
         self.datasets = datasets
         self._number_of = {dataset.source_hash: number for number, dataset in enumerate(datasets)}
         self._names = _names(datasets)
-        self._by_difficulty: list[DifficultyIterator] = []
         self._loaded: list[Cursor] = []
-        make = None if self.pool_weights is None else self._difficulty(self.pool_weights)
-        self._order = _order(datasets, self._weights, seed=self._seed, shuffle=self._shuffle, make=make)
+        self._order = self._begun(datasets)
+        self._by_difficulty = [each for each in self._order.iterators if isinstance(each, DifficultyIterator)]
 
-    def _difficulty(self, weights: PoolWeights) -> MakeIterator:
-        def make(num_rows: int, seed: int) -> DifficultyIterator:
-            made = DifficultyIterator(num_rows, seed=seed, shuffle=self._shuffle, weights=weights)
-            self._by_difficulty.append(made)
-            return made
-
-        return make
+    def _begun(self, datasets: list[PromptDataset]) -> RowOrder:
+        make: MakeIterator = partial(EpochIterator, shuffle=self._shuffle)
+        if self.pool_weights is not None:
+            make = partial(DifficultyIterator, shuffle=self._shuffle, weights=self.pool_weights)
+        sizes = [len(dataset) for dataset in datasets]
+        if self._weights is None:
+            return JoinedOrder(make, sizes, seed=self._seed)
+        seeds = [seed_of_source(self._seed, dataset.source_hash) for dataset in datasets]
+        return WeightedOrder(make, sizes, self._weights, seeds=seeds)
 
     @property
     def has_changed(self) -> bool:
@@ -170,7 +180,7 @@ class PromptDataSource:
         if not self._by_difficulty:
             return self.load_state_dict(mark.state)
         self._group_index, self._index = mark.state["group_index"], mark.state["index"]
-        cursors = _cursors(mark.state["cursors"], self._order.lengths)
+        cursors = _cursors(mark.state["cursors"], self._order)
         for epochs, (taken, num_drawn), cursor in zip(self._by_difficulty, mark.taken, cursors, strict=True):
             epochs.back_to(cursor.epoch, taken, num_drawn)
 
@@ -220,7 +230,7 @@ class PromptDataSource:
             "weights": self._weights,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "cursors": [list(cursor) for cursor in self._order.cursors],
+            "cursors": [list(each.cursor) for each in self._order.iterators],
             "group_index": self._group_index,
             "index": self._index,
             **({"order": "difficulty", "leased": leased} if leased else {}),
@@ -249,19 +259,20 @@ class PromptDataSource:
                     hint="resume with the data, weights, field names, --prompt-order and --rollout-seed of the saved "
                     "run; rows that were mended since: --accept-changed-rows",
                 )
-        cursors = _cursors(state.get("cursors"), self._order.lengths)
+        cursors = _cursors(state.get("cursors"), self._order)
         group_index, index = (_count(state.get(name), name) for name in ("group_index", "index"))
         leased = [_count(number, "leased") for number in state.get("leased", ())]
         self._group_index, self._index = group_index, index
         self._use(datasets)
-        self._order.seek(cursors)
+        for iterator, cursor in zip(self._order.iterators, cursors, strict=True):
+            iterator.seek(cursor)
         self._loaded = cursors
         for epochs, number in zip(self._by_difficulty, leased, strict=True):
             epochs.num_drawn = number
 
     def _next(self) -> SampleGroup | GroupUid:
         """The next group, or the uid of a row that is passed over."""
-        source, row, epoch, is_passed = self._order.next()
+        source, (row, epoch, is_passed) = self._order.next()
         uid = GroupUid(self.datasets[source].source_hash, row, epoch)
         drawn = uid if is_passed else self._group(uid, self._group_index, self._index, self._samples_per_group)
         self._group_index += 1
@@ -318,17 +329,8 @@ def _names(datasets: Sequence[PromptDataset]) -> list[str]:
     return [name if len(names) > 1 and names.count(name) == 1 else "" for name in names]
 
 
-def _order(
-    datasets: list[PromptDataset], weights: list[float] | None, *, seed: int, shuffle: bool, make: MakeIterator | None
-) -> RowOrder:
-    sizes = [len(dataset) for dataset in datasets]
-    if weights is None:
-        return JoinedOrder(sizes, seed=seed, shuffle=shuffle, make=make)
-    seeds = [seed_of_source(seed, dataset.source_hash) for dataset in datasets]
-    return WeightedOrder(sizes, weights, seeds=seeds, shuffle=shuffle, make=make)
-
-
-def _cursors(saved: Any, lengths: list[int]) -> list[Cursor]:
+def _cursors(saved: Any, order: RowOrder) -> list[Cursor]:
+    lengths = [each.num_rows for each in order.iterators]
     if not isinstance(saved, list) or len(saved) != len(lengths):
         raise CheckpointError(f"the saved cursors are {saved!r}", expected=f"{len(lengths)} of them")
     cursors = []

@@ -148,14 +148,14 @@ def test_shares_of_sources_count_leased_rows_alone() -> None:
         made.append(iterator(num_rows, "0:0,mid:1,1:1", seed))
         return made[-1]
 
-    order = WeightedOrder([5, 5], [1, 1], seeds=[1, 2], shuffle=True, make=make)
+    order = WeightedOrder(make, [5, 5], [1, 1], seeds=[1, 2])
     for _ in range(10):
         order.next()
     made[1].set_rewards({0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.5})
     leased: Counter[int] = Counter()
     for _ in range(80):
-        drawn = order.next()
-        leased[drawn.source] += not drawn.passed
+        source, drawn = order.next()
+        leased[source] += not drawn.passed
         assert abs(leased[0] - leased[1]) <= 1
 
 

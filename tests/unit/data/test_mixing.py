@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.data.order import JoinedOrder, RowOrder, WeightedOrder
+from buffer_rl.data.order import Drawn, EpochIterator, JoinedOrder, RowOrder, WeightedOrder
 from buffer_rl.data.source import PromptDataSource
 from buffer_rl.errors import CheckpointError, ConfigError, DataError
 from buffer_rl.options.section import compose
@@ -28,7 +29,11 @@ def sizes_for(count: int) -> st.SearchStrategy[list[int]]:
 
 
 def weighted(sizes: Sequence[int], weights: Sequence[float], shuffle: bool = True) -> WeightedOrder:
-    return WeightedOrder(sizes, weights, seeds=range(len(sizes)), shuffle=shuffle)
+    return WeightedOrder(partial(EpochIterator, shuffle=shuffle), sizes, weights, seeds=range(len(sizes)))
+
+
+def joined(sizes: Sequence[int], seed: int, shuffle: bool = True) -> JoinedOrder:
+    return JoinedOrder(partial(EpochIterator, shuffle=shuffle), sizes, seed=seed)
 
 
 def check_epochs(drawn: list[tuple[int, int]], size: int) -> None:
@@ -48,7 +53,7 @@ def test_after_any_number_of_groups_every_share_is_met_to_less_than_one(
     exact = [Fraction(str(weight)) for weight in weights]
     counts = [0] * len(weights)
     for drawn in range(1, num_drawn + 1):
-        counts[order.next().source] += 1
+        counts[order.next()[0]] += 1
         for count, weight in zip(counts, exact, strict=True):
             assert abs(count - drawn * weight / sum(exact)) < 1
 
@@ -60,39 +65,40 @@ def test_every_row_of_a_source_comes_once_in_each_of_its_epochs(
     sizes = data.draw(sizes_for(len(weights)))
     rows = list(itertools.islice(iter(weighted(sizes, weights, shuffle).next, None), num_drawn))
     for source, size in enumerate(sizes):
-        check_epochs([(row.row, row.epoch) for row in rows if row.source == source], size)
+        check_epochs([(row.row, row.epoch) for own, row in rows if own == source], size)
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), num_drawn=st.integers(1, 60), seed=st.integers(0, 9))
 def test_joined_sources_are_one_data_set(sizes: list[int], num_drawn: int, seed: int) -> None:
-    order = JoinedOrder(sizes, seed=seed, shuffle=True)
+    order = joined(sizes, seed)
     rows = [order.next() for _ in range(num_drawn)]
     starts = list(itertools.accumulate(sizes, initial=0))
-    check_epochs([(starts[row.source] + row.row, row.epoch) for row in rows], sum(sizes))
-    plain = JoinedOrder(sizes, seed=seed, shuffle=False)
-    wanted = [(source, row, 0) for source, size in enumerate(sizes) for row in range(size)]
-    assert [tuple(plain.next()[:3]) for _ in wanted] == wanted
+    check_epochs([(starts[source] + row.row, row.epoch) for source, row in rows], sum(sizes))
+    plain = joined(sizes, seed, shuffle=False)
+    wanted = [(source, Drawn(row, 0)) for source, size in enumerate(sizes) for row in range(size)]
+    assert [plain.next() for _ in wanted] == wanted
 
 
-@given(data=st.data(), weights=weights_lists, before=st.integers(0, 40), joined=st.booleans())
+@given(data=st.data(), weights=weights_lists, before=st.integers(0, 40), is_joined=st.booleans())
 def test_an_order_goes_on_from_its_cursors(
-    data: st.DataObject, weights: list[float], before: int, joined: bool
+    data: st.DataObject, weights: list[float], before: int, is_joined: bool
 ) -> None:
     sizes = data.draw(sizes_for(len(weights)))
 
     def make() -> RowOrder:
-        return JoinedOrder(sizes, seed=3, shuffle=True) if joined else weighted(sizes, weights)
+        return joined(sizes, seed=3) if is_joined else weighted(sizes, weights)
 
     order, resumed = make(), make()
     for _ in range(before):
         order.next()
-    resumed.seek(order.cursors)
+    for begun, there in zip(resumed.iterators, order.iterators, strict=True):
+        begun.seek(there.cursor)
     assert [resumed.next() for _ in range(30)] == [order.next() for _ in range(30)]
 
 
 def test_shares_of_one_to_three_come_as_evenly_as_they_can() -> None:
     order = weighted([9, 9], [1, 3])
-    assert Counter(tuple(order.next().source for _ in range(4)).count(0) for _ in range(5)) == {1: 5}
+    assert Counter(tuple(order.next()[0] for _ in range(4)).count(0) for _ in range(5)) == {1: 5}
 
 
 def write(folder: Path, name: str, num_rows: int) -> str:
