@@ -8,12 +8,13 @@ import bisect
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 from buffer_rl.args import Args
-from buffer_rl.data.json_text import json_value, messages_in, with_arguments
+from buffer_rl.data.json_text import json_value, with_arguments
 from buffer_rl.data.options import DataOptions
 from buffer_rl.errors import DataError
 from buffer_rl.options.redaction import mask_url
@@ -61,7 +62,8 @@ DECODED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """One file of a source of several. first: position of its first row among the rows that were read."""
+    """One file of a source. unit: whether its records are counted as lines or rows. first: position of its first row
+    among the rows that were read."""
 
     path: str
     unit: RowNoun
@@ -90,21 +92,17 @@ class PromptDataset(Sequence[PromptRow]):
 
     source_hash: 12 hexadecimal digits of the SHA-256 of the file's bytes (decompressed), the slice and the field names.
     It is the ``source`` of every group's uid, so that state saved for other data is recognised.
-    path, unit: the file, and whether its records are counted as lines or rows.
-    parts: the files of a source of several, in order; empty for a single file.
+    path: the file, or what several were found by. parts: the files, in order.
     """
 
     rows: Sequence[PromptRow]
     source_hash: str
-    path: str = ""
-    unit: RowNoun = "line"
-    parts: tuple[FilePart, ...] = ()
+    path: str
+    parts: tuple[FilePart, ...]
     facts: RowFacts = field(default_factory=RowFacts)
 
     def where(self, row: PromptRow) -> str:
         """The file and the row's line or number, for errors."""
-        if not self.parts:
-            return row_label(self.path, self.unit, row.line)
         part = self.parts[bisect.bisect_right(self.parts, row.row, key=lambda part: part.first) - 1]
         return row_label(part.path, part.unit, row.line)
 
@@ -119,12 +117,8 @@ class PromptDataset(Sequence[PromptRow]):
             if part in rows
         ]
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PromptRow, ...]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | tuple[PromptRow, ...]:
-        return tuple(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -262,9 +256,10 @@ def label_in(record: dict[str, Any], keys: RowKeys) -> Any:
 def _decoded(value: Any) -> tuple[Any, tuple[str, ...]]:
     """A prompt without JSON text, and which parts of it were such text."""
     parts = []
-    if isinstance(value, str) and (messages := messages_in(value)) is not None:
-        value = messages
-        parts.append("messages")
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):  # else it is a text all the same
+            value = _prompt(json_value(value), "")
+            parts.append("messages")
     if isinstance(value, list) and (messages := with_arguments(value)) is not value:
         value = messages
         parts.append("arguments")

@@ -70,34 +70,18 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-def messages_in(text: str) -> list[dict[str, Any]] | None:
-    """The chat messages whose JSON the text is: a list, not empty, of objects that each have a role, and content or
-    tool calls. None for any other text."""
-    if not text.lstrip().startswith("["):
-        return None
-    try:
-        value = json_value(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, list) and value and all(map(_is_message, value)) else None
-
-
 def with_arguments(messages: list[Any]) -> list[Any]:
     """Chat messages in which the arguments of tool calls that are text, the JSON of an object, are that object; the
     list itself if there are none.
 
     OpenAI's form has the text. Chat templates write it as JSON once more, or refuse it."""
     found = [_with_arguments(message) for message in messages]
-    return messages if all(new is old for new, old in zip(found, messages, strict=True)) else found
+    return messages if found == messages else found
 
 
 def _with_arguments(message: Any) -> Any:
     calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-    found = [_decoded_call(call) for call in calls]
-    unchanged = all(new is old for new, old in zip(found, calls, strict=True))
-    return message if unchanged else {**message, "tool_calls": found}
+    return {**message, "tool_calls": [_decoded_call(call) for call in calls]} if isinstance(calls, list) else message
 
 
 def _decoded_call(call: Any) -> Any:
@@ -105,8 +89,7 @@ def _decoded_call(call: Any) -> Any:
     if not isinstance(call, dict):
         return call
     if isinstance(inner := call.get("function"), dict):
-        function = _decoded_call(inner)
-        return call if function is inner else {**call, "function": function}
+        return {**call, "function": _decoded_call(inner)}
     if not isinstance(text := call.get("arguments"), str):
         return call
     try:
@@ -114,11 +97,3 @@ def _decoded_call(call: Any) -> Any:
     except ValueError:
         return call
     return {**call, "arguments": value} if isinstance(value, dict) else call
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
-        return False
-    return isinstance(value.get("content"), str | list) or bool(
-        value.get("content") is None and value.get("tool_calls")
-    )

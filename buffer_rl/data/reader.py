@@ -233,14 +233,11 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
     if keys.label is not None and not found.facts.has_label:
         table = next(part.table for part in parts if len(part.table))
         _explain_labels(mask_url(str(data_path)), keys, found.facts, table.field_names())
-    several = len(parts) > 1
-    of_files = [FilePart(path=part.path, unit=part.table.unit, first=part.start - first) for part in parts]
     return PromptDataset(
         rows=rows,
         source_hash=_source_hash(digest.result(), first, last, keys),
-        path=data_path.path if several else parts[0].path,
-        unit=parts[0].table.unit,
-        parts=tuple(of_files) if several else (),
+        path=data_path.path if len(parts) > 1 else parts[0].path,
+        parts=tuple(FilePart(path=part.path, unit=part.table.unit, first=part.start - first) for part in parts),
         facts=found.facts,
     )
 

@@ -55,19 +55,11 @@ def read_sources(options: DataOptions) -> list[PromptDataset]:
 
 
 def make_group(
-    row: PromptRow,
-    uid: GroupUid,
-    *,
-    num_samples: int,
-    group_index: int,
-    index: int,
-    data_set: str = "",
-    sampling_params: dict[str, Any] | None = None,
-    rm_type: str = "",
+    row: PromptRow, uid: GroupUid, *, num_samples: int, group_index: int, index: int, **facts: Any
 ) -> SampleGroup:
     """A group of empty samples for one row (see ``prompt_copies``).
 
-    group_index: running number of the group; index: running number of its first sample.
+    group_index: running number of the group; index: running number of its first sample; facts: further fields.
     """
     prompt = Sample(
         uid=uid,
@@ -76,15 +68,9 @@ def make_group(
         prompt=row.prompt,
         multimodal_inputs=row.multimodal,
         label=row.label,
-        metadata=row.metadata or {},
+        metadata=row.metadata,
     )
-    return SampleGroup(
-        uid=uid,
-        samples=prompt_copies(prompt, num_samples),
-        data_set=data_set,
-        sampling_params=dict(sampling_params or {}),
-        rm_type=rm_type,
-    )
+    return SampleGroup(uid=uid, samples=prompt_copies(prompt, num_samples), **facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

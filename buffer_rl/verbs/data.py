@@ -78,7 +78,7 @@ def run_show(namespace: argparse.Namespace) -> int:
     else:
         print_notices(["--hf-checkpoint FOLDER also shows each prompt as the model reads it, and its number of tokens"])
     for row in itertools.islice(dataset, max(0, namespace.n)):
-        shown: dict[str, Any] = {dataset.unit if dataset.unit == "line" else "file_row": row.line}
+        shown: dict[str, Any] = {"line" if dataset.parts[0].unit == "line" else "file_row": row.line}
         shown |= {name: getattr(row, name) for name in ("row", "id", "prompt", "label", "metadata")}
         if row.multimodal is not None:
             shown["multimodal"] = row.multimodal
