@@ -19,15 +19,23 @@ class BufferRLError(Exception):
     of the HTTP answer behind it, if any.
     """
 
-    status: int | None = None
-
-    def __init__(self, what: str, *, where: str = "", expected: str = "", hint: str = "", see: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        expected: str = "",
+        hint: str = "",
+        see: str = "",
+        status: int | None = None,
+    ) -> None:
         super().__init__(what)
         self.what = what
         self.where = where
         self.expected = expected
         self.hint = hint
         self.see = see
+        self.status = status
 
     def __str__(self) -> str:
         first = f"{self.where}: {self.what}" if self.where else self.what

@@ -163,9 +163,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _error(what: str, expected: str, where: str = "") -> DataError:
-    error = DataError(what, where=where, expected=expected)
-    error.status = 400
-    return error
+    return DataError(what, where=where, expected=expected, status=400)
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -64,13 +64,6 @@ class GenerateResult:
         return STATUS_OF_REASON[self.finish_reason]
 
 
-def _refusal(what: str, where: str, expected: str) -> EngineError:
-    """The error of an engine that refuses a request, for one that is not sent."""
-    error = EngineError(what, where=where, expected=expected)
-    error.status = 400
-    return error
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsAsked:
     """That an answer has the experts of its tokens from ``start`` on: those of its ``num_prompt_tokens``, and its
@@ -165,6 +158,8 @@ BACKOFF_S = 0.2
 ABORT_TIMEOUT_S = 20.0
 """Less than the time that samples have to end at the end of a rollout: an engine that hangs must not take it all."""
 MAX_BACKOFF_S = 2.0
+REFUSED = 400
+"""The status of an engine that refuses a request, for one that is not sent."""
 MAX_LOG_PROB = 0.1
 """What rounding may make of a log-probability of 0."""
 _RETRYABLE_STATUS = (429, 500, 502, 503, 504)
@@ -361,7 +356,8 @@ class EngineClient:
             orjson.dumps(request)
         except TypeError as error:
             expected = "sampling parameters of JSON values, and text that UTF-8 can encode"
-            raise _refusal(f"it cannot be sent as JSON: {error}", f"request {rid!r}", expected) from error
+            what = f"it cannot be sent as JSON: {error}"
+            raise EngineError(what, where=f"request {rid!r}", expected=expected, status=REFUSED) from error
         key = orjson.dumps(prompt) if routing_key is None else encodable(routing_key).encode()
         headers = {ROUTING_KEY_HEADER: format(zlib.crc32(key), "08x")}
         try:
@@ -375,14 +371,15 @@ class EngineClient:
 
     def _check_prompt(self, rid: str, prompt: list[int]) -> None:
         """Refuse what an engine may die of: the retry would kill the next one."""
+        where = f"request {rid!r}"
         if not prompt:
-            raise _refusal("the prompt is empty", f"request {rid!r}", "at least one token")
+            raise EngineError("the prompt is empty", where=where, expected="at least one token", status=REFUSED)
         least, most, size = min(prompt), max(prompt), self.vocab_size
         if least < 0 or (size is not None and most >= size):
             rows = "a token id" if size is None else f"0 to {size - 1}, the rows of the model's embedding"
-            error = _refusal(f"token id {least if least < 0 else most} in the prompt", f"request {rid!r}", rows)
-            error.hint = "a tokenizer may have more tokens than its model"
-            raise error
+            what = f"token id {least if least < 0 else most} in the prompt"
+            hint = "a tokenizer may have more tokens than its model"
+            raise EngineError(what, where=where, expected=rows, hint=hint, status=REFUSED)
 
     def _check_forwarded(self, sampling_params: Mapping[str, Any]) -> None:
         """Refuse, as an engine would, what the router drops; None, False and what is empty change nothing."""
@@ -392,9 +389,8 @@ class EngineClient:
             if name in _FORWARDED or name in _OF_TEXT_ALONE or is_neutral(value, ()):
                 continue
             what = f"the router does not forward the sampling parameter {name!r}"
-            error = _refusal(what, self._generate_url, f"one of {', '.join(sorted(_FORWARDED))}")
-            error.hint = "add --router smg, which forwards all"
-            raise error
+            expected, hint = f"one of {', '.join(sorted(_FORWARDED))}", "add --router smg, which forwards all"
+            raise EngineError(what, where=self._generate_url, expected=expected, hint=hint, status=REFUSED)
 
     async def _with_retries(
         self, rid: str, rows: list[str], request: Mapping[str, Any], headers: Mapping[str, str], limit: asyncio.Timeout

@@ -235,9 +235,7 @@ def decode_json(raw: bytes, url: str) -> Any:
 
 def status_error(url: str, status: int, raw: bytes) -> EngineError:
     """An error that names the URL, the HTTP status and the answer's text."""
-    error = EngineError(f"HTTP {status}: {raw[:2000].decode(errors='replace').strip()}", where=url)
-    error.status = status
-    return error
+    return EngineError(f"HTTP {status}: {raw[:2000].decode(errors='replace').strip()}", where=url, status=status)
 
 
 class LoopThread:

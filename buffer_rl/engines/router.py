@@ -46,15 +46,7 @@ class RouterPackage:
 
     def __call__(self, args: Args, log_path: str) -> Router:
         """The router of the run, which starts. Raises ConfigError as ``check``."""
-        return Router(
-            log_path,
-            request_timeout_s=int(request_timeout_s(args)) + 60,
-            api_key=args.engine_api_key,
-            host=args.engine_host,
-            policy=args.router_policy,
-            arguments=args.router_args,
-            of=self,
-        )
+        return Router(args, log_path, self)
 
     def check(self, args: Args) -> None:
         """Raises ConfigError if the package is not installed, or ``args.router_args`` has an argument that it refuses
@@ -78,34 +70,23 @@ launch = RouterPackage(name="sglang-router", package="sglang_router", program="s
 
 
 class Router(ServerProcess):
-    """The router in front of the workers that are added, on a free port of the address ``host``. It starts at once, and
+    """The router in front of the workers that are added, on a free port of ``args.engine_host``. It starts at once, and
     answers at ``url`` after ``wait_ready``, whether it has workers or not.
 
-    request_timeout_s: after which it gives up on a generation. api_key: what clients must send, and what the workers
-    ask for. policy: how it chooses a worker. arguments: more of them, under its own names. of: whose router it is.
+    of: whose router it is. It asks clients for ``args.engine_api_key``, which the workers ask for.
     """
 
-    def __init__(
-        self,
-        log_path: str,
-        *,
-        request_timeout_s: int,
-        api_key: str | None = None,
-        host: str = LOOPBACK,
-        policy: str = "manual",
-        arguments: Mapping[str, Any] | None = None,
-        of: RouterPackage = launch,
-    ) -> None:
-        more = of.arguments(arguments or {})
-        self._api_key = api_key
+    def __init__(self, args: Args, log_path: str, of: RouterPackage) -> None:
+        more = of.arguments(args.router_args)
+        self._api_key = args.engine_api_key
         self._answers = False
         super().__init__(
             of.name,
-            lambda ports: [*_command(of.program, policy, request_timeout_s, host, *ports), *more],
+            lambda ports: [*_command(of.program, args, *ports), *more],
             log_path,
-            hosts=(host, LOOPBACK),
+            hosts=(args.engine_host, LOOPBACK),
             ready_path="/liveness",
-            env=key_environment(api_key),
+            env=key_environment(args.engine_api_key),
         )
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -158,25 +139,26 @@ class Router(ServerProcess):
         return decode_json(raw, where)
 
 
-def _command(program: str, policy: str, request_timeout_s: int, host: str, port: int, metrics_port: int) -> list[str]:
+def _command(program: str, args: Args, port: int, metrics_port: int) -> list[str]:
     """The policies ``manual`` and ``consistent_hashing`` send equal routing keys to one engine, so that the samples of
     a prompt share its prefill; with ``manual`` a new key goes to the engine with the fewest requests. Retries and the
     circuit breaker are off: the client retries by ``rid``, and a bad request (400) must not count against an engine."""
     # It does not start with this policy and fewer than two workers. These two answer nothing, so they are never listed.
+    policy = args.router_policy
     unlisted = ["--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2"] if policy == "power_of_two" else []
     return [
         sys.executable,
         "-m",
         "buffer_rl.engines.router_process",
         *("--program", program),
-        *("--host", host, "--port", str(port)),
+        *("--host", args.engine_host, "--port", str(port)),
         *unlisted,
         *("--policy", policy, "--assignment-mode", "min_load"),
         "--disable-retries",
         "--disable-circuit-breaker",
         *("--worker-startup-check-interval", "1"),
         *("--health-check-interval-secs", "5", "--health-check-timeout-secs", "20"),
-        *("--request-timeout-secs", str(request_timeout_s)),
+        *("--request-timeout-secs", str(int(request_timeout_s(args)) + 60)),
         *("--shutdown-grace-period-secs", "1"),
         *("--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics_port)),
         *("--log-level", "warn"),

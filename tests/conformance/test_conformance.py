@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from buffer_rl.engines.router import Router
+from buffer_rl.args import CORE_SECTIONS
+from buffer_rl.options.section import compose
 from buffer_rl.plugin.registry import PluginRegistry
 from conformance.reference import Reference
 from conformance.run import all_cases, embedded_command, free_url, run_all, serving
@@ -54,7 +55,7 @@ def test_through_a_router_the_cases_are_answered_the_same_but_for_what_it_drops(
     with ExitStack() as stack:
         url = stack.enter_context(free_url())
         stack.enter_context(serving(embedded_command(reference.folder("0"), url, imitate=False), url, log))
-        router = Router(str(tmp_path / "router.log"), request_timeout_s=30, of=package)
+        router = package(compose(CORE_SECTIONS).model_validate({}), str(tmp_path / "router.log"))
         stack.callback(router.stop)
         router.wait_ready(60)
         router.add(url)

@@ -18,7 +18,7 @@ from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.protocol import ROWS, row_seeds
-from buffer_rl.engines.router import Router
+from buffer_rl.engines.router import launch as launch_router
 from buffer_rl.errors import EngineError
 from buffer_rl.testing.fake_engine import FakeEngine
 
@@ -303,10 +303,10 @@ async def test_log_probs_are_given_to_the_prompts_that_asked(http):
     assert ["output_token_logprobs" in answer["meta_info"] for answer in answers] == [False, True]
 
 
-async def test_what_the_router_would_drop_is_refused_and_the_rest_arrives(fleet):
+async def test_what_the_router_would_drop_is_refused_and_the_rest_arrives(fleet, engine_args):
     with FakeEngine() as engine:
         log = str(Path(fleet.engines[0].process.log_path).with_name("dropping_router.log"))
-        router = Router(log, request_timeout_s=30)
+        router = launch_router(engine_args(), log)
         try:
             router.wait_ready(60)
             router.add(engine.url)

@@ -20,7 +20,7 @@ from buffer_rl.cluster.process import ChildProcess, ServerProcess, reserved_port
 from buffer_rl.embedded.launcher import launch
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.fleet import EngineFleet
-from buffer_rl.engines.router import Router
+from buffer_rl.engines.router import launch as launch_router
 from buffer_rl.errors import ConfigError, DeadlineError, EngineError
 from buffer_rl.testing.fake_engine import FakeEngine
 
@@ -190,9 +190,9 @@ def test_a_router_that_ends_fails_the_start_while_engines_still_load(engine_args
             fleet.wait_ready()
 
 
-def test_a_router_that_lists_no_engine_or_has_ended_fails_the_call_with_the_end_of_its_log(tmp_path):
+def test_a_router_that_lists_no_engine_or_has_ended_fails_the_call_with_the_end_of_its_log(engine_args, tmp_path):
     log = tmp_path / "router.log"
-    router = Router(str(log), request_timeout_s=30)
+    router = launch_router(engine_args(), str(log))
     try:
         router.wait_ready(60.0)
         with log.open("a") as file:

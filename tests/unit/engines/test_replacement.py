@@ -17,7 +17,6 @@ from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.fleet import EngineFleet
 from buffer_rl.engines.protocol import Adapter
-from buffer_rl.engines.router import Router
 from buffer_rl.errors import EngineError
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.fake_engine import FakeEngine, Fault
@@ -239,10 +238,11 @@ def test_the_requests_of_the_only_engine_wait_for_its_replacement_and_get_the_sa
 
 
 @pytest.mark.parametrize(("package", "said"), [("sglang", "no_available_workers"), ("smg", "model_not_found")])
-def test_a_request_to_a_router_without_an_engine_waits_for_one_where_the_run_replaces_them(tmp_path, package, said):
+def test_a_request_to_a_router_without_an_engine_waits_for_one_where_the_run_replaces_them(
+    engine_args, tmp_path, package, said
+):
     pytest.importorskip({"sglang": "sglang_router"}.get(package, package))
-    of = PluginRegistry().resolve("router", package)
-    router = Router(str(tmp_path / "router.log"), request_timeout_s=60, of=of)
+    router = PluginRegistry().resolve("router", package)(engine_args(), str(tmp_path / "router.log"))
 
     async def ask(waits):
         settings = {"timeout_s": 60, "max_retries": 0, "waits_for_engine": waits}

@@ -18,7 +18,7 @@ import pytest
 
 from buffer_rl.engines.client import EngineClient
 from buffer_rl.engines.fleet import EngineFleet
-from buffer_rl.engines.router import Router, RouterPackage, launch
+from buffer_rl.engines.router import RouterPackage, launch
 from buffer_rl.errors import ConfigError, EngineError
 from buffer_rl.plugin.registry import PluginRegistry
 from buffer_rl.testing.fake_engine import FakeEngine
@@ -86,12 +86,12 @@ def package(request: pytest.FixtureRequest) -> RouterPackage:
 
 
 @pytest.fixture
-def routed(tmp_path: Path, package: RouterPackage) -> Callable[..., Any]:
+def routed(tmp_path: Path, package: RouterPackage, engine_args: Callable[..., Any]) -> Callable[..., Any]:
     @asynccontextmanager
     async def start(policy: str, **arguments: Any) -> AsyncIterator[Routed]:
         with ExitStack() as stack:
             engines = [stack.enter_context(Held()) for _ in range(NUM_ENGINES)]
-            router = Router(str(tmp_path / "log"), request_timeout_s=30, policy=policy, arguments=arguments, of=package)
+            router = package(engine_args(router_policy=policy, router_args=arguments), str(tmp_path / "log"))
             stack.callback(router.stop)
             await asyncio.to_thread(router.wait_ready, 30)
             await asyncio.to_thread(router.add, *(engine.url for engine in engines))
@@ -194,10 +194,12 @@ def test_a_router_whose_package_is_not_there_is_refused_with_what_to_install() -
     assert "pip install 'buffer-rl[smg_not_here]'" in str(caught.value)
 
 
-def test_fields_that_a_router_does_not_know_reach_the_engine_as_it_says(tmp_path: Path, package: RouterPackage) -> None:
+def test_fields_that_a_router_does_not_know_reach_the_engine_as_it_says(
+    tmp_path: Path, package: RouterPackage, engine_args: Callable[..., Any]
+) -> None:
     with ExitStack() as stack:
         engine = stack.enter_context(FakeEngine())
-        router = Router(str(tmp_path / "log"), request_timeout_s=30, of=package)
+        router = package(engine_args(), str(tmp_path / "log"))
         stack.callback(router.stop)
         router.wait_ready(30)
         router.add(engine.url)
@@ -232,11 +234,11 @@ async def test_a_parameter_that_the_router_would_drop_is_refused_with_the_router
 
 
 async def test_a_request_that_runs_goes_on_when_its_engine_leaves_the_list_which_takes_it_back_at_once(
-    tmp_path: Path, package: RouterPackage
+    tmp_path: Path, package: RouterPackage, engine_args: Callable[..., Any]
 ) -> None:
     with ExitStack() as stack:
         engine = stack.enter_context(Held())
-        router = Router(str(tmp_path / "log"), request_timeout_s=30, of=package)
+        router = package(engine_args(), str(tmp_path / "log"))
         stack.callback(router.stop)
         await asyncio.to_thread(router.wait_ready, 30)
         await asyncio.to_thread(router.add, engine.url)
