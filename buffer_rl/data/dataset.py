@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from buffer_rl.args import Args
@@ -110,12 +109,9 @@ class PromptDataset(Sequence[PromptRow]):
     def notices(self) -> list[str]:
         """What the user should know of how the rows were read."""
         path, counts = mask_url(self.path), self.facts.decoded
-        rows = {part: f"{number} row{'s' * (number != 1)}" for part, number in counts.items() if number}
-        return [
-            f"{path}: {text.format(rows[part])} (--no-decode-json leaves them as text)"
-            for part, text in DECODED.items()
-            if part in rows
-        ]
+        found = [(text, number) for part, text in DECODED.items() if (number := counts[part])]
+        rows = [text.format(f"{number} row{'s' * (number != 1)}") for text, number in found]
+        return [f"{path}: {text} (--no-decode-json leaves them as text)" for text in rows]
 
     def __getitem__(self, index: Any) -> Any:
         return self.rows[index]
@@ -125,6 +121,16 @@ class PromptDataset(Sequence[PromptRow]):
 
     def __iter__(self) -> Iterator[PromptRow]:
         return iter(self.rows)
+
+
+KEY_OPTIONS: Mapping[str, str] = {
+    "input_key": "prompt",
+    "label_key": "label",
+    "metadata_key": "metadata",
+    "tool_key": "tools",
+    "id_key": "id",
+}
+"""Options, and keys of an evaluation set, with the fields of ``RowKeys`` that they give."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +154,9 @@ class RowKeys:
     @classmethod
     def from_args(cls, args: DataOptions) -> Self:
         """The names that the options give for training data."""
-        return cls(
-            prompt=args.input_key,
-            label=args.label_key,
-            metadata=args.metadata_key,
-            tools=args.tool_key,
-            id=args.id_key,
-            multimodal=tuple(sorted((args.multimodal_keys or {}).items())),
-            decode_json=args.decode_json,
-        )
+        named = {name: getattr(args, option) for option, name in KEY_OPTIONS.items()}
+        multimodal = tuple(sorted((args.multimodal_keys or {}).items()))
+        return cls(**named, multimodal=multimodal, decode_json=args.decode_json)
 
     @classmethod
     def of_evaluation(cls, args: Args) -> Self:
@@ -168,10 +168,8 @@ class RowKeys:
     @property
     def names(self) -> list[str]:
         """Every field that is read; one may come twice."""
-        named = [self.prompt, self.label, self.metadata, self.tools, self.id]
-        named.append(self.label and self.label.partition(".")[0])
-        named += [field for _, field in self.multimodal]
-        return [name for name in named if name is not None]
+        own = [self.prompt, self.label, self.metadata, self.tools, self.id, self.label and self.label.partition(".")[0]]
+        return [name for name in (*own, *dict(self.multimodal).values()) if name is not None]
 
 
 class RowError(ValueError):
@@ -186,18 +184,16 @@ class RowError(ValueError):
 
 
 # The fields of well-known data sets, those that are meant first.
-_USUAL_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "input": (
-            *("prompt", "question", "problem", "messages", "conversations"),
-            *("instruction", "query", "input", "text"),
-        ),
-        "label": (
-            *("label", "answer", "solution", "ground_truth", "target", "gold", "output", "response", "completion"),
-            "reward_model.ground_truth",
-        ),
-    }
-)
+_USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
+    "input": (
+        *("prompt", "question", "problem", "messages", "conversations"),
+        *("instruction", "query", "input", "text"),
+    ),
+    "label": (
+        *("label", "answer", "solution", "ground_truth", "target", "gold", "output", "response", "completion"),
+        "reward_model.ground_truth",
+    ),
+}
 
 
 def likely_label(keys: RowKeys, fields: Sequence[str]) -> str:
@@ -233,7 +229,7 @@ def build_row(record: dict[str, Any] | RowError, keys: RowKeys, *, row: int, lin
         prompt=_prompt(value, keys.prompt),
         label=_label(label_in(record, keys), keys.label),
         metadata=_metadata(record.get(keys.metadata), keys.metadata) | _tools(record, keys.tools),
-        multimodal=_multimodal(record, keys),
+        multimodal={media: record[name] for media, name in keys.multimodal if record.get(name) is not None} or None,
         id=_id(record.get(keys.id), keys.id),
         decoded=decoded,
     )
@@ -327,12 +323,6 @@ def _tools(record: dict[str, Any], key: str | None) -> dict[str, Any]:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowError(f"the tools {key!r} are {_kind(value)}, not a list of mappings (JSON schemas); {_NO_TOOLS}")
     return {"tools": value} if value else {}
-
-
-def _multimodal(record: dict[str, Any], keys: RowKeys) -> dict[str, Any] | None:
-    """What the row has of the multimodal fields, untouched."""
-    found = {media: record[field] for media, field in keys.multimodal if record.get(field) is not None}
-    return found or None
 
 
 def _id(value: Any, key: str) -> str | None:

@@ -22,7 +22,7 @@ import yaml
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from buffer_rl.args import Args
-from buffer_rl.data.dataset import PromptRow, RowKeys
+from buffer_rl.data.dataset import KEY_OPTIONS, PromptRow, RowKeys
 from buffer_rl.errors import ConfigError, all_of
 from buffer_rl.options.section import did_you_mean
 from buffer_rl.options.values import parse_yaml, plain_value, where_of
@@ -65,15 +65,8 @@ class EvalSet(BaseModel):
 
     def row_keys(self, keys: RowKeys) -> RowKeys:
         """The names of the set's fields, where they differ from ``keys``."""
-        own: dict[str, Any] = {
-            "prompt": self.input_key,
-            "label": self.label_key,
-            "metadata": self.metadata_key,
-            "tools": self.tool_key,
-            "id": self.id_key,
-        }
-        chosen = {name: value for name, value in own.items() if value is not None}
-        return replace(keys, **chosen)
+        chosen = self.model_dump(include=set(KEY_OPTIONS), exclude_none=True)
+        return replace(keys, **{KEY_OPTIONS[option]: field for option, field in chosen.items()})
 
     def chosen_reward(self) -> str | None:
         """The registered reward that the set chooses for all its rows; empty if it takes away what rows choose, None
@@ -138,17 +131,12 @@ def eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     """The evaluation sets of the options, with what these say where a set does not. Raises ConfigError as
     ``eval_sets_of``."""
     keys = RowKeys.of_evaluation(args)
-    of_options = {
-        "input_key": keys.prompt,
-        "label_key": keys.label,
-        "tool_key": keys.tools,
-        "metadata_key": keys.metadata,
-        "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
-    }
+    known = {each.name for each in fields(EvalDatasetConfig)}
+    of_options = {option: getattr(keys, name) for option, name in KEY_OPTIONS.items() if option in known}
+    of_options["n_samples_per_eval_prompt"] = args.n_samples_per_eval_prompt
     for name in ("temperature", "top_p", "top_k", "max_response_len"):
         value = getattr(args, f"eval_{name}")
         of_options[name] = getattr(args, f"rollout_{name}") if value is None else value
-    known = {each.name for each in fields(EvalDatasetConfig)}
     return [
         EvalDatasetConfig(**of_options | eval_set.model_dump(include=known, exclude_none=True))
         for eval_set in eval_sets_of(args)
@@ -211,10 +199,8 @@ def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
         top = file.entries(top["eval"], expected="the keys 'datasets' and, perhaps, 'defaults'")
     for key, node in top.items():
         if key not in ("datasets", "defaults"):
-            where, hint = where_of(path, node), did_you_mean(key, ["datasets", "defaults"])
-            file.errors.append(
-                ConfigError(f"unknown key {key!r}", where=where, expected="datasets, defaults", hint=hint)
-            )
+            hint = did_you_mean(key, ["datasets", "defaults"])
+            file.note(f"unknown key {key!r}", node, expected="datasets, defaults", hint=hint)
     sets: dict[str, EvalSet] = {}
     try:
         defaults = file.set_options(top["defaults"]) if "defaults" in top else {}
@@ -223,8 +209,7 @@ def read_eval_config(path: str, *, environ: Mapping[str, str]) -> list[EvalSet]:
         for name, node in file.datasets(top.get("datasets")):
             made = file.eval_set(name, node, defaults)
             if made is not None and made.name in sets:
-                what = f"two evaluation sets have the name {made.name!r}"
-                file.errors.append(ConfigError(what, where=where_of(path, node)))
+                file.note(f"two evaluation sets have the name {made.name!r}", node)
             elif made is not None:
                 sets[made.name] = made
     except ConfigError as error:
@@ -241,6 +226,10 @@ class _File:
         self._path = path
         self._environ = environ
         self.errors: list[ConfigError] = []
+
+    def note(self, what: str, node: yaml.Node, *, expected: str = "", hint: str = "") -> None:
+        """Note an error of ``node``."""
+        self.errors.append(ConfigError(what, where=where_of(self._path, node), expected=expected, hint=hint))
 
     def entries(self, node: yaml.Node | None, expected: str) -> dict[str, yaml.Node]:
         """The nodes of a mapping by key. Raises ConfigError for another node and a key that comes twice."""
@@ -271,10 +260,11 @@ class _File:
         """The options of one set, or the defaults. Notes an error for each unknown one, with the nearest name."""
         found: dict[str, Any] = {}
         for key, value in self.entries(node, expected="the options of an evaluation set").items():
+            if key not in _KEYS:
+                what, hint = f"unknown option {key!r} of an evaluation set", did_you_mean(key, _KEYS)
+                self.note(what, value, expected=", ".join(_KEYS), hint=hint)
+                continue
             try:
-                if key not in _KEYS:
-                    what, where = f"unknown option {key!r} of an evaluation set", where_of(self._path, value)
-                    raise ConfigError(what, where=where, expected=", ".join(_KEYS), hint=did_you_mean(key, _KEYS))
                 found[key] = plain_value(self._path, value, self._environ)
             except ConfigError as error:
                 self.errors.append(error)
@@ -295,6 +285,5 @@ class _File:
                     continue
                 why = "it may hold letters, digits, '_', '-' and '.'" if key == "name" else detail["msg"]
                 what = f"{key!r}: {values[key]!r}: {why}" if key in values else f"{key!r} is missing"
-                where = where_of(self._path, nodes.get(key, node))
-                self.errors.append(ConfigError(f"evaluation set {values.get('name', '?')!r}: {what}", where=where))
+                self.note(f"evaluation set {values.get('name', '?')!r}: {what}", nodes.get(key, node))
         return None if len(self.errors) > before else made

@@ -19,10 +19,8 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 from buffer_rl.errors import DataError
 from buffer_rl.files.remote import file_system, is_remote, unreadable
@@ -33,44 +31,21 @@ _SLICE = re.compile(r"\[\s*([+-]?\d+)?\s*:\s*([+-]?\d+)?\s*\]")
 MIN_BYTES = 32 << 20
 """Of a file that is read on access."""
 _READ_BYTES = 1 << 18
-_OPENERS: Mapping[str, Callable[[io.BytesIO], Any]] = MappingProxyType(
-    {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-)
+_OPENERS: Mapping[str, Callable[[io.BytesIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _BLOCK_BYTES = 4096  # small: a damaged block is lost as a whole
 # What fsspec decompresses beside these, where the package for it is installed.
-_OTHER_SUFFIXES: Mapping[str, str] = MappingProxyType(
-    {".zst": "zstd", ".lz4": "lz4", ".snappy": "snappy", ".zip": "zip"}
-)
+_OTHER_SUFFIXES: Mapping[str, str] = {".zst": "zstd", ".lz4": "lz4", ".snappy": "snappy", ".zip": "zip"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataPath:
-    """A data file and the slice of its rows that is wanted; ``None`` is an open end."""
-
-    path: str
-    start: int | None = None
-    stop: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read ``PATH`` or ``PATH@[start:stop]``. Raises DataError for a malformed slice."""
-        path, marker, rest = text.rpartition("@[")
-        if not marker:
-            return cls(path=text)
-        match = _SLICE.fullmatch("[" + rest)
-        if match is None:
-            raise DataError(f"malformed slice '@[{rest}'", where=path, expected="file.jsonl@[start:stop]")
-        start, stop = (int(part) if part else None for part in match.groups())
-        return cls(path=path, start=start, stop=stop)
-
-    @property
-    def sliced(self) -> bool:
-        """Whether only a part of the file is wanted."""
-        return self.start is not None or self.stop is not None
-
-    def __str__(self) -> str:
-        ends = ["" if end is None else str(end) for end in (self.start, self.stop)]
-        return f"{self.path}@[{':'.join(ends)}]" if self.sliced else self.path
+def split_slice(text: str) -> tuple[str, slice]:
+    """The path and the slice of rows of ``PATH`` or ``PATH@[start:stop]``. Raises DataError for a malformed slice."""
+    path, marker, rest = text.rpartition("@[")
+    if not marker:
+        return text, slice(None)
+    match = _SLICE.fullmatch("[" + rest)
+    if match is None:
+        raise DataError(f"malformed slice '@[{rest}'", where=path, expected="file.jsonl@[start:stop]")
+    return path, slice(*(int(end) if end else None for end in match.groups()))
 
 
 class LocalFile:
@@ -79,10 +54,8 @@ class LocalFile:
     Not mapped into memory: a file that shrinks while it is read must end in an error, not in SIGBUS."""
 
     def __init__(self, path: str, state: tuple[int, ...] = (), sha256: str = "") -> None:
-        try:
+        with _reading("the file", path):
             self._descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise _cannot_read(path, error) from error
         weakref.finalize(self, os.close, self._descriptor)
         self.path = path
         self._state = state or self._now()
@@ -93,10 +66,8 @@ class LocalFile:
 
     def __getitem__(self, part: slice) -> bytes:
         start, stop, _ = part.indices(len(self))
-        try:
+        with _reading("the file", self.path):
             return os.pread(self._descriptor, stop - start, start)  # the file has no position that readers share
-        except OSError as error:
-            raise _cannot_read(self.path, error) from error
 
     def __reduce__(self) -> tuple[object, ...]:
         return LocalFile, (self.path, self._state, self._sha256)
@@ -184,10 +155,8 @@ def join(folder: str, name: str) -> str:
 def list_folder(path: str) -> list[str]:
     """The names of the files in a folder, sorted. Raises DataError as ``read_bytes`` does."""
     if not is_remote(path):
-        try:
+        with _reading("the folder", path):
             return sorted(child.name for child in Path(path).iterdir() if child.is_file())
-        except OSError as error:
-            raise DataError(f"cannot read the folder: {error.strerror}", where=path) from error
     entries = _ask_remote(path, lambda system, inner: system.ls(inner, detail=True))
     return sorted(PurePosixPath(str(entry["name"])).name for entry in entries if entry["type"] == "file")
 
@@ -210,22 +179,23 @@ def _ask_remote(path: str, question: Callable[[Any, str], Any]) -> Any:
 
 
 def _read_local(path: str) -> bytes:
-    try:
+    with _reading("the file", path), contextlib.suppress(FileNotFoundError):
         return Path(path).read_bytes()
-    except FileNotFoundError:
-        hint = f"the current folder is {Path.cwd()}"
-        if len(several := path.replace(", ", ",").replace(" ", ",").split(",")) > 1 and all(several):
-            hint += f". Several are a list: [{', '.join(several)}] in a YAML file, with spaces between them as a flag"
-        if path.count("/") == 1 and not Path(path).suffix and not Path(path).parent.is_dir():
-            download = f"hf download --repo-type dataset {path} --local-dir FOLDER"
-            hint += f". A data set of the Hub is downloaded first: {download}"
-        raise DataError("there is no such file", where=path, hint=hint) from None
+    hint = f"the current folder is {Path.cwd()}"
+    if len(several := path.replace(", ", ",").replace(" ", ",").split(",")) > 1 and all(several):
+        hint += f". Several are a list: [{', '.join(several)}] in a YAML file, with spaces between them as a flag"
+    if path.count("/") == 1 and not Path(path).suffix and not Path(path).parent.is_dir():
+        download = f"hf download --repo-type dataset {path} --local-dir FOLDER"
+        hint += f". A data set of the Hub is downloaded first: {download}"
+    raise DataError("there is no such file", where=path, hint=hint)
+
+
+@contextlib.contextmanager
+def _reading(what: str, path: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _cannot_read(path, error) from error
-
-
-def _cannot_read(path: str, error: OSError) -> DataError:
-    return DataError(f"cannot read the file: {error.strerror}", where=path)
+        raise DataError(f"cannot read {what}: {error.strerror}", where=path) from error
 
 
 def _read_remote(path: str) -> bytes:

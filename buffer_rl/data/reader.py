@@ -38,7 +38,7 @@ from buffer_rl.data.dataset import (
     missing_field,
     row_label,
 )
-from buffer_rl.data.files import Content, DataPath, LocalFile, digest_of
+from buffer_rl.data.files import Content, LocalFile, digest_of, split_slice
 from buffer_rl.data.jsonl import JsonlTable, RowsOnAccess
 from buffer_rl.errors import DataError
 from buffer_rl.kinds.reward import reward_weights
@@ -211,17 +211,17 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
     bad rows (at most ``MAX_PROBLEMS``, all in one error) and where there is no row.
     """
     keys = keys or RowKeys()
-    data_path = DataPath.parse(source)
-    parts = open_parts(data_path.path)
+    path, wanted = split_slice(source)
+    parts = open_parts(path)
     num_rows = parts[-1].stop
     if not num_rows:
         expected = "one JSON object a line" if parts[0].table.unit == "line" else "at least one row"
         what = "the file has no rows" if len(parts) == 1 else f"none of the {len(parts)} files has rows"
-        raise DataError(what, where=mask_url(data_path.path), expected=expected)
-    first, last, _ = slice(data_path.start, data_path.stop).indices(num_rows)
+        raise DataError(what, where=mask_url(path), expected=expected)
+    first, last, _ = wanted.indices(num_rows)
     if first >= last:
         what = "the file has" if len(parts) == 1 else f"the {len(parts)} files have"
-        raise DataError("the slice holds no rows", where=mask_url(str(data_path)), hint=f"{what} {num_rows} rows")
+        raise DataError("the slice holds no rows", where=mask_url(source), hint=f"{what} {num_rows} rows")
     with ThreadPoolExecutor(max_workers=1) as pool:  # hashing leaves the interpreter to others
         digest = pool.submit(digest_of, *_contents(parts))
         rows, found = _checked_rows(parts, first, last, keys)
@@ -232,11 +232,11 @@ def read_dataset(source: str, keys: RowKeys | None = None) -> PromptDataset:
         _refuse(found, parts[0].table.unit, last - first)
     if keys.label is not None and not found.facts.has_label:
         table = next(part.table for part in parts if len(part.table))
-        _explain_labels(mask_url(str(data_path)), keys, found.facts, table.field_names())
+        _explain_labels(mask_url(source), keys, found.facts, table.field_names())
     return PromptDataset(
         rows=rows,
         source_hash=_source_hash(digest.result(), first, last, keys),
-        path=data_path.path if len(parts) > 1 else parts[0].path,
+        path=path if len(parts) > 1 else parts[0].path,
         parts=tuple(FilePart(path=part.path, unit=part.table.unit, first=part.start - first) for part in parts),
         facts=found.facts,
     )
@@ -260,16 +260,20 @@ def _checked_rows(
 def _good_rows(
     parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys, found: Findings, position: int = 0
 ) -> Iterator[tuple[str, PromptRow]]:
-    """Those of the records ``first`` to ``last`` and the file and line of each. position: of the first one."""
-    for row_number, (part, number, record) in enumerate(_records(parts, first, last, keys), start=position):
-        where = row_label(part.path, part.table.unit, number)
-        try:
-            row = build_row(record, keys, row=row_number, line=number)
-        except RowError as error:
-            found.refuse(row_number, where, error)
-            continue
-        found.add(row)
-        yield where, row
+    """Those of the records ``first`` to ``last``, counted through all files, and the file and line of each. position:
+    of the first one."""
+    for part in parts:
+        begin, end = max(first, part.start) - part.start, min(last, part.stop) - part.start
+        for number, record in part.table.records(begin, end, keys) if begin < end else ():
+            where = row_label(part.path, part.table.unit, number)
+            try:
+                row = build_row(record, keys, row=position, line=number)
+            except RowError as error:
+                found.refuse(position, where, error)
+            else:
+                found.add(row)
+                yield where, row
+            position += 1
 
 
 def _find_repeated_ids(parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys, found: Findings) -> None:
@@ -287,18 +291,6 @@ def _find_repeated_ids(parts: Sequence[OpenPart], first: int, last: int, keys: R
                 twice.refuse(row.row, where, RowError(f"the id {row.id!r} is already used in {earlier}"))
     found.problems |= twice.problems
     found.num_problems += twice.num_problems
-
-
-def _records(
-    parts: Sequence[OpenPart], first: int, last: int, keys: RowKeys
-) -> Iterator[tuple[OpenPart, int, dict[str, Any] | RowError]]:
-    """Those of the records ``first`` to ``last``, counted through all files, that each file has."""
-    for part in parts:
-        begin, end = max(first, part.start), min(last, part.stop)
-        if begin >= end:
-            continue
-        for number, record in part.table.records(begin - part.start, end - part.start, keys):
-            yield part, number, record
 
 
 def _refuse(found: Findings, unit: RowNoun, num_rows: int) -> NoReturn:

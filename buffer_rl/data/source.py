@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -73,13 +73,9 @@ def make_group(
     return SampleGroup(uid=uid, samples=prompt_copies(prompt, num_samples), **facts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceMark:
-    """A moment of a ``PromptDataSource``. taken: of an order by difficulty, the rows that had left each iterator's
-    epoch, and how many it had leased."""
-
-    state: Mapping[str, Any]
-    taken: tuple[tuple[NDArray[np.bool_], int], ...]
+SourceMark = tuple[Mapping[str, Any], list[tuple[NDArray[np.bool_], int]]]
+"""A moment of a ``PromptDataSource``: its state; and of an order by difficulty, the rows that had left each iterator's
+epoch, and how many it had leased."""
 
 
 class PromptDataSource:
@@ -114,6 +110,7 @@ class PromptDataSource:
         self._names = _names(datasets)
         self._loaded: list[Cursor] = []
         self._order = self._begun(datasets)
+        self._places = {name: self._order.iterator_of(source) for name, source in self._number_of.items()}
         self._by_difficulty = [each for each in self._order.iterators if isinstance(each, DifficultyIterator)]
 
     def _begun(self, datasets: list[PromptDataset]) -> RowOrder:
@@ -157,17 +154,16 @@ class PromptDataSource:
 
     def mark(self) -> SourceMark:
         """This moment, for ``back_to``."""
-        return SourceMark(
-            state=self.state_dict(), taken=tuple((epochs.taken, epochs.num_drawn) for epochs in self._by_difficulty)
-        )
+        return self.state_dict(), [(epochs.taken, epochs.num_drawn) for epochs in self._by_difficulty]
 
     def back_to(self, mark: SourceMark) -> None:
         """Return to a moment of this source, as if nothing was drawn since."""
+        state, moments = mark
         if not self._by_difficulty:
-            return self.load_state_dict(mark.state)
-        self._group_index, self._index = mark.state["group_index"], mark.state["index"]
-        cursors = _cursors(mark.state["cursors"], self._order)
-        for epochs, (taken, num_drawn), cursor in zip(self._by_difficulty, mark.taken, cursors, strict=True):
+            return self.load_state_dict(state)
+        self._group_index, self._index = state["group_index"], state["index"]
+        cursors = _cursors(state["cursors"], self._order)
+        for epochs, (taken, num_drawn), cursor in zip(self._by_difficulty, moments, cursors, strict=True):
             epochs.back_to(cursor.epoch, taken, num_drawn)
 
     def take_rows(self, rows_of: Callable[[str, int], Iterable[int]]) -> None:
@@ -175,20 +171,15 @@ class PromptDataSource:
 
         rows_of: of a source and an epoch. Raises CheckpointError if their number is not what the state says."""
         for epochs, cursor in zip(self._by_difficulty, self._loaded, strict=True):
-            rows: list[int] = []
-            for source, name in enumerate(self.source_hashes):
-                iterator, first = self._order.iterator_of(source)
-                if iterator is epochs:
-                    rows += [first + row for row in rows_of(name, cursor.epoch)]
-            epochs.take(rows, cursor)
+            firsts = {name: first for name, (iterator, first) in self._places.items() if iterator is epochs}
+            epochs.take((first + row for name, first in firsts.items() for row in rows_of(name, cursor.epoch)), cursor)
 
     def set_rewards(self, rewards: Sequence[tuple[str, int, float]]) -> None:
         """Tell an order by difficulty the mean rewards of rows: source, row and mean, the later one of a row last."""
-        places = {name: self._order.iterator_of(source) for name, source in self._number_of.items()}
         means: dict[int, dict[int, float]] = {}
         for name, row, mean in rewards:
-            if name in places:
-                iterator, first = places[name]
+            if name in self._places:
+                iterator, first = self._places[name]
                 means.setdefault(id(iterator), {})[first + row] = mean
         for epochs in self._by_difficulty:
             epochs.set_rewards(means.get(id(epochs), {}))
