@@ -9,6 +9,7 @@ from typing import Any
 from buffer_rl.agents import dialect
 from buffer_rl.agents.dialect import Dialect, Event, Refusal, Request
 from buffer_rl.agents.session import Exchange
+from buffer_rl.engines.openai import token_entry
 from buffer_rl.errors import DataError
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -89,13 +90,10 @@ def _logprobs(exchange: Exchange, request: Request, tokenizer: Any) -> dict[str,
     if not request.body.get("logprobs"):
         return None
 
-    def entry(token: int, value: float) -> dict[str, Any]:
-        text = str(tokenizer.decode([token]))
-        return {"token": text, "bytes": list(text.encode()), "logprob": value, "top_logprobs": []}
-
     turn = exchange.turn
-    content = [entry(token, value) for token, value in zip(turn.output_ids, turn.log_probs, strict=True)]
-    return {"content": content, "refusal": None}
+    texts = [str(tokenizer.decode([token])) for token in turn.output_ids]
+    entries = [token_entry(text, value) for text, value in zip(texts, turn.log_probs, strict=True)]
+    return {"content": [{**entry, "top_logprobs": []} for entry in entries], "refusal": None}
 
 
 DIALECT = Dialect(

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from buffer_rl.agents import command_watch
 from buffer_rl.agents.finish import Finish
-from buffer_rl.agents.runner import AgentTimeoutError
+from buffer_rl.agents.runner import deadline
 from buffer_rl.agents.session import AgentFailedError, AgentKilledError, Session, SessionHandle
 from buffer_rl.args import Args
 from buffer_rl.cluster.environment import direct_variables
@@ -68,9 +68,7 @@ def sample_json(sample: Sample, base_url: str, api_key: str, *, evaluation: bool
 
 def session_variables(base_url: str, api_key: str, args: Args, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a command: ``environ`` without what is the run's, and the session's addresses and keys."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(OF_THE_RUN)}
-    for name in OTHER_KEYS:
-        kept.pop(name, None)
+    kept = {n: value for n, value in environ.items() if not n.startswith(OF_THE_RUN) and n not in OTHER_KEYS}
     return kept | {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
@@ -204,14 +202,11 @@ class Commands:
         Raises AgentFailedError if it exits with another status than 0, AgentKilledError if a signal ended it,
         AgentTimeoutError at its deadline, and GiveUp. If no process can be started, the session has failed."""
         async with self._places:
-            deadline = asyncio.timeout(self._args.agent_timeout_s)
+            limit = deadline(name, self._args.agent_timeout_s)
             try:
-                async with deadline, self._started(session, handle, prompt) as process:
+                async with limit, self._started(session, handle, prompt) as process:
                     return _result(await process.status(), process)
             except OSError as error:
-                if deadline.expired():
-                    late = f"{name} was not done within {self._args.agent_timeout_s:g} s"
-                    raise AgentTimeoutError(late) from error
                 return session.fail(EngineError(f"no process can be started: {error}", where="--agent-command"))
 
     async def aclose(self) -> None:

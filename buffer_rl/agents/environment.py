@@ -18,7 +18,7 @@ from typing import Any
 
 from buffer_rl.agents.leftovers import GONE_S, Mark
 from buffer_rl.agents.messages import Message, calls_of
-from buffer_rl.agents.runner import AgentLoop, AgentTimeoutError
+from buffer_rl.agents.runner import AgentLoop, AgentTimeoutError, deadline
 from buffer_rl.agents.session import AgentFailedError, Session, SessionHandle
 from buffer_rl.agents.tools import (
     OF_ENVIRONMENTS,
@@ -63,16 +63,15 @@ class Environments:
 
         Raises AgentFailedError for what the environment raises, GiveUp, and AgentTimeoutError at the deadline."""
         stage = _Stage(self._factory, self._args, name, self._faults)
-        deadline = asyncio.timeout(self._args.agent_timeout_s)
+        is_late = False
         try:
-            async with deadline:
+            async with deadline(name, self._args.agent_timeout_s):
                 return await self._play(stage, session, prompt)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise AgentTimeoutError(f"{name} was not done within {self._args.agent_timeout_s:g} s") from error
+        except AgentTimeoutError:
+            is_late = True
+            raise
         finally:
-            ending = asyncio.ensure_future(self._end(stage, is_late=deadline.expired()))
+            ending = asyncio.ensure_future(self._end(stage, is_late=is_late))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             await asyncio.wait({ending})  # it goes on if this is cancelled

@@ -40,26 +40,24 @@ class Finish:
     def of(cls, value: object) -> Finish:
         """From a JSON value; None is nothing."""
         given = {} if value is None else value
-        fault = ""
-        if not isinstance(given, Mapping):
-            fault = f"it is {short_repr(value)}"
-        elif unknown := sorted(map(str, set(given) - {*ENDS, *TEXTS, TURN_REWARDS})):
-            fault = f"unknown names: {short_repr(unknown)}"
-        elif len([name for name in ENDS if given.get(name) is not None]) > 1:
-            fault = f"it is {short_repr(value)}"
-        elif wrong := [name for name in TEXTS if not isinstance(given.get(name) or "", str)]:
-            fault = f"{wrong[0]} is {short_repr(given[wrong[0]])}"
-        elif given.get(TURN_REWARDS) is not None and all(given.get(name) is None for name in ENDS):
-            fault = f"it has {TURN_REWARDS} and no reward"
-        elif (reward := given.get("reward")) is not None:
-            try:
-                turns = _turn_rewards(given.get(TURN_REWARDS))
-                return cls(reward=check_reward(reward, where=""), answer=given.get("answer") or "", turn_rewards=turns)
-            except RewardError as error:
-                fault = error.what
-        if fault or not isinstance(given, Mapping):
-            return cls(fault=f"its finish cannot be read: {fault}; expected: {EXPECTED}")
-        return cls(give_up=given.get("give_up"), failed=given.get("failed"), answer=given.get("answer") or "")
+        try:
+            if not isinstance(given, Mapping):
+                raise RewardError(f"it is {short_repr(value)}")
+            if unknown := sorted(map(str, set(given) - {*ENDS, *TEXTS, TURN_REWARDS})):
+                raise RewardError(f"unknown names: {short_repr(unknown)}")
+            named = [name for name in ENDS if given.get(name) is not None]
+            if len(named) > 1:
+                raise RewardError(f"it is {short_repr(value)}")
+            if wrong := [name for name in TEXTS if not isinstance(given.get(name) or "", str)]:
+                raise RewardError(f"{wrong[0]} is {short_repr(given[wrong[0]])}")
+            if given.get(TURN_REWARDS) is not None and not named:
+                raise RewardError(f"it has {TURN_REWARDS} and no reward")
+            turns = _turn_rewards(given.get(TURN_REWARDS)) if "reward" in named else {}
+            reward = check_reward(given["reward"], where="") if "reward" in named else None
+        except RewardError as error:
+            return cls(fault=f"its finish cannot be read: {error.what}; expected: {EXPECTED}")
+        give_up, failed, answer = (given.get(name) for name in TEXTS)
+        return cls(reward=reward, give_up=give_up, failed=failed, answer=answer or "", turn_rewards=turns)
 
     @classmethod
     def of_text(cls, text: str | bytes) -> Finish:

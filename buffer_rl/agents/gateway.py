@@ -41,7 +41,7 @@ from buffer_rl.agents.dialect import (
     unknown_repeat,
 )
 from buffer_rl.agents.finish import Finish
-from buffer_rl.agents.session import Exchange, RequestOptions, Session, SessionEndedError, UnknownRepeatError
+from buffer_rl.agents.session import Exchange, Session, SessionEndedError, TurnOptions, UnknownRepeatError
 from buffer_rl.cluster.process import base_url, listening_socket
 from buffer_rl.data.json_text import JSONError, read_json
 from buffer_rl.engines.http_server import Front, http_server, json_response
@@ -269,8 +269,8 @@ class Gateway:
 async def _answers(session: Session, asked: Request, call: str, *, train: bool, known: bool) -> list[Exchange]:
     def answer(number: int) -> Coroutine[Any, Any, Exchange]:
         name = f"{call}#{number}" if call and number else call  # siblings are turns of their own
-        options = RequestOptions(max_tokens=asked.max_tokens, stop=asked.stop, call=name, train=train, known=known)
-        return session.chat(asked.messages, asked.tools, **options)
+        options = TurnOptions(max_tokens=asked.max_tokens, stop=asked.stop, call=name, train=train)
+        return session.chat(asked.messages, asked.tools, known=known, **options)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(answer(number)) for number in range(asked.num_answers)]

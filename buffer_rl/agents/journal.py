@@ -151,7 +151,7 @@ class Journal:
         if version > self._newest:
             self._newest, self._has_old = version, True
             self._write(_FORGET, version - PLAYS_KEPT)
-        found = self._read("SELECT play, kills, running FROM plays WHERE sample = ?", sample)
+        found, _ = self._execute("SELECT play, kills, running FROM plays WHERE sample = ?", sample)
         play, kills, running = found[0] if found else (0, 0, "")
         was_killed = running == self._start.name
         if was_killed:
@@ -188,7 +188,7 @@ class Journal:
         """What ``turn_of`` makes the turns of a play of, by digest and ordinal; those of ``version`` alone. needs: the
         columns that they must have: a run that is resumed may replay what it did not note before."""
         query = _READ + "".join(f" AND {column} IS NOT NULL" for column in needs)
-        found = self._read(query, sample, play, version, self._start.name)
+        found, _ = self._execute(query, sample, play, version, self._start.name)
         return {(digest.hex(), ordinal): (version, *values) for digest, ordinal, *values in found}
 
     def _begin(self) -> None:
@@ -215,22 +215,19 @@ class Journal:
             self._db.execute("INSERT INTO starts VALUES (?, ?)", (start.name, start.origin))
         self._db.execute("COMMIT")
 
-    def _read(self, query: str, *values: Any) -> list[Any]:
+    def _execute(self, statement: str, *values: Any) -> tuple[list[Any], int]:
+        """The rows that it gives, and how many it changed."""
         try:
-            return [] if self._db is None else self._db.execute(query, values).fetchall()
+            if self._db is not None:
+                done = self._db.execute(statement, values)
+                return done.fetchall(), done.rowcount
         except sqlite3.Error as error:
             self._leave(error)
-            return []
+        return [], 0
 
     def _write(self, statement: str, *values: Any) -> int:
         """Returns how many rows it changed. The last value of each statement is the start that the file must be of."""
-        if self._is_over():
-            return 0
-        try:
-            return 0 if self._db is None else self._db.execute(statement, (*values, self._start.name)).rowcount
-        except sqlite3.Error as error:
-            self._leave(error)
-            return 0
+        return 0 if self._is_over() else self._execute(statement, *values, self._start.name)[1]
 
     def _is_over(self) -> bool:
         """Whether the driver is dead; False if it is on another machine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from buffer_rl.agents import dialect
@@ -105,20 +106,20 @@ def _as_chat(message: Mapping[str, Any], where: str) -> list[Message]:
 def _told(blocks: Sequence[Any], where: str) -> list[Message]:
     """What a user's blocks say, in their order; texts that follow each other are one message."""
     found: list[Message] = []
-    texts: list[Any] = []
-    for block in [*blocks, None]:
-        is_result = isinstance(block, Mapping) and block.get("type") == "tool_result"
-        if (is_result or block is None) and (texts or not blocks):
-            found.append({"role": "user", "content": dialect.text_of_parts(texts, _TEXT, where)})
-            texts = []
-        if is_result:
+    for is_result, group in groupby(blocks, _is_result):
+        same = list(group)
+        if not is_result:
+            found.append({"role": "user", "content": dialect.text_of_parts(same, _TEXT, where)})
+        for block in same if is_result else ():
             text = dialect.text_of_parts(block.get("content"), _TEXT, where)
             if block.get("is_error") and "error" not in text.lower():
                 text = f"error: {text}"
             found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
-        elif block is not None:
-            texts.append(block)
-    return found
+    return found or [{"role": "user", "content": ""}]
+
+
+def _is_result(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "tool_result"
 
 
 def _answer(blocks: Sequence[Any], where: str) -> list[Message]:

@@ -29,7 +29,6 @@ from buffer_rl.agents.session import (
     AgentKilledError,
     End,
     Exchange,
-    Limits,
     Session,
     SessionHandle,
 )
@@ -84,7 +83,6 @@ class Agents:
         args = self._args = context.args
         self._kind = "environment" if args.environment else "agent"
         self._reference = args.environment or args.agent_path or args.agent_command or ", ".join(args.tools_path)
-        self._limits = Limits.of(args)
         self._leases: Leases | None = None
         self._runner: Functions | Commands | Leases | Environments
         if isinstance(context.agent, Remote):
@@ -113,7 +111,7 @@ class Agents:
         failures = 0
         try:
             while True:
-                session = Session(lease, sample, params, self._limits, current)
+                session = Session(lease, sample, params, current)
                 try:
                     return await self._once(lease, session, reset_to_prompt(sample))
                 except AgentKilledError as error:
@@ -203,15 +201,14 @@ class Agents:
         except GiveUp as given_up:
             return Outcome(end=End.DONE, gave_up=_NO_NAME.sub("_", str(given_up.reason))[:MOST_REASON] or "unnamed")
         except Exception as error:  # fault boundary: the agent is the user's
-            if session.overflowed:
-                return self._overflow()
-            at = f"row {prompt.row_id}"
-            if isinstance(error, AgentFailedError | AgentKilledError) and not error.where:
+            if not session.overflowed and isinstance(error, AgentFailedError | AgentKilledError) and not error.where:
                 error.where = where  # of an agent that is no function
                 raise
-            raise raised(self._kind, self._reference, error, at=at, error_class=AgentFailedError) from error
+            if not session.overflowed:
+                at = f"row {prompt.row_id}"
+                raise raised(self._kind, self._reference, error, at=at, error_class=AgentFailedError) from error
         if session.overflowed:
-            return self._overflow()
+            return Outcome(end=End.OVERFLOW, gave_up=End.OVERFLOW if self._args.agent_overflow == "give-up" else "")
         if answer is None and session.turn_rewards:
             expected = "a number: the sample's reward, with those of its answers included"
             raise AgentFailedError("it gave rewards to answers and returned none", where=where, expected=expected)
@@ -221,9 +218,6 @@ class Agents:
             return Outcome(end=End.DONE, reward=check_reward(answer, where=where))
         except Exception as error:
             raise AgentFailedError(str(error), where=where, expected="None, a number or a mapping") from error
-
-    def _overflow(self) -> Outcome:
-        return Outcome(end=End.OVERFLOW, gave_up=End.OVERFLOW if self._args.agent_overflow == "give-up" else "")
 
     def _count(self, lease: Lease, session: Session, played: Sample, outcome: Outcome) -> None:
         if session.end is End.STOPPED:
@@ -275,15 +269,13 @@ def _sample_of(lease: Lease, session: Session, prompt: Sample, outcome: Outcome)
         if evaluates:
             return prompt.changed(status=Status.TRUNCATED, lowest_reward=True)
         return prompt.changed(status=Status.FAILED, remove_sample=True)
-    place_of = next(number for number, row in enumerate(made) if scored.turn in row.turns)
-    others = [row for number, row in enumerate(made) if number != place_of]
-    chosen = made[place_of].sample(prompt, 0)
+    made.sort(key=lambda row: scored.turn not in row.turns)  # its row comes first
+    chosen, *parts = (row.sample(prompt, part) for part, row in enumerate(made))
     chosen.response = _text_of(lease, scored)
     chosen.messages = [*scored.messages, *([scored.answer.message] if scored.answer else [])]
-    chosen.parts = [row.sample(prompt, part) for part, row in enumerate(others, start=1)]
-    chosen.reward, chosen.remove_sample = outcome.reward, masked
+    chosen.parts, chosen.reward, chosen.remove_sample = parts, outcome.reward, masked
     if session.turn_rewards:
-        _give_turn_rewards(session, [chosen, *chosen.parts], [made[place_of], *others])
+        _give_turn_rewards(session, [chosen, *parts], made)
     if masked:
         chosen.status = Status.FAILED  # so that nothing scores it
     elif cut:

@@ -62,7 +62,7 @@ remote = Remote()
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Offer:
     """A sample for agents elsewhere. leased: done with its lease, its result is the number of the program that has it;
-    -1 for another agent. lost: done once this program has ended. heard: when its agent was heard last."""
+    -1 for another agent. lost: cancelled once this program has ended. heard: when its agent was heard last."""
 
     session: Session
     sample: dict[str, Any]
@@ -180,7 +180,7 @@ class Leases:
         while offer.session.end is None:
             now, lost = clock(), offer.heard + self._args.agent_heartbeat_s
             if now >= deadline:
-                raise AgentTimeoutError(f"{name} was not done within {self._args.agent_timeout_s:g} s")
+                raise AgentTimeoutError(name, self._args.agent_timeout_s)
             if offer.lost.done():
                 raise AgentKilledError("its program has ended", hint="its log is among those of the run")
             if now >= lost:
@@ -193,15 +193,14 @@ class Leases:
     def _has_ended(self, number: int) -> None:
         """A program has ended: what it had leased is lost."""
         for offer in self._offers.values():
-            if offer.leased.done() and offer.leased.result() == number and not offer.lost.done():
-                offer.lost.set_result(None)
+            if offer.leased.done() and offer.leased.result() == number:
+                offer.lost.cancel()
 
     def _fail(self, error: BufferRLError) -> None:
         """A program cannot be started: no sample is played any more."""
         self._failure = error
         for offer in self._offers.values():
-            if not offer.lost.done():
-                offer.lost.set_result(None)
+            offer.lost.cancel()
 
     async def _lease(self, request: Request) -> Response:
         try:

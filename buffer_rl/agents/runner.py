@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,23 @@ ENDS_S = 1.0
 
 
 class AgentTimeoutError(Exception):
-    """An agent's deadline has passed."""
+    """An agent's deadline has passed. name: the agent's."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        super().__init__(f"{name} was not done within {timeout_s:g} s")
+
+
+@contextlib.asynccontextmanager
+async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
+    """A block for which an agent has so long. Raises AgentTimeoutError at its end."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            yield
+    except OSError as error:  # a TimeoutError, or what was raised because of it
+        if not limit.expired():
+            raise
+        raise AgentTimeoutError(name, timeout_s) from error
 
 
 @dataclass(slots=True, eq=False)
@@ -69,16 +85,11 @@ class AgentLoop:
 
     async def answers(self, timeout_s: float) -> bool:
         """Whether the loop does something that it is asked to do within ``timeout_s``."""
-        here = asyncio.get_running_loop()
-        answered = here.create_future()
-
-        def answer() -> None:
-            if not answered.done():
-                answered.set_result(None)
-
-        self.loop.call_soon_threadsafe(here.call_soon_threadsafe, answer)
-        done, _ = await asyncio.wait([answered], timeout=timeout_s)
-        return bool(done)
+        here, answered = asyncio.get_running_loop(), asyncio.Event()
+        self.loop.call_soon_threadsafe(here.call_soon_threadsafe, answered.set)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(answered.wait(), timeout_s)
+        return answered.is_set()
 
     def blocker(self) -> tuple[str, str]:
         """The agent that runs now, empty if it is unknown, and its innermost line outside of libraries."""
@@ -113,32 +124,25 @@ def _libraries() -> tuple[str, ...]:
 
 
 class Functions:
-    """Runs an agent that is a function: ``agent``. Belongs to the worker's event loop."""
+    """Runs an agent that is a function: ``agent``, in the threads and the loop of one rollout worker's agents. Belongs
+    to the worker's event loop."""
 
-    def __init__(self, agent: Callable[..., Any], args: Args) -> None:
+    def __init__(
+        self, agent: Callable[..., Any], args: Args, *, blocked_s: float = BLOCKED_S, answer_s: float = ANSWER_S
+    ) -> None:
         self.blocking = not is_async(agent)
-        self._agent, self._args, self._runner = agent, args, AgentRunner()
-
-    async def run(self, session: Session, handle: SessionHandle, prompt: Sample, *, name: str) -> Any:
-        """What the agent returns; see ``AgentRunner.run``."""
-        arguments, timeout_s = (user_args(self._args), prompt, handle), self._args.agent_timeout_s
-        return await self._runner.run(self._agent, *arguments, name=name, timeout_s=timeout_s)
-
-    async def aclose(self) -> None:
-        """Stop the agents' loop."""
-        await self._runner.aclose()
-
-
-class AgentRunner:
-    """The threads and the loop of one rollout worker's agents. Belongs to the worker's event loop."""
-
-    def __init__(self, *, blocked_s: float = BLOCKED_S, answer_s: float = ANSWER_S) -> None:
+        self._agent, self._args = agent, args
         self._blocked_s, self._answer_s = blocked_s, answer_s
         self._loop: AgentLoop | None = None
         self._watch: asyncio.Task[None] | None = None
         self._hung: set[str] = set()
 
-    async def run(self, function: Callable[..., Any], *arguments: Any, name: str, timeout_s: float) -> Any:
+    async def run(self, session: Session, handle: SessionHandle, prompt: Sample, *, name: str) -> Any:
+        """What the agent returns; see ``call``."""
+        arguments, timeout_s = (user_args(self._args), prompt, handle), self._args.agent_timeout_s
+        return await self.call(self._agent, *arguments, name=name, timeout_s=timeout_s)
+
+    async def call(self, function: Callable[..., Any], *arguments: Any, name: str, timeout_s: float) -> Any:
         """What ``function(*arguments)`` returns, awaited if it is asynchronous.
 
         name: of the agent, different from that of others. Raises what it raises, as subclasses of Exception alone,
@@ -153,22 +157,19 @@ class AgentRunner:
         loop, caller = self._loop if asynchronous else None, asyncio.current_task()
         assert caller is not None
         before = caller.cancelling()
-        deadline = asyncio.timeout(timeout_s)
         try:
-            async with deadline:
+            async with deadline(name, timeout_s):
                 return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if caller.cancelling() > before or not future.cancelled():
                 raise
             raise RolloutError("it cancelled itself", where=name) from None
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
+        except AgentTimeoutError:
             if loop is not None and loop is self._loop and not await loop.answers(self._answer_s):
                 self._leave(loop, future)
             if thread is not None:
                 self._name_hung(thread, name, timeout_s)
-            raise AgentTimeoutError(f"{name} was not done within {timeout_s:g} s") from error
+            raise
         finally:
             if loop is not None:
                 loop.running.pop(future, None)

@@ -7,6 +7,7 @@ became of the client that asked. A session ends with its attempt; what asks late
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -79,22 +80,6 @@ class TooLongError(RolloutError):
         self.num_tokens, self.limit = num_tokens, limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """context: prompt and answer tokens of a turn; tokens: sampled ones of a session; None: no limit."""
-
-    context: int | None
-    turns: int
-    tokens: int | None
-
-    @classmethod
-    def of(cls, args: Args) -> Limits:
-        """From the options."""
-        sizes = (args.rollout_max_context_len, args.engine_context_length)
-        context = min((size for size in sizes if size is not None), default=None)
-        return cls(context=context, turns=args.agent_max_turns, tokens=args.agent_max_tokens)
-
-
 @dataclass(slots=True, kw_only=True)
 class Exchange:
     """One recorded turn. prompt, messages and answer: of ``chat``, else None. id: what the client knows it by.
@@ -113,12 +98,6 @@ class Exchange:
         assert self.answer is not None
         return self.answer
 
-    def is_meant_by(self, name: str | Mapping[str, Any]) -> bool:
-        """Whether ``name`` is its id, as a client got it, or its message."""
-        if isinstance(name, str):
-            return name.endswith(self.id)
-        return self.answer is not None and self.answer.message == name
-
 
 class TurnOptions(TypedDict, total=False):
     """What may be said of a request; see ``Session.generate``."""
@@ -127,12 +106,6 @@ class TurnOptions(TypedDict, total=False):
     stop: Sequence[str]
     call: str
     train: bool
-
-
-class RequestOptions(TurnOptions, total=False):
-    """The same of a request over HTTP, which may be a repeat."""
-
-    known: bool
 
 
 class Session:
@@ -145,9 +118,7 @@ class Session:
     replayed: turns that the journal answered.
     """
 
-    def __init__(
-        self, lease: Lease, sample: Sample, params: Mapping[str, Any], limits: Limits, play: Play | None = None
-    ) -> None:
+    def __init__(self, lease: Lease, sample: Sample, params: Mapping[str, Any], play: Play | None = None) -> None:
         self.exchanges: list[Exchange] = []
         self.end: End | None = None
         self.failure: BufferRLError | None = None
@@ -159,9 +130,11 @@ class Session:
         self.reported: Finish | None = None
         self.turn_rewards: Counter[str] = Counter()
         self.params = dict(params)
-        self._lease, self._sample, self._limits = lease, sample, limits
-        self._play = play or Play()
-        self._replays_experts = lease.context.args.replay_routed_experts and not lease.evaluation
+        self._lease, self._sample, self._play = lease, sample, play or Play()
+        self._args: Args = lease.context.args
+        sizes = (self._args.rollout_max_context_len, self._args.engine_context_length)
+        self._max_context = min((size for size in sizes if size is not None), default=math.inf)
+        self._replays_experts = self._args.replay_routed_experts and not lease.evaluation
         self._seed = f"{lease.context.seed}|{sample.uid}|{sample.sample_index}|{self._play.number}"
         self._ordinals: Counter[str] = Counter()
         self._named: dict[str, asyncio.Task[Exchange]] = {}  # requests with a key of their own, by digest
@@ -175,8 +148,7 @@ class Session:
     @cached_property
     def _conversation(self) -> Conversation:
         """Made for the first chat: an agent that asks by token ids needs no chat template."""
-        context = self._lease.context
-        args, tokenizer = context.args, context.tokenizer
+        context, args, tokenizer = self._lease.context, self._args, self._lease.context.tokenizer
         if (read := context.shared.get(reader_of)) is None:
             read = context.shared[reader_of] = reader_of(tokenizer, args.response_template)
         history, template_kwargs = History(args.agent_history), args.apply_chat_template_kwargs
@@ -186,14 +158,16 @@ class Session:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        **options: Unpack[RequestOptions],
+        *,
+        known: bool = False,
+        **options: Unpack[TurnOptions],
     ) -> Exchange:
         """The answer to ``messages``, in OpenAI's form; ``tools`` as there. The rest as in ``generate``.
 
         Raises DataError (status 400) for messages that cannot be rendered, and what ``generate`` raises."""
         self._require_open()
         prompt = self._conversation.prompt(messages, tools)
-        exchange = await self.generate(prompt.ids, **options)
+        exchange = await self.generate(prompt.ids, known=known, **options)
         if exchange.answer is None:  # else it was asked before, under its name
             self.causes[prompt.cause] += 1
             exchange.prompt, exchange.messages = prompt, [dict(message) for message in messages]
@@ -320,7 +294,7 @@ class Session:
         """Add a reward to one answer, by its id or message; empty for the last one. Raises RolloutError without
         ``--turn-rewards``, AgentFailedError if there is no such answer."""
         where = f"session.reward, row {self._sample.row_id}"
-        if not self._lease.context.args.turn_rewards:
+        if not self._args.turn_rewards:
             hint = "add --turn-rewards to the run, or leave rewards of single answers to the sample's"
             raise RolloutError("this run has no rewards of single answers", where=where, hint=hint)
         found = self._answered(answer)
@@ -345,8 +319,10 @@ class Session:
         answers = [each for each in reversed(self.exchanges) if each.turn.output_ids and each.train]
         if not name:
             return next(iter(answers), None)
-        exact = [each for each in answers if each.answer is not None and each.answer.message is name]
-        return next((each for each in exact or answers if each.is_meant_by(name)), None)
+        if isinstance(name, str):  # as a client got it
+            return next((each for each in answers if name.endswith(each.id)), None)
+        equal = [each for each in answers if each.answer is not None and each.reply.message == name]
+        return next((each for each in equal if each.reply.message is name), next(iter(equal), None))
 
     def close_if_stopped(self) -> None:
         """Take no more requests if the rollout has enough groups."""
@@ -360,25 +336,23 @@ class Session:
 
     def _bounded(self, prompt_length: int, max_tokens: int | None, stop: Sequence[str]) -> dict[str, Any]:
         """The run's sampling parameters with the limits of this turn."""
-        limits, params = self._limits, dict(self.params)
-        room = None if limits.context is None else limits.context - prompt_length
-        if room is not None and room < 1:
+        room = self._max_context - prompt_length
+        if room < 1:
             self.overflowed = True
-            raise TooLongError(prompt_length, limits.context or 0, f"row {self._sample.row_id}")
-        bounds = [bound for bound in (max_tokens, room) if bound is not None]
-        params["max_new_tokens"] = min([params["max_new_tokens"], *bounds])
+            raise TooLongError(prompt_length, int(self._max_context), f"row {self._sample.row_id}")
+        params = dict(self.params)
+        params["max_new_tokens"] = min(params["max_new_tokens"], room, math.inf if max_tokens is None else max_tokens)
         if stop:
             params["stop"] = [*(params.get("stop") or ()), *([stop] if isinstance(stop, str) else stop)]
         return params
 
     def _bound_by_session(self, params: dict[str, Any]) -> None:
         """Requests that run at the same time have the same number of tokens left."""
-        left = None if self._limits.tokens is None else self._limits.tokens - self._num_tokens
-        if self._num_turns >= self._limits.turns or (left is not None and left < 1):
-            self.close(End.TURNS if self._num_turns >= self._limits.turns else End.TOKENS)
+        left = math.inf if self._args.agent_max_tokens is None else self._args.agent_max_tokens - self._num_tokens
+        if self._num_turns >= self._args.agent_max_turns or left < 1:
+            self.close(End.TURNS if self._num_turns >= self._args.agent_max_turns else End.TOKENS)
             self._require_open()
-        if left is not None:
-            params["max_new_tokens"] = min(params["max_new_tokens"], left)
+        params["max_new_tokens"] = min(params["max_new_tokens"], left)
 
 
 def check_turn_reward(number: object) -> float:

@@ -110,6 +110,12 @@ def continued(turns: Iterable[Turn], prompt_ids: Sequence[int]) -> Turn | None:
     return max(fitting, key=lambda turn: turn.num_tokens, default=None)
 
 
+_OF_SAMPLE = (
+    *("tokens", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "rollout_kept_tokens"),
+    *("rollout_routed_experts", "status"),
+)
+
+
 @dataclass(slots=True, kw_only=True)
 class Row:
     """One row of a sample: its fields but ``turns`` have the names and the shapes of ``Sample``.
@@ -130,19 +136,12 @@ class Row:
     turns: list[Turn] = field(default_factory=list)
 
     def sample(self, prompt: Sample, part: int) -> Sample:
-        """``prompt`` with this row as its part ``part``; its response's text is left as it is."""
-        return prompt.changed(
-            part=part,
-            tokens=list(self.tokens),
-            response_length=self.response_length,
-            loss_mask=list(self.loss_mask),
-            rollout_log_probs=list(self.rollout_log_probs),
-            weight_versions=list(self.weight_versions),
-            rollout_kept_tokens=None if self.rollout_kept_tokens is None else list(self.rollout_kept_tokens),
-            rollout_routed_experts=self.rollout_routed_experts,
-            status=self.status,
-            **({"experts_recomputed": self.experts_recomputed} if self.experts_recomputed else {}),
-        )
+        """``prompt`` with this row, whose values it takes over, as its part ``part``; its response's text is left as it
+        is."""
+        facts = {name: getattr(self, name) for name in _OF_SAMPLE}
+        if self.experts_recomputed:
+            facts["experts_recomputed"] = self.experts_recomputed
+        return prompt.changed(part=part, **facts)
 
     def turn_ends(self) -> list[int]:
         """Of each turn the place of its last token in the response, ``[num_turns]``."""

@@ -232,33 +232,26 @@ def response(rows: list[dict[str, Any]], prompts: list[Sequence[int]], n: int, r
 
 def chunk(index: int, text: str, ids: list[int], meta: dict[str, Any], reply: Reply) -> dict[str, Any]:
     """A chunk of a stream with new tokens. meta: ``meta_info`` with the log-probabilities of these alone."""
-    choice = _choice(index, text, {"content": text}, log_probs(meta, reply), reply)
-    if reply.token_ids:
-        choice[_ids_name(reply)] = ids
-    return chunk_of([choice], reply)
+    own = {_ids_name(reply): ids} if reply.token_ids else {}
+    return _chunk(index, text, {"content": text}, reply, logprobs=log_probs(meta, reply), **own)
 
 
 def opening(index: int, prompt: Sequence[int], reply: Reply) -> dict[str, Any]:
     """The first chunk of a choice."""
-    choice = _choice(index, "", {"role": "assistant", "content": ""}, None, reply)
-    if reply.token_ids:
-        choice["prompt_token_ids"] = prompt
-    return chunk_of([choice], reply)
+    own = {"prompt_token_ids": prompt} if reply.token_ids else {}
+    return _chunk(index, "", {"role": "assistant", "content": ""}, reply, **own)
 
 
 def closing(index: int, meta: dict[str, Any], reply: Reply) -> dict[str, Any]:
     """The last chunk of a choice. meta: the whole ``meta_info``."""
-    choice = {**_choice(index, "", {}, None, reply), **_ending(meta)}
-    if reply.meta_info:
-        choice["meta_info"] = meta
-    return chunk_of([choice], reply)
+    own = {"meta_info": meta} if reply.meta_info else {}
+    return _chunk(index, "", {}, reply, **_ending(meta), **own)
 
 
-def _choice(
-    index: int, text: str, delta: dict[str, str], logprobs: dict[str, Any] | None, reply: Reply
-) -> dict[str, Any]:
+def _chunk(index: int, text: str, delta: dict[str, str], reply: Reply, **own: Any) -> dict[str, Any]:
     new = {"delta": delta} if reply.chat else {"text": text}
-    return {"index": index, **new, "logprobs": logprobs, "finish_reason": None, "matched_stop": None}
+    empty = {"logprobs": None, "finish_reason": None, "matched_stop": None}
+    return chunk_of([{"index": index, **new, **empty, **own}], reply)
 
 
 def chunk_of(choices: list[dict[str, Any]], reply: Reply, **more: Any) -> dict[str, Any]:
@@ -299,7 +292,7 @@ def log_probs(meta: dict[str, Any], reply: Reply) -> dict[str, Any] | None:
     values = [value for value, _, _ in entries]
     if reply.chat:
         content = [
-            {**_token(token, value), "top_logprobs": [_token(*pair) for pair in top]}
+            {**token_entry(token, value), "top_logprobs": [token_entry(*pair) for pair in top]}
             for token, value, top in zip(tokens, values, likeliest, strict=True)
         ]
         return {"content": content}
@@ -307,5 +300,6 @@ def log_probs(meta: dict[str, Any], reply: Reply) -> dict[str, Any] | None:
     return {"text_offset": [-1] * len(tokens), "token_logprobs": values, "tokens": tokens, "top_logprobs": named}
 
 
-def _token(text: str, value: float) -> dict[str, Any]:
+def token_entry(text: str, value: float) -> dict[str, Any]:
+    """A token of a chat's ``logprobs``."""
     return {"token": text, "bytes": list(text.encode()), "logprob": value}

@@ -15,7 +15,7 @@ import openai
 
 from buffer_rl.agents.gateway import Gateway
 from buffer_rl.agents.journal import Play
-from buffer_rl.agents.session import Limits, Session
+from buffer_rl.agents.session import Session
 from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.engines.client import GenerateResult
 from buffer_rl.engines.protocol import RowSeeds
@@ -207,7 +207,7 @@ async def session_of(
         buffer = FakeBuffer([group], make_ticket(1))
         lease = Lease.of(context, buffer, group, requests or Requests())
         params = sampling_params_for(context.args, evaluation=False)
-        yield Session(lease, group[index], params, Limits.of(context.args), Play(number=play))
+        yield Session(lease, group[index], params, Play(number=play))
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer_rl.agents.session import Limits, Session
+from buffer_rl.agents.session import Session
 from buffer_rl.engines.client import GenerateResult
 from buffer_rl.rollout.context import RolloutContext
 from buffer_rl.rollout.generate import sampling_params_for
@@ -99,7 +99,7 @@ class Talker:
 
 async def converse(context: RolloutContext, number: int, at_once: int) -> list[Session]:
     """The sessions of ``number`` conversations; each is what its number wants."""
-    params, limits = sampling_params_for(context.args, evaluation=False), Limits.of(context.args)
+    params = sampling_params_for(context.args, evaluation=False)
     sessions: list[Session] = []
     places = asyncio.Semaphore(at_once)
 
@@ -107,7 +107,7 @@ async def converse(context: RolloutContext, number: int, at_once: int) -> list[S
         async with places:
             (group,) = make_groups(1, 1, first=row)
             lease = Lease.of(context, FakeBuffer([group], make_ticket(1)), group, Requests())
-            sessions.append(Session(lease, group[0], params, limits))
+            sessions.append(Session(lease, group[0], params))
             await Talker(sessions[-1], random.Random(row)).play()
 
     await asyncio.gather(*map(play, range(number)))

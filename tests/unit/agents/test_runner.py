@@ -9,11 +9,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from buffer_rl.agents.runner import AgentRunner, AgentTimeoutError
+from buffer_rl.agents.runner import AgentTimeoutError, Functions
 from buffer_rl.errors import RolloutError
 from buffer_rl.plugin.calls import UncommonError, original
 
@@ -22,8 +23,8 @@ FOREVER_S = 600.0
 
 
 @asynccontextmanager
-async def a_runner(**options: Any) -> AsyncIterator[AgentRunner]:
-    runner = AgentRunner(**options)
+async def a_runner(**options: Any) -> AsyncIterator[Functions]:
+    runner = Functions(print, SimpleNamespace(), **options)
     try:
         yield runner
     finally:
@@ -43,7 +44,7 @@ async def test_async_agents_share_a_thread_and_plain_ones_have_one_each() -> Non
 
     async with a_runner() as runner:
         for agent, name in ((awaits, "agents"), (plain, "agent")):
-            runs = [runner.run(agent, i, name=str(i), timeout_s=LONG_S) for i in range(2)]
+            runs = [runner.call(agent, i, name=str(i), timeout_s=LONG_S) for i in range(2)]
             assert await asyncio.gather(*runs) == [(0, name), (1, name)]
 
 
@@ -55,8 +56,8 @@ async def test_agents_see_the_context_of_the_rollout() -> None:
         return where.get()
 
     async with a_runner() as runner:
-        assert await runner.run(awaits, name="a", timeout_s=LONG_S) == "here"
-        assert await runner.run(where.get, name="a", timeout_s=LONG_S) == "here"
+        assert await runner.call(awaits, name="a", timeout_s=LONG_S) == "here"
+        assert await runner.call(where.get, name="a", timeout_s=LONG_S) == "here"
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError, StopIteration])
@@ -72,14 +73,14 @@ async def test_what_an_agent_raises_comes_as_an_exception(error: type[BaseExcept
         return  # Python itself makes it a RuntimeError
     async with a_runner() as runner:
         with pytest.raises(Exception) as caught:  # noqa: PT011 (of any kind)
-            await runner.run(raises if plain else raises_too, name="the agent", timeout_s=LONG_S)
+            await runner.call(raises if plain else raises_too, name="the agent", timeout_s=LONG_S)
         if error is asyncio.CancelledError and not plain:
             assert isinstance(caught.value, RolloutError)
             assert "it cancelled itself" in str(caught.value)
         else:
             assert isinstance(original(caught.value), error)
             assert error is ValueError or isinstance(caught.value, UncommonError)
-        assert await runner.run(lambda: 5, name="next", timeout_s=LONG_S) == 5
+        assert await runner.call(lambda: 5, name="next", timeout_s=LONG_S) == 5
 
 
 async def test_an_agent_that_cancels_its_task_has_failed_and_the_caller_goes_on() -> None:
@@ -91,7 +92,7 @@ async def test_an_agent_that_cancels_its_task_has_failed_and_the_caller_goes_on(
 
     async with a_runner() as runner:
         with pytest.raises(RolloutError, match="it cancelled itself"):
-            await runner.run(gives_up, name="the agent", timeout_s=LONG_S)
+            await runner.call(gives_up, name="the agent", timeout_s=LONG_S)
 
 
 async def test_the_line_where_a_plain_agent_hangs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +105,7 @@ async def test_the_line_where_a_plain_agent_hangs_is_named_once(caplog: pytest.L
     async with a_runner() as runner:
         for name in ("the agent of row a", "the agent of row b"):
             with pytest.raises(AgentTimeoutError, match=name):
-                await runner.run(hangs, name=name, timeout_s=0.5)
+                await runner.call(hangs, name=name, timeout_s=0.5)
     goes_on.set()
     assert len(began) == 2
     line = hangs.__code__.co_firstlineno + 2
@@ -124,7 +125,7 @@ async def test_an_async_agent_is_cancelled_at_its_deadline() -> None:
 
     async with a_runner() as runner:
         with pytest.raises(AgentTimeoutError, match=r"the agent was not done within 0\.05 s"):
-            await runner.run(hangs, name="the agent", timeout_s=0.05)
+            await runner.call(hangs, name="the agent", timeout_s=0.05)
         assert await asyncio.to_thread(ended.wait, 30)
 
 
@@ -140,7 +141,7 @@ async def test_an_async_agent_that_does_not_end_at_its_deadline_is_left_to_itsel
 
     async with a_runner() as runner:
         with pytest.raises(AgentTimeoutError):
-            await runner.run(stays, name="the agent", timeout_s=0.05)
+            await runner.call(stays, name="the agent", timeout_s=0.05)
 
 
 async def test_a_plain_agent_is_left_to_itself_at_its_deadline() -> None:
@@ -153,7 +154,7 @@ async def test_a_plain_agent_is_left_to_itself_at_its_deadline() -> None:
 
     async with a_runner() as runner:
         with pytest.raises(AgentTimeoutError):
-            await runner.run(hangs, name="the agent", timeout_s=0.05)
+            await runner.call(hangs, name="the agent", timeout_s=0.05)
         free.set()
         assert await asyncio.to_thread(ended.wait, 30)
 
@@ -164,7 +165,7 @@ async def test_a_time_out_of_the_agents_own_is_no_deadline() -> None:
 
     async with a_runner() as runner:
         with pytest.raises(TimeoutError, match="of the agent's"):
-            await runner.run(raises, name="the agent", timeout_s=LONG_S)
+            await runner.call(raises, name="the agent", timeout_s=LONG_S)
 
 
 async def test_an_agent_whose_caller_is_cancelled_is_cancelled() -> None:
@@ -178,7 +179,7 @@ async def test_an_agent_whose_caller_is_cancelled_is_cancelled() -> None:
             ended.set()
 
     async with a_runner() as runner:
-        task = asyncio.ensure_future(runner.run(hangs, name="the agent", timeout_s=LONG_S))
+        task = asyncio.ensure_future(runner.call(hangs, name="the agent", timeout_s=LONG_S))
         await asyncio.to_thread(begun.wait, 30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -214,7 +215,7 @@ async def test_an_agent_that_blocks_the_loop_is_named_once_with_its_line(
     blocker = Blocker()
     with caplog.at_level(logging.WARNING, "buffer_rl.agents"):
         async with a_runner(blocked_s=0.05) as runner:
-            task = asyncio.ensure_future(runner.run(getattr(blocker, how), name="agent 7", timeout_s=LONG_S))
+            task = asyncio.ensure_future(runner.call(getattr(blocker, how), name="agent 7", timeout_s=LONG_S))
             deadline = time.monotonic() + 30
             while not caplog.records and time.monotonic() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -231,9 +232,9 @@ async def test_a_loop_that_is_blocked_at_the_deadline_of_the_blocker_is_left_beh
 ):
     blocker = Blocker()
     async with a_runner(answer_s=0.05) as runner:
-        other = asyncio.ensure_future(runner.run(sleeps, name="other", timeout_s=LONG_S))
+        other = asyncio.ensure_future(runner.call(sleeps, name="other", timeout_s=LONG_S))
         await asyncio.sleep(0)
-        task = asyncio.ensure_future(runner.run(blocker.directly, name="blocker", timeout_s=0.2))
+        task = asyncio.ensure_future(runner.call(blocker.directly, name="blocker", timeout_s=0.2))
         with pytest.raises(AgentTimeoutError):
             await task
         with pytest.raises(RolloutError, match=r"blocker at .* blocked the event loop of all agents"):
@@ -242,16 +243,16 @@ async def test_a_loop_that_is_blocked_at_the_deadline_of_the_blocker_is_left_beh
         async def answers() -> int:
             return 5
 
-        assert await runner.run(answers, name="next", timeout_s=LONG_S) == 5
+        assert await runner.call(answers, name="next", timeout_s=LONG_S) == 5
     blocker.free.set()
 
 
 async def test_at_the_deadline_of_another_the_blocker_stays_and_the_others_have_failed() -> None:
     blocker = Blocker()
     async with a_runner(answer_s=0.05) as runner:
-        blocking = asyncio.ensure_future(runner.run(blocker.in_a_task, name="blocker", timeout_s=LONG_S))
+        blocking = asyncio.ensure_future(runner.call(blocker.in_a_task, name="blocker", timeout_s=LONG_S))
         await asyncio.to_thread(blocker.begun.wait, 30)
-        others = [runner.run(sleeps, name=f"other {limit}", timeout_s=limit) for limit in (0.1, LONG_S)]
+        others = [runner.call(sleeps, name=f"other {limit}", timeout_s=limit) for limit in (0.1, LONG_S)]
         for result in await asyncio.gather(*others, return_exceptions=True):
             assert isinstance(result, RolloutError)
             assert "blocker at" in str(result)
