@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from buffer_rl.agents.messages import (
     Answer,
@@ -31,13 +31,6 @@ from buffer_rl.agents.messages import (
 from buffer_rl.agents.rendering import Renderer, Tools, Variables, check_messages
 from buffer_rl.agents.turns import Turn
 from buffer_rl.errors import RolloutError
-
-
-class History(StrEnum):
-    """What the next prompt keeps of earlier answers."""
-
-    TEMPLATE = "template"  # what the chat template shows of them
-    APPEND = "append"  # all of them, with their reasoning
 
 
 class Cause(StrEnum):
@@ -87,8 +80,9 @@ class Conversation:
     """The recorded chat turns of one session: branches, and conversations with other prompts, included.
 
     tokenizer: of transformers, with a chat template, else ConfigError; or a ``Renderer`` of it, which takes a
-    millisecond to make and may be shared. history: see ``History``. template_kwargs: for the template. read: reads the
-    message that an answer is.
+    millisecond to make and may be shared. history: what the next prompt keeps of earlier answers: what the template
+    shows of them, or all of them, with their reasoning. template_kwargs: for the template. read: reads the message that
+    an answer is.
 
     Example:
         talk = Conversation(tokenizer)
@@ -101,13 +95,13 @@ class Conversation:
         self,
         tokenizer: Any,
         *,
-        history: History = History.TEMPLATE,
+        history: Literal["template", "append"] = "template",
         template_kwargs: Mapping[str, Any] | None = None,
         read: AnswerReader = read_answer,
     ) -> None:
         self._renderer = tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer)
         self._template_kwargs = dict(template_kwargs or {})
-        self._appends = History(history) is History.APPEND
+        self._appends = history == "append"
         self._read = read
         self._held: dict[str, list[_Held]] = {}
 

@@ -113,7 +113,11 @@ class Agents:
             while True:
                 session = Session(lease, sample, params, current)
                 try:
-                    return await self._once(lease, session, reset_to_prompt(sample))
+                    prompt = reset_to_prompt(sample)
+                    outcome = await self._played(session, prompt)
+                    played = _sample_of(lease, session, prompt, outcome)
+                    self._count(lease, session, played, outcome)
+                    return played
                 except AgentKilledError as error:
                     lease.count("agent/killed")
                     if not current.kill():
@@ -156,12 +160,6 @@ class Agents:
         if self._journal is not None:
             self._journal.close()
 
-    async def _once(self, lease: Lease, session: Session, prompt: Sample) -> Sample:
-        outcome = await self._played(session, prompt)
-        played = _sample_of(lease, session, prompt, outcome)
-        self._count(lease, session, played, outcome)
-        return played
-
     async def _played(self, session: Session, prompt: Sample) -> Outcome:
         name = f"the {self._kind} of row {prompt.row_id}"
         async with self._gateway.opened(session) as address:
@@ -186,8 +184,7 @@ class Agents:
             _log.warning("%s ended while %d of its requests were running: await them", name, still_running)
         if not task.cancelled():
             task.exception()  # what it made of the end is no failure
-        if session.end is not End.DONE:
-            assert session.end is not None
+        if session.end not in (None, End.DONE):
             return Outcome(end=session.end)
         return self._outcome(task, session, prompt)
 

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from buffer_rl.agents.conversation import Cause, Conversation, History, NextPrompt
+from buffer_rl.agents.conversation import Cause, Conversation, NextPrompt
 from buffer_rl.agents.journal import Play
 from buffer_rl.agents.messages import Answer, Message
 from buffer_rl.agents.template_reader import reader_of
@@ -151,7 +151,7 @@ class Session:
         context, args, tokenizer = self._lease.context, self._args, self._lease.context.tokenizer
         if (read := context.shared.get(reader_of)) is None:
             read = context.shared[reader_of] = reader_of(tokenizer, args.response_template)
-        history, template_kwargs = History(args.agent_history), args.apply_chat_template_kwargs
+        history, template_kwargs = args.agent_history, args.apply_chat_template_kwargs
         return Conversation(tokenizer, history=history, template_kwargs=template_kwargs, read=read)
 
     async def chat(

@@ -93,9 +93,7 @@ class PromptDataSource:
         check_sources(options)
         datasets = read_sources(options)
         self._hashes = [dataset.source_hash for dataset in datasets]  # of what was read; a name may be older
-        self._accept_changed_rows = options.accept_changed_rows
-        self._seed = options.rollout_seed
-        self._shuffle = options.rollout_shuffle
+        self._options = options
         self._weights = None if len(datasets) == 1 else options.prompt_data_weights
         self.pool_weights = pool_weights(options)
         self._use(datasets)
@@ -114,13 +112,13 @@ class PromptDataSource:
         self._by_difficulty = [each for each in self._order.iterators if isinstance(each, DifficultyIterator)]
 
     def _begun(self, datasets: list[PromptDataset]) -> RowOrder:
-        make: MakeIterator = partial(EpochIterator, shuffle=self._shuffle)
+        make: MakeIterator = partial(EpochIterator, shuffle=self._options.rollout_shuffle)
         if self.pool_weights is not None:
-            make = partial(DifficultyIterator, shuffle=self._shuffle, weights=self.pool_weights)
+            make = partial(DifficultyIterator, shuffle=self._options.rollout_shuffle, weights=self.pool_weights)
         sizes = [len(dataset) for dataset in datasets]
         if self._weights is None:
-            return JoinedOrder(make, sizes, seed=self._seed)
-        seeds = [seed_of_source(self._seed, dataset.source_hash) for dataset in datasets]
+            return JoinedOrder(make, sizes, seed=self._options.rollout_seed)
+        seeds = [seed_of_source(self._options.rollout_seed, dataset.source_hash) for dataset in datasets]
         return WeightedOrder(make, sizes, self._weights, seeds=seeds)
 
     @property
@@ -205,8 +203,8 @@ class PromptDataSource:
             "sources": self.source_hashes,
             **({"hashes": self._hashes} if self.has_changed else {}),
             "weights": self._weights,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
+            "seed": self._options.rollout_seed,
+            "shuffle": self._options.rollout_shuffle,
             "cursors": [list(each.cursor) for each in self._order.iterators],
             "group_index": self._group_index,
             "index": self._index,
@@ -229,7 +227,7 @@ class PromptDataSource:
         mine["order"], state["order"] = mine.get("order"), state.get("order")
         for name in ("format", "sources", "hashes", "weights", "seed", "shuffle", "order", "returned"):
             if (name not in state or state[name] != mine[name]) and not (
-                name == "hashes" and self._accept_changed_rows
+                name == "hashes" and self._options.accept_changed_rows
             ):
                 raise CheckpointError(
                     f"the saved data sources have {name} {state.get(name)!r}, these {mine[name]!r}",

@@ -64,26 +64,18 @@ class GenerateResult:
         return STATUS_OF_REASON[self.finish_reason]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsAsked:
-    """That an answer has the experts of its tokens from ``start`` on: those of its ``num_prompt_tokens``, and its
-    own."""
-
-    sizes: ExpertSizes
-    num_prompt_tokens: int
-    start: int = 0
-
-    def read(self, meta_info: Mapping[str, Any], num_output_tokens: int) -> tuple[np.ndarray | None, int]:
-        """``experts`` and ``experts_start`` of a ``GenerateResult``. Raises ValueError."""
-        return self.sizes.read(meta_info, self.num_prompt_tokens + num_output_tokens, self.start)
-
-
 def parse_answer(
-    answer: Any, url: str, vocab_size: int | None = None, experts: ExpertsAsked | None = None
+    answer: Any,
+    url: str,
+    vocab_size: int | None = None,
+    *,
+    experts: ExpertSizes | None = None,
+    num_prompt_tokens: int = 0,
+    experts_start: int = 0,
 ) -> GenerateResult:
     """Read one answer of ``/generate``. Raises EngineError if it breaks the protocol, or has a token of none of the
-    ``vocab_size`` rows of the model or a log-probability that is none. experts: without it, those in the answer are not
-    read.
+    ``vocab_size`` rows of the model or a log-probability that is none. experts: without it, those in the answer, of the
+    tokens of prompt and answer from ``experts_start`` on, are not read.
 
     Empty spans, which SGLang sends for an answer without tokens, say nothing and are left out.
     """
@@ -109,7 +101,8 @@ def parse_answer(
             kept=kept_tokens(meta),
         )
         if experts is not None:
-            result.experts, result.experts_start = experts.read(meta, len(token_ids))
+            num_tokens = num_prompt_tokens + len(token_ids)
+            result.experts, result.experts_start = experts.read(meta, num_tokens, experts_start)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"an answer of /generate breaks the protocol: {type(error).__name__}: {error}"
         expected = "output_ids and meta_info with finish_reason, output_token_logprobs, weight_versions"
@@ -188,7 +181,7 @@ def passes_fields(args: Args) -> bool:
 
 
 @dataclass(eq=False)
-class EngineClient:
+class EngineClient(contextlib.AbstractAsyncContextManager["EngineClient"]):
     """Generates through the router and aborts at every engine behind it. Belongs to one event loop.
 
     engine_urls: the engines that an abort goes to; where there are none, those that the router lists at the time, so
@@ -243,9 +236,6 @@ class EngineClient:
             experts=expert_sizes(args),
         )
 
-    async def __aenter__(self) -> EngineClient:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
@@ -276,7 +266,7 @@ class EngineClient:
         request is aborted at the engines then.
         """
         prompt = list(input_ids)
-        answer = await self._ask(rid, [rid], prompt, prompt, sampling_params, routing_key, experts_start)
+        answer = await self._ask(rid, prompt, sampling_params, routing_key, experts_start=experts_start)
         return self._parsed(answer, prompt, experts_start)
 
     async def agenerate_rows(
@@ -295,19 +285,15 @@ class EngineClient:
         if not 1 < num_rows <= ROWS:
             raise EngineError(f"{num_rows} rows in a request", expected=f"2 to {ROWS}", where=f"request {rid!r}")
         prompt = list(input_ids)
-        # A server aborts by the ids of rows that it has: that of the request is none of them.
-        rows = [row_rid(rid, row) for row in range(num_rows)]
-        answers = await self._ask(rid, rows, [prompt] * num_rows, prompt, sampling_params, routing_key)
+        answers = await self._ask(rid, prompt, sampling_params, routing_key, num_rows=num_rows)
         if not isinstance(answers, list) or len(answers) != num_rows:
             found = f"{len(answers)} answers" if isinstance(answers, list) else "one answer"
             raise EngineError(f"{found} to a request of {num_rows} rows", where=self._generate_url)
         return [self._parsed(answer, prompt) for answer in answers]
 
     def _parsed(self, answer: Any, prompt: Sequence[int], experts_start: int = 0) -> GenerateResult:
-        asked = None
-        if self.experts is not None:
-            asked = ExpertsAsked(sizes=self.experts, num_prompt_tokens=len(prompt), start=experts_start)
-        return parse_answer(answer, self._generate_url, self.vocab_size, asked)
+        of_experts: dict[str, Any] = {"num_prompt_tokens": len(prompt), "experts_start": experts_start}
+        return parse_answer(answer, self._generate_url, self.vocab_size, experts=self.experts, **of_experts)
 
     async def row_seeds(self) -> RowSeeds:
         """How the rows of a request draw at the engines, which are asked once. Raises EngineError where none answers.
@@ -334,19 +320,21 @@ class EngineClient:
     async def _ask(
         self,
         rid: str,
-        rows: list[str],
-        input_ids: list[Any],
         prompt: list[int],
         sampling_params: Mapping[str, Any],
         routing_key: str | None,
+        *,
         experts_start: int = 0,
+        num_rows: int = 0,
     ) -> Any:
-        """The parsed body of the answer to ``input_ids``, a prompt or several. rows: the ids that an abort names.
-        prompt: the one that they share."""
+        """The parsed body of the answer to a prompt, or to ``num_rows`` rows of it."""
         if sampling_params.get("n", 1) != 1:
             raise EngineError("agenerate asks for one answer", expected="n = 1", hint="send one request a sample")
         self._check_prompt(rid, prompt)
         self._check_forwarded(sampling_params)
+        # A server aborts by the ids of rows that it has: that of the request is none of them.
+        rows = [row_rid(rid, row) for row in range(num_rows)] or [rid]
+        input_ids: list[Any] = [prompt] * num_rows or prompt
         request = {"rid": rid, "input_ids": input_ids, "sampling_params": dict(sampling_params), "return_logprob": True}
         if self.asks_kept and sampling_params.get("top_k", -1) > 0:
             request["return_sampling_mask"] = True

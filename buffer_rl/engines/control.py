@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 from buffer_rl.engines.http import NOTHING, Body, EngineFanOut, LoopThread, decode_json
 from buffer_rl.engines.protocol import CACHE, GENERATE, MODEL_INFO, WEIGHTS, ServerInfo
@@ -22,7 +22,7 @@ FAILED_LAST_ATTEMPT = "failed the last attempt of a publication"
 PAUSE, CONTINUE, FLUSH = "/pause_generation", "/continue_generation", "/flush_cache"
 
 
-class EngineControlClient:
+class EngineControlClient(AbstractContextManager["EngineControlClient"]):
     """The control calls, from any thread: each goes to all engines at once, in the event loop of another thread.
 
     It reaches the engines that were there at ``pause`` and still live. An engine that dies does not fail a call that
@@ -54,9 +54,6 @@ class EngineControlClient:
         self._adapter: str | None = None
         self._versions: dict[str, str] = {}
         self._drops_failed = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

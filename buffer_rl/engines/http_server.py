@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -36,32 +37,31 @@ Refusal = Callable[[Scope, int, str], Response]
 """``(scope, status, what is wrong) -> answer``, in the words of one server."""
 
 
-def json_response(content: Any, status: int = 200, *, default: Callable[[Any], Any] | None = None) -> Response:
-    """JSON by orjson; numbers that are not finite become null. default: makes JSON of what has none."""
-    return Response(orjson.dumps(content, default=default), status, media_type="application/json")
+def json_response(content: Any, status: int = 200) -> Response:
+    """JSON by orjson; numbers that are not finite become null."""
+    return Response(orjson.dumps(content), status, media_type="application/json")
 
 
+@dataclass(eq=False)
 class Front:
     """What sees each request first: it refuses those without a key, and hands on others with their whole body.
 
     allows: whether a request has what it needs; its body is not read before. max_body_bytes: of one body."""
 
-    def __init__(
-        self, app: ASGIApp, *, refusal: Refusal, max_body_bytes: int, allows: Callable[[Scope], bool] = lambda _: True
-    ) -> None:
-        self._app = app
-        self._refusal = refusal
-        self._max_body_bytes = max_body_bytes
-        self._allows = allows
+    _app: ASGIApp
+    _: KW_ONLY
+    refusal: Refusal
+    max_body_bytes: int
+    allows: Callable[[Scope], bool] = lambda _: True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if not self._allows(scope):
+        if not self.allows(scope):
             return await self._refuse(401, "the key is missing or wrong", scope, receive, send)
         sizes = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
-        too_large = f"the body is larger than {self._max_body_bytes} bytes"
-        if max(sizes, default=0) > self._max_body_bytes:
+        too_large = f"the body is larger than {self.max_body_bytes} bytes"
+        if max(sizes, default=0) > self.max_body_bytes:
             return await self._refuse(413, too_large, scope, receive, send)
         parts: list[bytes] = []
         num_bytes, more = 0, True
@@ -73,11 +73,11 @@ class Front:
                         return None  # the client is gone
                     parts.append(message.get("body", b""))
                     num_bytes, more = num_bytes + len(parts[-1]), message.get("more_body", False)
-                    if num_bytes > self._max_body_bytes:
+                    if num_bytes > self.max_body_bytes:
                         break
         except TimeoutError:
             return await self._refuse(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", scope, receive, send)
-        if num_bytes > self._max_body_bytes:
+        if num_bytes > self.max_body_bytes:
             return await self._refuse(413, too_large, scope, receive, send, more=more)
         whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
         parts.clear()
@@ -90,7 +90,7 @@ class Front:
     async def _refuse(
         self, status: int, what: str, scope: Scope, receive: Receive, send: Send, *, more: bool = True
     ) -> None:
-        response = self._refusal(scope, status, what)
+        response = self.refusal(scope, status, what)
         response.headers["connection"] = "close"
         await send({"type": "http.response.start", "status": status, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})

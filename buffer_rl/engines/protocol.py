@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from buffer_rl.errors import EngineError, raised_as
 
@@ -110,43 +111,39 @@ class Adapter:
                 meta["weight_versions"] = [span]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerInfo:
-    """What an engine says that it is. is_embedded: one of this package's. imitates: the server that it answers as.
-    deterministic: an answer depends on the request and its seed alone. shares_seeds: the rows of a request have its
-    seed, where it is not ours. device: ``"cuda"`` or ``"cpu"``; empty where it does not say. context_length: None where
-    it is the model's own. digest: of the version that a delta may be of; None: it keeps none. prepares_weights: it can
-    do so while it generates, and the end of an update only swaps them."""
+Truth = Annotated[bool, BeforeValidator(bool)]
 
-    is_embedded: bool = False
+
+class ServerInfo(BaseModel):
+    """What an engine says that it is, in ``/server_info``. engine: its kind. imitates: the server that it answers as.
+    deterministic: an answer depends on the request and its seed alone. enable_deterministic_inference: the rows of a
+    request have its seed, where it is not ours. device: ``"cuda"`` or ``"cpu"``; empty where it does not say.
+    context_length: None where it is the model's own. digest: of the version that a delta may be of; None: it keeps
+    none. prepares_weights: it can do so while it generates, and the end of an update only swaps them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    engine: Any = None
     imitates: str | None = None
     tp_size: int = 1
     dp_size: int = 1
-    deterministic: bool = False
-    shares_seeds: bool = False
-    device: str = ""
+    deterministic: Truth = False
+    enable_deterministic_inference: Truth = False
+    device: str | None = None
     context_length: int | None = None
     digest: str | None = None
-    prepares_weights: bool = False
+    prepares_weights: Truth = False
 
     @classmethod
     def parse(cls, answer: Any, url: str) -> ServerInfo:
         """Of an answer of ``/server_info``. Raises EngineError unless it is one."""
-        unlike = (AttributeError, TypeError, ValueError)
-        with raised_as(EngineError, "not what a server says of itself", unlike, where=url + SERVER_INFO):
-            deterministic, length = bool(answer.get("deterministic")), answer.get("context_length")
-            return cls(
-                is_embedded=answer.get("engine") == EMBEDDED,
-                imitates=answer.get("imitates"),
-                tp_size=int(answer.get("tp_size", 1)),
-                dp_size=int(answer.get("dp_size", 1)),
-                deterministic=deterministic,
-                shares_seeds=deterministic or bool(answer.get("enable_deterministic_inference")),
-                device=str(answer.get("device") or ""),
-                context_length=None if length is None else int(length),
-                digest=answer.get("digest"),
-                prepares_weights=answer.get("prepares_weights") is True,
-            )
+        with raised_as(EngineError, "not what a server says of itself", ValidationError, where=url + SERVER_INFO):
+            return cls.model_validate(answer)
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it is one of this package's."""
+        return bool(self.engine == EMBEDDED)
 
     @property
     def is_ours(self) -> bool:
@@ -158,4 +155,4 @@ class ServerInfo:
         """How the rows of a request draw."""
         if self.is_ours:
             return RowSeeds.OWN
-        return RowSeeds.SHARED if self.shares_seeds else RowSeeds.NONE
+        return RowSeeds.SHARED if self.deterministic or self.enable_deterministic_inference else RowSeeds.NONE

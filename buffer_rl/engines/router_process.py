@@ -7,6 +7,7 @@ policies than it has, so the policy is set afterwards. It calls engines alone, a
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import signal
@@ -19,27 +20,21 @@ from buffer_rl.cluster.process import PARENT_FD_FLAG, pop_key
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the router of a module like ``sglang_router.launch_router`` until a signal; its flags and ``--parent-fd``."""
-    rest = list(sys.argv[1:] if argv is None else argv)
-    program = _taken(rest, "--program")
-    if PARENT_FD_FLAG in rest:
-        _fork_watcher(int(_taken(rest, PARENT_FD_FLAG)))
-    policy = _taken(rest, "--policy")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--program", "--policy"):
+        parser.add_argument(flag, required=True)
+    parser.add_argument(PARENT_FD_FLAG, type=int)
+    own, rest = parser.parse_known_args(argv)
+    if own.parent_fd is not None:
+        _fork_watcher(own.parent_fd)
     drop_proxies()
     if (key := pop_key()) is not None:
         rest += [f"--api-key={key}"]  # a key may begin with a dash
-    router = importlib.import_module(program)
+    router = importlib.import_module(own.program)
     arguments = router.parse_router_args(rest)
-    arguments.policy = policy
+    arguments.policy = own.policy
     router.launch_router(arguments)
     return 0
-
-
-def _taken(arguments: list[str], flag: str) -> str:
-    """The value of ``flag``, which both are taken out."""
-    at = arguments.index(flag)
-    value = arguments[at + 1]
-    del arguments[at : at + 2]
-    return value
 
 
 def _fork_watcher(fd: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from buffer_rl.buffer.state import BufferState
 from buffer_rl.cluster.calling import Call
 from buffer_rl.cluster.dispatch import all_answers
-from buffer_rl.engines.protocol import ServerInfo
+from buffer_rl.engines.protocol import EMBEDDED, ServerInfo
 from buffer_rl.errors import WorkerDiedError
 from buffer_rl.observe.timeline import WorkReport
 from buffer_rl.records.groups import SampleGroup, Ticket, Topology
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 URL = "http://engine-0"
 """Of ``FakeEngines``."""
-EMBEDDED_ENGINE = ServerInfo(is_embedded=True)
-PREPARING_ENGINE = ServerInfo(is_embedded=True, prepares_weights=True)
+EMBEDDED_ENGINE = ServerInfo(engine=EMBEDDED)
+PREPARING_ENGINE = ServerInfo(engine=EMBEDDED, prepares_weights=True)
 
 
 class FakeRollouts:

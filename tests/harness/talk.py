@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from buffer_rl.agents.conversation import Conversation, History, NextPrompt
+from buffer_rl.agents.conversation import Conversation, NextPrompt
 from buffer_rl.agents.messages import Message
 from buffer_rl.agents.rendering import Renderer
 from buffer_rl.agents.turns import Row, Turn, rows, turn_digest
@@ -70,9 +70,9 @@ def tool(text: str, **more: Any) -> Message:
 class Talk:
     """One session: requests, answers that are given as ids or as text, and the rows of all its turns."""
 
-    def __init__(self, template: str, history: str = History.TEMPLATE, **options: Any) -> None:
+    def __init__(self, template: str, history: Any = "template", **options: Any) -> None:
         self.tokenizer = byte_tokenizer(template, [*SPECIAL], ["ok"])
-        self.conversation = Conversation(Renderer(self.tokenizer), history=History(history), **options)
+        self.conversation = Conversation(Renderer(self.tokenizer), history=history, **options)
         self.prompts: list[NextPrompt] = []
         self.turns: list[Turn] = []
 

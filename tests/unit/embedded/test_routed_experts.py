@@ -20,7 +20,7 @@ from buffer_rl.embedded.loader import LoadedModel, LoadOptions
 from buffer_rl.embedded.protocol import Limits, answers, parse_generate
 from buffer_rl.embedded.routers import find_routers, recorded_experts
 from buffer_rl.embedded.scheduler import Request, Scheduler
-from buffer_rl.engines.client import ExpertsAsked, parse_answer
+from buffer_rl.engines.client import parse_answer
 from buffer_rl.engines.protocol import BadRequestError
 from buffer_rl.engines.text import TextCodec
 from buffer_rl.errors import EngineError
@@ -156,18 +156,18 @@ def test_answers_have_them_from_the_token_that_was_asked_for_and_the_client_read
     body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
     (whole,) = answered(scheduler_of(mixture), run, body)
     expected = whole_pass(mixture, (*prompt, *whole["output_ids"]))
-    read = parse_answer(whole, "url", experts=ExpertsAsked(sizes=SIZES, num_prompt_tokens=4))
+    read = parse_answer(whole, "url", experts=SIZES, num_prompt_tokens=4)
     assert read.experts is not None
     assert same_sets(read.experts, expected)
     assert read.experts.dtype == np.uint8
     assert parse_answer(whole, "url").experts is None
     asking = {"return_routed_experts": True, "routed_experts_start_len": 3}
     (part,) = answered(scheduler_of(mixture), run, body | asking)
-    read = parse_answer(part, "url", experts=ExpertsAsked(sizes=SIZES, num_prompt_tokens=4, start=3))
+    read = parse_answer(part, "url", experts=SIZES, num_prompt_tokens=4, experts_start=3)
     assert read.experts_start == 3
     assert same_sets(np.asarray(read.experts), expected[3:])
     # A router that drops what was asked: all come, and the answer says so.
-    read = parse_answer(whole, "url", experts=ExpertsAsked(sizes=SIZES, num_prompt_tokens=4, start=3))
+    read = parse_answer(whole, "url", experts=SIZES, num_prompt_tokens=4, experts_start=3)
     assert (read.experts_start, len(np.asarray(read.experts))) == (0, 8)
 
 
@@ -196,12 +196,11 @@ def test_a_server_may_send_dense_layers_too_which_are_left_out() -> None:
     assert sizes == ExpertSizes(num_experts=300, top_k=2, layers=(0, 2), num_layers=3)
     rows = np.arange(2 * 3 * 2).reshape(2, 3, 2)
     rows[:, 1] = -1  # two rows, of a prompt of one token and an answer of two
-    asked = ExpertsAsked(sizes=sizes, num_prompt_tokens=1)
-    found = parse_answer(meta_with(encoded(rows)), "url", experts=asked).experts
+    found = parse_answer(meta_with(encoded(rows)), "url", experts=sizes, num_prompt_tokens=1).experts
     assert found is not None
     assert found.tolist() == rows[:, [0, 2]].tolist()
     assert found.dtype == np.int16
-    found = parse_answer(meta_with(encoded(rows[:, [0, 2]])), "url", experts=asked).experts
+    found = parse_answer(meta_with(encoded(rows[:, [0, 2]])), "url", experts=sizes, num_prompt_tokens=1).experts
     assert found is not None
     assert found.tolist() == rows[:, [0, 2]].tolist()
 
@@ -212,10 +211,9 @@ def test_a_server_may_send_dense_layers_too_which_are_left_out() -> None:
     ids=["of one token", "expert 8 of 8", "expert -1", "no base64", "no text", "empty"],
 )
 def test_experts_that_are_none_break_the_protocol(sent: Any) -> None:
-    asked = ExpertsAsked(sizes=SIZES, num_prompt_tokens=1)
     with pytest.raises(EngineError, match="breaks the protocol"):
-        parse_answer(meta_with(sent), "url", experts=asked)
-    assert parse_answer(meta_with(None), "url", experts=asked).experts is None
+        parse_answer(meta_with(sent), "url", experts=SIZES, num_prompt_tokens=1)
+    assert parse_answer(meta_with(None), "url", experts=SIZES, num_prompt_tokens=1).experts is None
 
 
 def test_a_model_without_experts_is_refused_when_it_is_loaded(model_folder: Callable[..., str]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from buffer_rl.args import CORE_SECTIONS
-from buffer_rl.engines.client import EngineClient, ExpertsAsked, parse_answer
+from buffer_rl.engines.client import EngineClient, parse_answer
 from buffer_rl.errors import EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.experts import ExpertSizes
@@ -32,12 +31,11 @@ def test_of_a_servers_layers_those_with_experts_are_kept():
     sizes = ExpertSizes.of(
         {"n_routed_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4, "first_k_dense_replace": 1}
     )
-    asked = ExpertsAsked(sizes=sizes, num_prompt_tokens=2, start=1)
-    result = parse_answer(RECORDED, "u", experts=asked)
+    result = parse_answer(RECORDED, "u", experts=sizes, num_prompt_tokens=2, experts_start=1)
     assert result.experts_start == 1
     assert result.experts.tolist() == [[[2, 6], [6, 7], [2, 4]], [[2, 6], [0, 6], [2, 4]], [[6, 2], [6, 0], [1, 3]]]
     with pytest.raises(EngineError, match="24 numbers for 2 tokens"):
-        parse_answer(RECORDED, "u", experts=replace(asked, start=2))
+        parse_answer(RECORDED, "u", experts=sizes, num_prompt_tokens=2, experts_start=2)
 
 
 async def test_experts_are_asked_for_from_the_token_on_that_has_none_yet(tmp_path):

@@ -14,7 +14,7 @@ from buffer_rl.args import CORE_SECTIONS
 from buffer_rl.engines.client import MAX_RETRIES, EngineClient, parse_answer
 from buffer_rl.engines.control import EngineControlClient
 from buffer_rl.engines.http import EngineFanOut
-from buffer_rl.engines.protocol import RowSeeds, ServerInfo, row_seeds
+from buffer_rl.engines.protocol import EMBEDDED, RowSeeds, ServerInfo, row_seeds
 from buffer_rl.errors import DeadlineError, EngineError
 from buffer_rl.options.section import compose
 from buffer_rl.records.groups import Status, VersionSpan
@@ -467,16 +467,16 @@ def test_an_engine_that_never_answers_a_call_to_join_a_group_is_given_up_at_the_
             {"version": "0.5.23", "tp_size": 4, "dp_size": 2, "device": "cuda"},
             ServerInfo(tp_size=4, dp_size=2, device="cuda"),
         ),
-        ({"engine": "buffer_rl.embedded", "tp_size": 1}, ServerInfo(is_embedded=True)),
+        ({"engine": "buffer_rl.embedded", "tp_size": 1}, ServerInfo(engine=EMBEDDED)),
         (
             {"engine": "buffer_rl.embedded", "imitates": "sglang"},
-            ServerInfo(is_embedded=True, imitates="sglang"),
+            ServerInfo(engine=EMBEDDED, imitates="sglang"),
         ),
     ],
 )
 def test_a_server_is_what_it_says_of_itself(answer, info):
     assert ServerInfo.parse(answer, "http://engine") == info
-    assert info.is_ours is (info == ServerInfo(is_embedded=True))
+    assert info.is_ours is (info == ServerInfo(engine=EMBEDDED))
 
 
 @pytest.mark.parametrize("answer", [None, [], {"tp_size": "two"}, {"dp_size": None}])
