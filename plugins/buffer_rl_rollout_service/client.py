@@ -133,10 +133,13 @@ class ServiceClient:
     def _refusal(self, status: int, answer: Mapping[str, Any], path: str) -> RolloutError:
         error = answer.get("error")
         said: Mapping[str, Any] = error if isinstance(error, Mapping) else {"what": "no service of rollouts answered"}
-        words = {name: str(said.get(name, "")) for name in ("expected", "hint")}
-        refused = RolloutError(str(said.get("what")), where=f"{mask_url(self._url)}{path}, HTTP {status}", **words)
-        refused.status = status
-        return refused
+        return RolloutError(
+            str(said.get("what")),
+            where=f"{mask_url(self._url)}{path}, HTTP {status}",
+            expected=str(said.get("expected", "")),
+            hint=str(said.get("hint", "")),
+            status=status,
+        )
 
 
 def write_trajectory(
