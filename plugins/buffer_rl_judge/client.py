@@ -149,9 +149,8 @@ class JudgeClient:
             if response.status in RETRIED:
                 raise _RetryableError(f"HTTP {response.status}: {shown}", _seconds(response.headers.get("Retry-After")))
             if response.status != 200:
-                refusal = RewardError(f"the judge answered HTTP {response.status}: {shown}", where=place)
-                refusal.status = response.status
-                raise refusal
+                what = f"the judge answered HTTP {response.status}: {shown}"
+                raise RewardError(what, where=place, status=response.status)
         try:
             answer = json.loads(data)
             (choice, *_), used = answer["choices"], (answer.get("usage") or {}).get("total_tokens")
