@@ -26,13 +26,14 @@ OTHER_GROUPS = ("names", "verb", "import_names")
 """Groups beside those of kinds, each after ``buffer_rl.``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EntryPointInfo:
-    """One entry point. ``kind`` is empty for a pluggy plugin; ``distribution`` is the normalised name."""
+    """One entry point. ``kind`` is empty for a pluggy plugin; ``distribution`` is the normalised name. target: its
+    value, ``module:attr``."""
 
     kind: str
     name: str
-    value: str
+    target: str
     distribution: str
     version: str
 
@@ -42,7 +43,7 @@ class EntryPointInfo:
         return self.distribution == OWN_DISTRIBUTION
 
     def __str__(self) -> str:
-        return f"{self.distribution} {self.version} ({self.value})"
+        return f"{self.distribution} {self.version} ({self.target})"
 
 
 def normalise(distribution: str) -> str:
@@ -121,7 +122,7 @@ def _read_entry_points(folders: tuple[tuple[str, int], ...]) -> tuple[list[Entry
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions():
         try:
-            entries = [entry for entry in distribution.entry_points if _is_ours(entry.group)]
+            entries = [entry for entry in distribution.entry_points if entry.group.partition(".")[0] == HOOK_GROUP]
         except Exception as error:  # the fault boundary around metadata that others wrote by hand
             if HOOK_GROUP in (distribution.read_text("entry_points.txt") or ""):
                 broken[_name_of(distribution)] = f"its entry_points.txt cannot be read: {error}"
@@ -136,15 +137,6 @@ def _name_of(distribution: importlib.metadata.Distribution) -> str:
     return normalise(distribution.metadata["Name"] or "unknown")
 
 
-def join_sources(sources: Iterable[object]) -> str:
-    """Several sources of one name, for a message."""
-    return " and ".join(str(source) for source in sources)
-
-
-def _is_ours(group: str) -> bool:
-    return group == HOOK_GROUP or group.startswith(f"{HOOK_GROUP}.")
-
-
 def _infos_of(
     distribution: str, version: str, entries: Iterable[importlib.metadata.EntryPoint]
 ) -> list[EntryPointInfo]:
@@ -155,10 +147,7 @@ def _infos_of(
         else:
             kind = entry.group.removeprefix(HOOK_GROUP).removeprefix(".")
             rows.append((kind, entry.name, entry.value.partition("[")[0].replace(" ", "")))
-    return [
-        EntryPointInfo(kind=kind, name=name, value=value, distribution=distribution, version=version)
-        for kind, name, value in rows
-    ]
+    return [EntryPointInfo(kind, name, target, distribution, version) for kind, name, target in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +174,7 @@ class PluginInfo:
     @classmethod
     def of(cls, origin: Origin, *, loaded: bool, error: str = "") -> PluginInfo:
         """The row of a plugin that leads to ``origin``."""
-        distribution, version = origin.distribution, origin.version
+        distribution, version, file = origin.distribution, origin.version, Path(origin.file)
         if not distribution and origin.module:
             distribution, version = distribution_of(origin.module)
         return cls(
@@ -197,20 +186,8 @@ class PluginInfo:
             provider=origin.provider,
             file=origin.file,
             line=origin.line,
-            sha256=file_hash(origin.file),
+            sha256=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
             loaded=loaded,
-            error=error,
-        )
-
-    @classmethod
-    def of_entry(cls, entry: EntryPointInfo, error: str) -> PluginInfo:
-        """The row of an entry point that is not used."""
-        return cls(
-            kind=entry.kind,
-            name=entry.name,
-            target=entry.value,
-            distribution=entry.distribution,
-            version=entry.version,
             error=error,
         )
 
@@ -226,12 +203,6 @@ def distribution_of(module: str) -> tuple[str, str]:
         return (normalise(names[0]), importlib.metadata.version(names[0])) if names else ("", "")
     except importlib.metadata.PackageNotFoundError:
         return "", ""
-
-
-def file_hash(file: str) -> str:
-    """SHA-256 of a file, hexadecimal; empty where there is no file."""
-    path = Path(file)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if file and path.is_file() else ""
 
 
 def origin_of_object(kind: str, reference: str, obj: object, *, provider: str = "") -> Origin:

@@ -11,7 +11,7 @@ import pluggy
 
 from buffer_rl.errors import BufferRLError, PluginError, short_repr
 from buffer_rl.plugin.calls import contained, error_name, nearest, plugin_error, raised
-from buffer_rl.plugin.entry_points import EntryPoints, join_sources
+from buffer_rl.plugin.entry_points import EntryPoints
 from buffer_rl.plugin.hookspecs import PROJECT_NAME, Hooks, hookimpl
 from buffer_rl.plugin.locate import Search, import_module, import_object
 from buffer_rl.plugin.reference import Form, Origin, form_of
@@ -77,13 +77,13 @@ class HookPlugins:
         named = [entry for entry in self._entry_points.all("") if entry.name == reference]
         entries = [entry for entry in named if not self._entry_points.block(entry)]
         if len(entries) > 1:
-            raise plugin_error(None, reference, f"several distributions have it: {join_sources(entries)}")
+            raise plugin_error(None, reference, f"several distributions have it: {' and '.join(map(str, entries))}")
         if self._entry_points.is_blocked(reference) or (named and not entries):
             reason = self._entry_points.block(named[0]) if named else f"blocked by -p no:{reference}"
             raise plugin_error(None, reference, reason)
         known = tuple(entry.name for entry in self._entry_points.all(""))
         search = Search(kind=None, shown=reference, folders=self._folders, known=known)
-        self._register(search, self._import(search, entries[0].value if entries else reference))
+        self._register(search, self._import(search, entries[0].target if entries else reference))
 
     def load_installed(self) -> None:
         """Load every installed plugin, once. A broken one is named in the log and in ``broken``, and skipped."""

@@ -82,15 +82,13 @@ class ImportNames:
 
     def provide_for(self, file: str) -> None:
         """Provide the names that the source ``file`` imports, at its top or inside functions, and nothing else has."""
-        if file.endswith(".py") and Path(file).is_file() and self._entry_points.usable(KIND):
-            self.provide(imports_of(Path(file)))
+        if self._entry_points.usable(KIND):
+            self.provide(imports_of(file))
 
     def are_asked_by(self, file: str) -> bool:
         """Whether the source ``file`` imports any of the names."""
         names = {entry.name for entry in self._entry_points.usable(KIND)}
-        if not names or not file.endswith(".py") or not Path(file).is_file():
-            return False
-        return any(name.partition(".")[0] in names for name in imports_of(Path(file)))
+        return bool(names) and any(name.partition(".")[0] in names for name in imports_of(file))
 
     def provide(self, names: Iterable[str]) -> bool:
         """Provide those of ``names``, modules or packages, that nothing else has. Whether there were any."""
@@ -183,7 +181,7 @@ def _is_installed(name: str) -> bool:
 def _install(entry: EntryPointInfo, *, first: bool) -> None:
     if _is_installed(entry.name):
         return
-    module, _, attribute = entry.value.partition(":")
+    module, _, attribute = entry.target.partition(":")
     try:
         with contained():
             table = getattr(importlib.import_module(module), attribute)
@@ -191,5 +189,5 @@ def _install(entry: EntryPointInfo, *, first: bool) -> None:
         what = f"its table fails to load: {error_name(error)}"
         raise plugin_error(None, entry.name, what, origin=str(entry)) from error
     if not isinstance(table, NameTable):
-        raise plugin_error(None, entry.name, f"{entry.value!r} is no NameTable", origin=str(entry))
+        raise plugin_error(None, entry.name, f"{entry.target!r} is no NameTable", origin=str(entry))
     sys.meta_path.insert(0 if first else len(sys.meta_path), ImportNameFinder(entry.name, table))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import pluggy
@@ -25,7 +25,6 @@ from buffer_rl.plugin.entry_points import (
     EntryPointInfo,
     EntryPoints,
     PluginInfo,
-    join_sources,
     origin_of_object,
 )
 from buffer_rl.plugin.hooks import Adapter, HookPlugins, Provided
@@ -112,7 +111,7 @@ class PluginRegistry:
         if isinstance(candidate, Provided):
             return origin_of_object(kind, reference, candidate.object, provider=candidate.provider)
         if candidate is not None:
-            origin = search.locate(candidate.value)
+            origin = search.locate(candidate.target)
             return replace(origin, form=Form.NAME, distribution=candidate.distribution, version=candidate.version)
         if form is Form.NAME and find_module(reference, self._folders) is None:
             raise self._unknown_name(row, reference)
@@ -179,7 +178,7 @@ class PluginRegistry:
                 what = f"{HOOK_GROUP}.{entry.kind} is no group of entry points"
                 near = nearest(entry.kind, KINDS)
                 error = f"{what}; did you mean {HOOK_GROUP}.{near}?" if near else what
-                rows[entry.kind, entry.name] = PluginInfo.of_entry(entry, error)
+                rows[entry.kind, entry.name] = PluginInfo(**asdict(entry), error=error)
         return sorted(rows.values(), key=lambda info: (info.kind, info.name))
 
     def _infos_of(self, kind: str) -> Iterator[PluginInfo]:
@@ -187,10 +186,10 @@ class PluginRegistry:
             try:
                 yield PluginInfo.of(self.locate(kind, name), loaded=(kind, name) in self._resolved)
             except PluginError as error:
-                yield PluginInfo(kind=kind, name=name, target=join_sources(candidates), error=str(error))
+                yield PluginInfo(kind=kind, name=name, target=" and ".join(map(str, candidates)), error=str(error))
         for entry in self._entry_points.all(kind):
             if reason := self._entry_points.refusal(entry):
-                yield PluginInfo.of_entry(entry, reason)
+                yield PluginInfo(**asdict(entry), error=reason)
         for (resolved_kind, _), adapter in self._resolved.items():
             if resolved_kind == kind:
                 yield PluginInfo.of(adapter.origin, loaded=True)
@@ -224,8 +223,9 @@ class PluginRegistry:
         """What has a name; None if nothing does. Raises PluginError naming all of several."""
         candidates = self._candidates(row.name).get(name, [])
         if len(candidates) > 1:
+            what = f"several plugins have this name: {' and '.join(map(str, candidates))}"
             hint = "write module:function, or block one distribution with -p no:DISTRIBUTION"
-            raise plugin_error(row, name, f"several plugins have this name: {join_sources(candidates)}", hint=hint)
+            raise plugin_error(row, name, what, hint=hint)
         return candidates[0] if candidates else None
 
     def _unknown_name(self, row: PluginKind, name: str, *, otherwise: str = "or write module:function") -> PluginError:

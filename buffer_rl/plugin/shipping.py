@@ -139,7 +139,7 @@ class _Collector:
         """What the files import, and what that imports."""
         while self._unread:
             file, root = self._unread.pop()
-            for name in imports_of(file):
+            for name in imports_of(str(file)):
                 self.add_module(name, near=root)
 
     def _add_package(self, folder: Path, root: Path) -> None:
@@ -181,9 +181,10 @@ def _package_files(folder: Path) -> Iterator[Path]:
             yield child
 
 
-def imports_of(file: Path) -> list[str]:
-    """Absolute names that a file imports, inside functions too; of ``from a import b`` also ``a.b``."""
-    return _imports_in(file.read_bytes())
+def imports_of(file: str) -> list[str]:
+    """Absolute names that a file of Python source imports, inside functions too; of ``from a import b`` also ``a.b``.
+    None of another file."""
+    return _imports_in(Path(file).read_bytes()) if file.endswith(".py") and os.path.isfile(file) else []
 
 
 @lru_cache(maxsize=256)

@@ -99,7 +99,7 @@ def parser_of(verb: str) -> Callable[[Any, Sequence[str]], None]:
 def _module_name(verb: str) -> str:
     if verb in VERBS:
         return f"buffer_rl.verbs.{verb}" + (".verb" if verb in PACKAGES else "")
-    return next(entry.value for entry in _added() if entry.name == verb)
+    return next(entry.target for entry in _added() if entry.name == verb)
 
 
 def _added() -> list[EntryPointInfo]:
