@@ -63,8 +63,7 @@ def inner_function(obj: object) -> object:
 
 def call_rollout(function: Any, args: Any, rollout_id: int, buffer: Any, evaluation: bool) -> Any:
     """Call a checked rollout function; ``evaluation`` goes by keyword where it can, else by position."""
-    signature = _signature(function)
-    if signature is None or _bind_error(signature, 3, ("evaluation",)) is None:
+    if _bind_error(function, 3, ("evaluation",)) is None:
         return function(args, rollout_id, buffer, evaluation=evaluation)
     return function(args, rollout_id, buffer, evaluation)
 
@@ -86,8 +85,7 @@ def keywords_for(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def takes(function: Any, num_positional: int) -> bool:
     """Whether a function can be called with that many positional arguments; True if its signature is unknown."""
-    signature = _signature(function)
-    return signature is None or _bind_error(signature, num_positional) is None
+    return _bind_error(function, num_positional) is None
 
 
 def _check_function(row: PluginKind, function: Any, reference: str) -> None:
@@ -99,17 +97,10 @@ def _check_function(row: PluginKind, function: Any, reference: str) -> None:
     if is_async and not row.may_be_async:
         what = f"a {row.name} cannot be async"
         raise plugin_error(row, reference, what, actual=f"async {signature_of(function)}", hint="use def")
-    signature = _signature(function)
-    if signature is None:
-        return  # a builtin without a readable signature
-    problem = _bind_error(signature, len(row.positional))
+    problem = _bind_error(function, len(row.positional), optional=row.optional)
     if problem and row.name in ("rollout", "generate"):
-        problem = _bind_error(signature, 3, ("evaluation",)) and problem
-    if problem and row.optional:
-        problem = _bind_error(signature, len(row.positional) - row.optional) and problem
-    if problem and row.keywords and set(row.keywords) <= signature.parameters.keys():
-        problem = None
-    if problem:
+        problem = _bind_error(function, 3, ("evaluation",)) and problem
+    if problem and not (row.keywords and set(row.keywords) <= inspect.signature(function).parameters.keys()):
         asked = ", ".join(row.positional)
         raise _wrong(row, reference, f"it cannot be called with ({asked}): {problem}", function)
 
@@ -147,11 +138,7 @@ def _check_construction(row: PluginKind, factory: Any, reference: str, positiona
     if inspect.isabstract(factory):
         missing = ", ".join(sorted(factory.__abstractmethods__))
         raise _wrong(row, reference, f"the class is abstract: {missing}", factory)
-    signature = _signature(factory)
-    problem = signature and _bind_error(signature, len(positional))
-    if signature and problem and row.optional:
-        problem = _bind_error(signature, len(positional) - row.optional) and problem
-    if problem:
+    if problem := _bind_error(factory, len(positional), optional=row.optional):
         what = f"it cannot be constructed with ({', '.join(positional)}): {problem}"
         raise _wrong(row, reference, what, factory, hint=row.newest_hint)
 
@@ -162,12 +149,10 @@ def _check_method(row: PluginKind, cls: type, name: str, reference: str) -> None
     method = _unbound_method(cls, name)
     if inspect.iscoroutinefunction(method) and not row.may_be_async:
         raise plugin_error(row, reference, f"its method {name} is async", actual=f"async {signature_of(method)}")
-    signature = _signature(method)
-    if contract is None or signature is None or any(p.kind is p.VAR_KEYWORD for p in contract.parameters.values()):
+    if contract is None or any(p.kind is p.VAR_KEYWORD for p in contract.parameters.values()):
         return  # with names that depend on the data
     asked = [p for p in contract.parameters.values() if p.name != "self"]
-    problem = _bind_error(signature, len(asked))
-    if problem:
+    if problem := _bind_error(method, len(asked)):
         names = ", ".join(p.name for p in asked)
         what = f"its method {name} cannot be called with ({names}): {problem}"
         raise _wrong(row, reference, what, method, hint=row.newest_hint)
@@ -202,12 +187,15 @@ def signature_of(function: Any) -> str:
     return f"{name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
 
 
-def _bind_error(signature: inspect.Signature, positional: int, keywords: tuple[str, ...] = ()) -> str | None:
-    """Why a call with that many positional arguments and these keywords fails; None where it works."""
+def _bind_error(function: Any, positional: int, keywords: tuple[str, ...] = (), *, optional: int = 0) -> str | None:
+    """Why a call with that many positional arguments and these keywords fails; None where it works, also without the
+    last ``optional`` arguments, or where the signature is unknown."""
+    if (signature := _signature(function)) is None:  # of a builtin
+        return None
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        return str(error)
+        return str(error) if not optional or _bind_error(function, positional - optional) else None
     return None
 
 
