@@ -31,6 +31,7 @@ _CALLERS = frozenset(
         *(__name__, "buffer_rl.rollout.user_functions", "buffer_rl.agents.play", "buffer_rl.agents.runner"),
         *("buffer_rl.agents.environment", "asyncio.runners", "asyncio.base_events", "asyncio.events"),
         *("asyncio.threads", "concurrent.futures.thread", "buffer_rl.testing.lint_loss"),
+        "buffer_rl.plugin.hooks",
     }
 )
 Answer = TypeVar("Answer")
@@ -165,21 +166,18 @@ def error_name(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def error_text(error: BaseException, *, skip_frames: int = 1) -> str:
-    """``error_name`` and the end of the traceback."""
-    return f"{error_name(error)}\n{traceback_tail(original(error), skip_frames=skip_frames)}"
-
-
-def traceback_tail(error: BaseException, *, skip_frames: int = 1) -> str:
-    """The last lines of the traceback, without the first ``skip_frames`` frames (the caller's own), and without those
+def error_text(error: BaseException) -> str:
+    """``error_name`` and the last lines of the traceback, without the first frame (the caller's own), and without those
     of the functions that call users' code."""
-    frames = error.__traceback__
+    raised_there = original(error)
+    frames = own = raised_there.__traceback__
     while frames is not None and frames.tb_next is not None:
-        if skip_frames <= 0 and frames.tb_frame.f_globals.get("__name__") not in _CALLERS:
+        module = str(frames.tb_frame.f_globals.get("__name__"))
+        if frames is not own and module not in _CALLERS and not module.startswith("pluggy."):
             break
-        frames, skip_frames = frames.tb_next, skip_frames - 1
-    lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().splitlines()
-    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+        frames = frames.tb_next
+    lines = "".join(traceback.format_exception(type(raised_there), raised_there, frames)).rstrip().splitlines()
+    return "\n".join([error_name(error), *(f"    {line}" for line in lines[-TAIL_LINES:])])
 
 
 def place(kind: str, reference: object, at: str = "") -> str:
@@ -194,7 +192,6 @@ def raised(
     *,
     at: str = "",
     error_class: type[BufferRLError] = PluginError,
-    skip_frames: int = 1,
 ) -> BufferRLError:
     """The error that says that a plugin raised ``error``, with the end of its traceback, or with what to do about a
     full disk; the caller raises it."""
@@ -202,8 +199,7 @@ def raised(
         hint = "make room for --run-dir, --save and TMPDIR, and go on with --load auto"
         see = "docs/troubleshooting.md#the-disk-is-full"
         return error_class(f"it raised {error_name(error)}", where=place(kind, reference, at), hint=hint, see=see)
-    text = f"it raised {error_text(error, skip_frames=skip_frames)}"
-    return error_class(text, where=place(kind, reference, at))
+    return error_class(f"it raised {error_text(error)}", where=place(kind, reference, at))
 
 
 def returned(
@@ -307,15 +303,10 @@ class Guarded:
 
     def _run(self, name: str, step: Callable[[], Any]) -> Any:
         try:
-            with contained():
-                return step()
-        except BufferRLError as error:
-            if isinstance(error, PluginError) and not error.where:
-                error.where = place(self.kind, self.reference, name)
+            return call(self.kind, self.reference, step, at=name, error_class=self._error_class)
+        except PluginError as error:
+            error.where = error.where or place(self.kind, self.reference, name)
             raise
-        except Exception as error:  # fault boundary: a plugin's code
-            error_class = self._error_class
-            raise raised(self.kind, self.reference, error, at=name, error_class=error_class, skip_frames=2) from error
 
 
 _END = object()

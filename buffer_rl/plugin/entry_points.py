@@ -172,7 +172,7 @@ class PluginInfo:
     error: str = ""
 
     @classmethod
-    def of(cls, origin: Origin, *, loaded: bool, error: str = "") -> PluginInfo:
+    def of(cls, origin: Origin, *, loaded: bool) -> PluginInfo:
         """The row of a plugin that leads to ``origin``."""
         distribution, version, file = origin.distribution, origin.version, Path(origin.file)
         if not distribution and origin.module:
@@ -188,7 +188,6 @@ class PluginInfo:
             line=origin.line,
             sha256=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
             loaded=loaded,
-            error=error,
         )
 
 

@@ -123,7 +123,7 @@ class HookPlugins:
             except BufferRLError:
                 raise
             except Exception as error:  # fault boundary: code of others
-                raise raised("plugin", name, error, at=hook, skip_frames=4) from error
+                raise raised("plugin", name, error, at=hook) from error
         return answers
 
     def plugins(self) -> list[tuple[str, object]]:
