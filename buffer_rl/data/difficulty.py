@@ -11,12 +11,14 @@ ledger, which knows rewards and rows, is all that a resume needs.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
+from itertools import accumulate
 from typing import NoReturn, Self
 
 import numpy as np
@@ -174,21 +176,14 @@ class DifficultyIterator(EpochIterator):
         total = sum(shares)
         if (passed := self._passed(left, is_end=total == 0)) is not None:
             return self._leave(passed, passed=True)
-        pool, point = 0, self._point(total)
-        while point >= shares[pool]:
-            point -= shares[pool]
-            pool += 1
         self.num_drawn += 1
-        return self._leave(pool, passed=False)
+        return self._leave(bisect.bisect_right(list(accumulate(shares)), self._point(total)), passed=False)
 
     def _passed(self, left: list[int], *, is_end: bool) -> int | None:
         """The pool of weight 0 whose first row is before the latest one that left, or is there at the epoch's end."""
-        for pool, weight in enumerate(self.weights.weights):
-            if weight or not left[pool]:
-                continue
-            if is_end or self._ranks[pool][self._starts[pool]] < self._front:
-                return pool
-        return None
+        unwanted = [pool for pool, weight in enumerate(self.weights.weights) if not weight and left[pool]]
+        firsts = ((pool, self._ranks[pool][self._starts[pool]]) for pool in unwanted)
+        return next((pool for pool, first in firsts if is_end or first < self._front), None)
 
     def _point(self, total: int) -> int:
         """A number from 0 to ``total - 1``, by the position."""
