@@ -6,11 +6,12 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pluggy
 
-from buffer_rl.errors import BufferRLError, PluginError, short_repr
-from buffer_rl.plugin.calls import contained, error_name, nearest, plugin_error, raised
+from buffer_rl.errors import PluginError, short_repr
+from buffer_rl.plugin.calls import call, contained, error_name, nearest, plugin_error
 from buffer_rl.plugin.entry_points import EntryPoints
 from buffer_rl.plugin.hookspecs import PROJECT_NAME, Hooks, hookimpl
 from buffer_rl.plugin.locate import Search, import_module, import_object
@@ -83,7 +84,10 @@ class HookPlugins:
             raise plugin_error(None, reference, reason)
         known = tuple(entry.name for entry in self._entry_points.all(""))
         search = Search(kind=None, shown=reference, folders=self._folders, known=known)
-        self._register(search, self._import(search, entries[0].target if entries else reference))
+        target = entries[0].target if entries else reference
+        is_attribute = form_of(target) in (Form.MODULE, Form.FILE)
+        plugin = import_object(search, search.locate(target)) if is_attribute else import_module(search, target)
+        self._register(search, plugin)
 
     def load_installed(self) -> None:
         """Load every installed plugin, once. A broken one is named in the log and in ``broken``, and skipped."""
@@ -116,14 +120,8 @@ class HookPlugins:
         self.load_installed()
         answers: list[tuple[str, object]] = []
         for implementation in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
-            name, plugin = implementation.plugin_name, implementation.plugin
-            try:
-                with contained():
-                    answers.extend((name, answer) for answer in self._caller(hook, plugin)(**facts))
-            except BufferRLError:
-                raise
-            except Exception as error:  # fault boundary: code of others
-                raise raised("plugin", name, error, at=hook) from error
+            name, caller = implementation.plugin_name, self._caller(hook, implementation.plugin)
+            answers += [(name, answer) for answer in call("plugin", name, partial(caller, **facts), at=hook)]
         return answers
 
     def plugins(self) -> list[tuple[str, object]]:
@@ -133,11 +131,6 @@ class HookPlugins:
             for name, plugin in self.manager.list_name_plugin()
             if plugin is not None and not isinstance(plugin, Adapter)
         ]
-
-    def _import(self, search: Search, reference: str) -> object:
-        if form_of(reference) in (Form.MODULE, Form.FILE):
-            return import_object(search, search.locate(reference))
-        return import_module(search, reference)
 
     def _register(self, search: Search, plugin: object) -> None:
         name = search.shown

@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,7 +32,7 @@ EXCLUDED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "runs", "ch
 EXCLUDED_SUFFIXES = (".pyc", ".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf", ".npz", ".parquet", ".arrow")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CodeBundle:
     """Files to take along.
 
@@ -40,8 +40,8 @@ class CodeBundle:
     was written. folders: the user's folders, searched for modules.
     """
 
-    files: Mapping[str, Path]
-    references: Mapping[str, str]
+    files: dict[str, Path] = field(default_factory=dict)
+    references: dict[str, str] = field(default_factory=dict)
     folders: tuple[str, ...]
 
     def hashes(self) -> dict[str, str]:
@@ -75,8 +75,8 @@ class CodeBundle:
         hashes = self.hashes()
         listing = {
             "files": {target: {"source": str(path), "sha256": hashes[target]} for target, path in self.files.items()},
-            "references": dict(self.references),
-            "folders": list(self.folders),
+            "references": self.references,
+            "folders": self.folders,
         }
         (folder / LIST_NAME).write_text(json.dumps(listing), encoding="utf-8")
 
@@ -90,26 +90,23 @@ def collect_code(origins: Iterable[Origin], *, cwd: str, python_path: Sequence[s
         elif origin.module:
             collector.add_module(origin.module)
     collector.add_imports()
-    return CodeBundle(
-        files=collector.files, references=collector.references, folders=tuple(map(str, collector.folders))
-    )
+    return collector.bundle
 
 
 class _Collector:
     """Follows references and imports to files. Every root (a folder that modules are searched in) has a target."""
 
     def __init__(self, folders: Sequence[str]) -> None:
-        self.folders = [Path(folder) for folder in dict.fromkeys(folders)]
-        self.files: dict[str, Path] = {}
-        self.references: dict[str, str] = {}
-        self._targets = {folder: PurePosixPath() for folder in self.folders}
+        self.bundle = CodeBundle(folders=tuple(dict.fromkeys(folders)))
+        self._folders = [Path(folder) for folder in self.bundle.folders]
+        self._targets = {folder: PurePosixPath() for folder in self._folders}
         self._unread: list[tuple[Path, Path]] = []  # a file, and the root that it was found in
 
     def add_reference(self, origin: Origin) -> None:
         file = Path(origin.file)
         self._targets.setdefault(file.parent, self._target_of_folder(file.parent))
         self._add(file, file.parent)
-        self.references[split_file(origin.reference)[0]] = self._target(file, file.parent)
+        self.bundle.references[split_file(origin.reference)[0]] = self._target(file, file.parent)
 
     def add_module(self, name: str, near: Path | None = None) -> None:
         """The module, if it is the user's own. near: the folder of the file that imports it."""
@@ -118,7 +115,7 @@ class _Collector:
             return
         if any(getattr(finder, "provided_name", None) == parts[0] for finder in sys.meta_path):
             return  # every node has the plugin that provides it (buffer_rl.plugin.import_names)
-        roots = [*self.folders, *([near] if near is not None else [])]
+        roots = [*self._folders, *([near] if near is not None else [])]
         for count in range(1, len(parts) + 1):
             found = find_module(".".join(parts[:count]), [str(root) for root in roots])
             if found is None:
@@ -143,15 +140,15 @@ class _Collector:
                 self.add_module(name, near=root)
 
     def _add_package(self, folder: Path, root: Path) -> None:
-        if self._target(folder / "__init__.py", root) in self.files:
+        if self._target(folder / "__init__.py", root) in self.bundle.files:
             return
         for file in _package_files(folder):
             self._add(file, root)
 
     def _add(self, file: Path, root: Path) -> None:
         target = self._target(file, root)
-        if target not in self.files:
-            self.files[target] = file
+        if target not in self.bundle.files:
+            self.bundle.files[target] = file
             if file.suffix == ".py":
                 self._unread.append((file, root))
 
@@ -159,7 +156,7 @@ class _Collector:
         return str(self._targets[root] / PurePosixPath(file.relative_to(root)))
 
     def _target_of_folder(self, folder: Path) -> PurePosixPath:
-        for known in self.folders:
+        for known in self._folders:
             if folder.is_relative_to(known):
                 return PurePosixPath(folder.relative_to(known))
         return PurePosixPath(OUTSIDE, hashlib.sha256(str(folder).encode()).hexdigest()[:8])
