@@ -74,9 +74,8 @@ class TooLongError(RolloutError):
     """A prompt that leaves no room for an answer in the context. num_tokens: of the prompt; limit: of the context."""
 
     def __init__(self, num_tokens: int, limit: int, where: str) -> None:
-        super().__init__(
-            f"This model's maximum context length is {limit} tokens, and the messages have {num_tokens}", where=where
-        )
+        what = f"This model's maximum context length is {limit} tokens, and the messages have {num_tokens}"
+        super().__init__(what, where=where)
         self.num_tokens, self.limit = num_tokens, limit
 
 
