@@ -174,7 +174,7 @@ def encode_conversation(prompts: PromptEncoder, sample: Sample, mask_type: str) 
     if mask_type == "auto" and conversation.has_marks():
         tokens, mask = conversation.by_marks()
     else:
-        tokens, mask = conversation.encode(*conversation.ended(*_FINDERS[mask_type](conversation)))
+        tokens, mask = conversation.encode(*_FINDERS[mask_type](conversation))
     mask = [0, *mask[1:]]
     if 1 not in mask:
         raise DataError("the answers have no tokens", where=where, expected="at least one token to train on")
@@ -300,23 +300,12 @@ class _Conversation:
             raise DataError(what, where=self.where, expected=expected)
         return self.messages[:number]
 
-    def ended(self, text: str, spans: Spans) -> tuple[str, Spans]:
-        """The same with the tokenizer's end token behind a last answer that nothing ends, neither a special token nor
-        white space: in templates as GLM-4's the next header ends an answer, and the model would not learn to stop."""
-        number, end_token = len(self.messages) - 1, self.prompts.tokenizer.eos_token
-        start, end = spans.get(number, (0, 0))
-        if end_token is None or end < len(text) or text != text.rstrip() or self.has_end_token(text):
-            return text, spans
-        return text + end_token, {**spans, number: (start, end + len(end_token))}
-
-    def has_end_token(self, text: str) -> bool:
-        """Whether a special token is the last thing in ``text`` but for white space."""
-        special = [token.content for token in self.prompts.tokenizer.added_tokens_decoder.values() if token.special]
-        return text.rstrip().endswith(tuple(special))
-
     def end_of(self, text: str) -> int:
         """The end of the answer that ``text`` ends with, without white space after an end token."""
-        return len(text.rstrip()) if self.has_end_token(text) else len(text)
+        tokenizer = self.prompts.tokenizer
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        shorter = text.rstrip()
+        return len(shorter) if shorter.endswith(tuple(special)) else len(text)
 
     def unstable(self, what: str) -> DataError:
         """The error of a template whose text for a part of the conversation is no part of the whole text."""

@@ -189,17 +189,6 @@ def test_white_space_after_an_answer_without_an_end_token_ends_it() -> None:
     assert encode_conversation(prompts(template), row(TALK[1:]), "auto") == wanted
 
 
-@pytest.mark.parametrize("mask_type", ["auto", "qwen", "qwen3"])
-def test_a_last_answer_that_nothing_ends_gets_the_end_token(mask_type: str) -> None:
-    """As of GLM-4's template, in which the next message's header ends an answer."""
-    template = CHATML.replace("{{ eos_token }}\n", "")
-    begin, between = "<|system\nbe<|user\nhi<|assistant\n", "<|user\nok<|assistant\n"
-    wanted = by_hand((begin, 0), ("yo", 1), (between, 0), ("so<eos>", 1))
-    assert encode_conversation(prompts(template), row(TALK), mask_type) == wanted
-    wanted = by_hand((begin, 0), ("yo", 1), (between + "so", 0))
-    assert encode_conversation(prompts(template), row(switched(4, loss=False)), mask_type) == wanted
-
-
 def test_a_token_that_begins_in_the_header_is_trained_on_if_the_answer_goes_on_in_it() -> None:
     """The newlines of header and answer are one token, as of a byte-pair tokenizer."""
     words = {token: i for i, token in enumerate(["<unk>", "<eos>", "\n", "\n\n", "a", "h", "u"])}

@@ -190,7 +190,7 @@ async def test_arguments_of_tool_calls_of_openais_form_are_written_once(
         await run.roll(ticket)
         close_rollout(run.state, ticket)
         tokens = run.state.get_data(0).columns["tokens"][0]
-    assert list(tokens) == make_char_tokenizer().encode(f"q{text}<eos>", add_special_tokens=False)
+    assert list(tokens) == make_char_tokenizer().encode(f"q{text}", add_special_tokens=False)
 
 
 async def test_a_rollout_that_is_made_again_has_the_same_groups_and_none_is_trained_twice(tmp_path: Path) -> None:
