@@ -220,6 +220,7 @@ def _create(path: Path) -> None:
     try:
         with closing(sqlite3.connect(temporary, isolation_level=None)) as db:
             _write_schema(db)
+            db.execute("PRAGMA journal_mode=WAL")  # those that open it at once would lock each other out of the change
         with suppress(FileExistsError):  # another process was faster
             os.link(temporary, path)
     finally:
